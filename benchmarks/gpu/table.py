@@ -1,5 +1,7 @@
 """Turns the lines of runs into `docs/gpu.md`: what ran, on what, at which commit, what failed.
 
+`docs/gpu.zh.md` says the same in Chinese.
+
     python -m benchmarks.gpu.table [FILE ...]
 
 Without arguments it reads every `*.jsonl` in `benchmarks/results/gpu`. Of each check the newest
@@ -13,20 +15,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.page_texts import CHINESE, ENGLISH, PageTexts
 from benchmarks.gpu.results import DEFAULT_FOLDER, RESULTS, ROOT, read_lines, source_digest
 from benchmarks.gpu.stages import STAGES, is_as_expected
 
-PAGE = ROOT / "docs" / "gpu.md"
 MAX_VALUE_CHARACTERS = 160
 MAX_REASON_CHARACTERS = 300
-NEVER_RUN = (
-    "**GPUs:** nothing of Lockstep has been run on a GPU yet, neither its CUDA code nor NCCL; a "
-    "run of nine minutes on one GPU is prepared and rehearsed on the CPU"
-)
-NOT_COVERED = (
-    "NVLink, InfiniBand, several GPUs in one machine, several machines with GPUs, and the speed "
-    "of anything on several GPUs"
-)
 
 Line = dict[str, Any]
 
@@ -86,99 +80,72 @@ def newest_lines(runs: Sequence[Run]) -> list[tuple[Run, Line]]:
     return found
 
 
-def readme_sentence(lines: Iterable[Line]) -> str:
+def readme_sentence(lines: Iterable[Line], texts: PageTexts = ENGLISH) -> str:
     """What the README says at its top: what has run on GPUs, and what has not."""
     runs = [run for run in runs_of(lines) if run.device == "cuda"]
     if not runs:
-        return f"{NEVER_RUN} ([what it covers](docs/gpu.md))."
+        return texts.readme_without_a_gpu
     newest = runs[-1]
     names = [run.machine()["gpu"] for run in runs if "gpu" in run.machine()]
-    name = names[-1] if names else "GPU of a kind that was not recorded"
-    counts = count_results(line for _, line in newest_lines(runs))
-    return (
-        f"**GPUs:** run on one {name} ({newest.begin['run'][:10]}): {counts}. Over NCCL two to "
-        "four ranks shared that one GPU, so its speed on several GPUs is not known "
-        "([results](docs/gpu.md))."
+    return texts.readme_with_a_gpu.format(
+        gpu=names[-1] if names else texts.unknown_gpu,
+        day=newest.begin["run"][:10],
+        counts=count_results((line for _, line in newest_lines(runs)), texts),
     )
 
 
-def count_results(lines: Iterable[Line]) -> str:
+def count_results(lines: Iterable[Line], texts: PageTexts = ENGLISH) -> str:
     """`31 checks passed, 2 failed`."""
     counts = dict.fromkeys(RESULTS, 0)
     for line in lines:
         if line["check"] != "(stage)":
             counts[line["result"]] += 1
-    parts = [f"{counts['passed']} checks passed"]
+    parts = [texts.passed.format(number=counts["passed"])]
     for result in RESULTS[1:]:
         if counts[result]:
-            parts.append(f"{counts[result]} {result}")
-    return ", ".join(parts)
+            name = texts.results.get(result, result)
+            parts.append(texts.other_results.format(number=counts[result], result=name))
+    return texts.comma.join(parts)
 
 
-def page(lines: Sequence[Line], source: str) -> str:
+def page(lines: Sequence[Line], source: str, texts: PageTexts = ENGLISH) -> str:
     """The page, in Markdown.
 
     Args:
         lines: of all runs.
         source: the digest of the present source.
+        texts: of the language.
     """
     runs = runs_of(lines)
     on_gpu = [run for run in runs if run.device == "cuda"]
     rehearsed = [run for run in runs if run.device == "cpu"]
-    parts = [INTRODUCTION]
+    parts = [texts.introduction]
     if on_gpu:
-        parts.append(described("On a GPU", on_gpu, source))
+        parts.append(described(texts.on_a_gpu, on_gpu, source, texts))
     else:
-        parts.append(
-            "## On a GPU\n\nNot run yet. Until it has been, nothing about GPUs in this "
-            "documentation rests on a measurement.\n"
-        )
+        parts.append(f"## {texts.on_a_gpu}\n\n{texts.not_run}\n")
     if rehearsed:
-        parts.append(described("Rehearsed on the CPU", rehearsed, source))
-        parts.append(REHEARSAL_NOTE)
+        parts.append(described(texts.rehearsed, rehearsed, source, texts))
+        parts.append(texts.rehearsal_note)
     return "\n".join(parts)
 
 
-INTRODUCTION = f"""# GPUs: what has been run, and what has not
-
-`make gpu` runs everything below in at most 540 s on a machine with one GPU. Each part is a process
-of its own with a limit of its own, and each result is on disk as soon as it is known; a part that
-hangs or crashes costs itself alone.
-
-```sh
-make gpu                                  # all of it
-make gpu STAGES=probe,nccl                # some of it again
-make gpu DEVICE=cpu                       # a rehearsal on a machine without a GPU
-make gpu-table                            # writes this page from the results
-```
-
-NCCL refuses two ranks on one GPU if both the hash of their host and the bus id of their GPU are
-equal. With another `NCCL_HOSTID` in each rank they count as separate hosts and talk over NCCL's
-socket transport. Several ranks on one GPU then run real kernels, streams, communicator splits,
-point-to-point transfers, the watchdog and Flight Recorder; their speed means nothing. One GPU
-cannot show {NOT_COVERED}.
-"""
-REHEARSAL_NOTE = """
-In a rehearsal Gloo takes NCCL's place, models are smaller, and times mean nothing; in place of
-synchronizations the reads of values by Python are counted, most of which would not wait for a GPU.
-It shows that the run itself works: the stages `rehearse-...` hang, die and fill a disk on purpose.
-"""
-
-
-def described(title: str, runs: Sequence[Run], source: str) -> str:
+def described(title: str, runs: Sequence[Run], source: str, texts: PageTexts) -> str:
     """One section: the machine, then a table for each stage."""
     entries = newest_lines(runs)
     parts = [f"## {title}\n"]
     commits = sorted({run.begin["values"].get("commit") or "not known" for run in runs})
     sources = {run.begin["values"].get("source") for run in runs}
-    same = "the present source" if sources == {source} else "not all of the present source"
+    same = texts.present_source if sources == {source} else texts.older_source
     when = sorted({run.begin["run"] for run in runs})
-    parts.append(f"{count_results(line for _, line in entries)}.\n")
-    parts.append(f"Begun {', '.join(when)}, at commit {', '.join(commits)}: {same}.\n")
+    begun = texts.begun.format(when=", ".join(when), commits=", ".join(commits), source=same)
+    full_stop = begun[-1]
+    parts.append(count_results((line for _, line in entries), texts) + full_stop + "\n")
+    parts.append(begun + "\n")
     for run in reversed(runs):
         machine = run.machine()
         if machine:
-            parts.append("| machine | |\n|---|---|")
+            parts.append(f"| {texts.machine} | |\n|---|---|")
             parts += [f"| {name} | {value} |" for name, value in machine.items()]
             break
     for stage in STAGES:
@@ -186,24 +153,24 @@ def described(title: str, runs: Sequence[Run], source: str) -> str:
         of_stage = [entry for entry in of_stage if entry[1]["check"] != "versions"]
         if not of_stage:
             continue
-        parts.append(f"\n### {stage.name}: {stage.about}\n")
-        parts.append("| check | result | s | found |\n|---|---|---|---|")
-        parts += [row(line) for _, line in of_stage]
+        parts.append(f"\n### {stage.name}: {texts.about[stage.name]}\n")
+        parts.append(f"| {texts.columns} |\n|---|---|---|---|")
+        parts += [row(line, texts) for _, line in of_stage]
     return "\n".join(parts) + "\n"
 
 
-def row(line: Line) -> str:
+def row(line: Line, texts: PageTexts = ENGLISH) -> str:
     """The row of one check."""
-    result = line["result"]
-    check = "the stage as a whole" if line["check"] == "(stage)" else line["check"]
+    result = texts.results.get(line["result"], line["result"])
+    check = texts.whole_stage if line["check"] == "(stage)" else line["check"]
     if line["check"] == "(stage)" and is_as_expected(line):
-        result += ", as it should"
+        result += texts.as_it_should
     found = "; ".join(f"{name} {shown(value)}" for name, value in line["values"].items())
     if line["reason"]:
         reason = line["reason"].splitlines()
-        last = reason[-1] if result in ("failed",) else reason[0]
+        told = reason[-1] if line["result"] == "failed" else reason[0]
         separator = ". " if found else ""
-        found += separator + cut(last, MAX_REASON_CHARACTERS)
+        found += separator + cut(told, MAX_REASON_CHARACTERS)
     return f"| {escaped(check)} | {result} | {line['seconds']:.1f} | {escaped(found)} |"
 
 
@@ -234,9 +201,10 @@ def main() -> None:
     lines: list[Line] = []
     for path in paths:
         lines += read_lines(path)
-    PAGE.write_text(page(lines, source_digest()), encoding="utf-8")
-    print(f"written: {PAGE.relative_to(ROOT)}")
-    print(readme_sentence(lines))
+    for texts in (ENGLISH, CHINESE):
+        texts.page.write_text(page(lines, source_digest(), texts), encoding="utf-8")
+        print(f"written: {texts.page.relative_to(ROOT)}")
+        print(readme_sentence(lines, texts))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ NOT_YET = {
     "README",
     "benchmarks",
     "findings",
-    "gpu",
     "known_programs",
     "promises",
     "reference",

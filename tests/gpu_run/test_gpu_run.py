@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu import results, table
 from benchmarks.gpu.one_gpu import SEPARATE_HOSTS, init_options
+from benchmarks.gpu.page_texts import CHINESE, ENGLISH
 from benchmarks.gpu.results import read_lines, write_line
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
 from lockstep.distributed.device import choose_device
@@ -163,12 +164,22 @@ def test_the_page_has_the_newest_line_of_each_check() -> None:
     second = lines_of_a_run("cuda", "2026-01-02T", ("nccl", "ddp", "passed"))
     text = table.page([*second, *first], source="s")
     assert "| ddp | passed | 1.0 | a 1.5 |" in text
-    assert "| the stage as a whole | timed out | 1.0 | a 1.5. first line |" in text
+    assert "| the whole stage | timed out | 1.0 | a 1.5. first line |" in text
     assert "| gpu | H100 |" in text
     assert "at commit abc: the present source" in text
     assert "at commit abc: not all of the present source" in table.page(first, source="t")
     sentence = table.readme_sentence([*first, *second])
     assert "run on one H100 (2026-01-02): 2 checks passed. Over NCCL" in sentence
+    chinese = table.page([*second, *first], source="s", texts=CHINESE)
+    assert "| ddp | 通过 | 1.0 | a 1.5 |" in chinese
+    assert "| 整个阶段 | 超时 | 1.0 | a 1.5. first line |" in chinese
+    assert "2 项通过。\n\n开始于 2026-01-01T, 2026-01-02T，提交 abc：与当前源码一致。" in chinese
+    assert "在一张 H100 上运行过（2026-01-02）" in table.readme_sentence([*first, *second], CHINESE)
+
+
+def test_both_languages_have_all_stages_and_results() -> None:
+    assert CHINESE.about.keys() == ENGLISH.about.keys()
+    assert CHINESE.results.keys() == {*results.RESULTS}
 
 
 def test_without_a_gpu_the_page_says_so() -> None:
@@ -182,12 +193,13 @@ def test_the_readme_and_the_page_say_what_the_results_say() -> None:
     lines: list[dict[str, Any]] = []
     for path in sorted(results.DEFAULT_FOLDER.glob("*.jsonl")):
         lines += read_lines(path)
-    readme = " ".join((results.ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert table.readme_sentence(lines) in readme
-    page = table.PAGE.read_text(encoding="utf-8")
-    for _, line in table.newest_lines(table.runs_of(lines)):
-        if line["check"] != "versions":
-            assert table.row(line) in page, json.dumps(line)
+    for name, texts in (("README.md", ENGLISH), ("README.zh-CN.md", CHINESE)):
+        readme = " ".join((results.ROOT / name).read_text(encoding="utf-8").split())
+        assert table.readme_sentence(lines, texts) in readme
+        page = texts.page.read_text(encoding="utf-8")
+        for _, line in table.newest_lines(table.runs_of(lines)):
+            if line["check"] != "versions":
+                assert table.row(line, texts) in page, json.dumps(line)
 
 
 def test_nccl_is_not_refused_where_ranks_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
