@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import click
@@ -11,7 +12,14 @@ import pytest
 import lockstep
 from lockstep.cli.run import command
 from lockstep.errors import SettingError
-from lockstep.settings import DECLARATIONS, Settings, resolve_settings, settings_of_ranks
+from lockstep.settings import (
+    DECLARATIONS,
+    Settings,
+    check_names_of_variables,
+    parse_shares,
+    resolve_settings,
+    settings_of_ranks,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -67,3 +75,50 @@ def test_ranks_must_agree_on_what_changes_the_numbers() -> None:
 def test_a_variable_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(SettingError, match=f"LOCKSTEP_NUM_MICRO_BATCHES={text}"):
         resolve_settings({"LOCKSTEP_NUM_MICRO_BATCHES": text})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found", "do"),
+    [
+        ("PRECISION", "float16", "precisions are", "did you mean 'fp16'?"),
+        ("BACKEND", "glo", "the backends are", "did you mean 'gloo'?"),
+        ("DEVICE", "mps", "computes on CPUs", "use cpu"),
+        ("SHARES", "1:x", "not whole numbers", "1:2"),
+        ("SHARES", "0:0", "one is above 0", "1:2"),
+        ("MICRO_BATCH_SIZE", "0", "at least one sample", "give the number"),
+        ("SEED", "-1", "a seed is", "pass a whole number"),
+        ("JOIN_TIMEOUT", "nan", "not a time above 0", "give seconds"),
+        ("PRECISON", "bf16", "there is no such setting", "did you mean LOCKSTEP_PRECISION?"),
+        ("MICROBATCH_SIZE", "4", "no such setting", "did you mean LOCKSTEP_MICRO_BATCH_SIZE?"),
+    ],
+)
+def test_a_variable_that_no_run_can_have(variable: str, value: str, found: str, do: str) -> None:
+    variables = {f"LOCKSTEP_{variable}": value}
+    with pytest.raises(SettingError) as caught:
+        resolve_settings(variables)
+    assert caught.value.was_set == f"LOCKSTEP_{variable}={value}"
+    assert found in caught.value.found
+    assert do in caught.value.do
+
+
+def test_no_variable_of_locksteps_own_is_taken_for_a_setting_that_was_misspelt() -> None:
+    source = Path(lockstep.__file__).parent
+    text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    variables = set(re.findall(r"LOCKSTEP_[A-Z_]*[A-Z]", text))
+    assert {"LOCKSTEP_EVIDENCE", "LOCKSTEP_TOKEN", "LOCKSTEP_QUIET"} <= variables
+    check_names_of_variables(dict.fromkeys(variables - {"LOCKSTEP_PRECISON"}, "1"))
+
+
+@pytest.mark.parametrize(
+    ("size", "do"),
+    [
+        (1, "leave shares out: there is one rank"),
+        (2, "for example 1:2"),
+        (3, "give 3 whole numbers, one for each rank, for example 1:1:2"),
+        (64, "give 64 whole numbers, one for each rank"),
+    ],
+)
+def test_the_advice_for_shares_fits_the_number_of_ranks(size: int, do: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_shares("1:2:3:4", size)
+    assert do in caught.value.do

@@ -10,15 +10,20 @@ script or from outside; two that contradict each other are an error.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import LockstepError, SettingError
 from lockstep.units import parse_seconds
+from lockstep.wording import count_noun, did_you_mean
 
 
 class Choice(NamedTuple):
@@ -29,10 +34,39 @@ class Choice(NamedTuple):
     reason: str
 
 
+VARIABLE_PREFIX = "LOCKSTEP_"
 VERIFY_VARIABLE = "LOCKSTEP_VERIFY"
 """The variable in which `lockstep verify` sets what goes before the script's settings, as JSON."""
+QUIET_VARIABLE = "LOCKSTEP_QUIET"
+"""Variable of the ranks: 1 if only the script's own output and failures are printed."""
+FROM_FILE_VARIABLE = "LOCKSTEP_FROM_FILE"
+"""Variable of the ranks: which options come from a launch file, "lockstep.toml: nproc, seed"."""
 AUTO = "auto"
 """The value of shares and micro_batch_size that are to be measured."""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+PRECISION_OF_PART = {
+    "bf": "bf16",
+    "64": "fp64",
+    "double": "fp64",
+    "16": "fp16",
+    "half": "fp16",
+    "32": "fp32",
+}
+"""Parts of the names that other tools have for a precision, such as "16-mixed". The first part that
+a name has decides which precision is suggested."""
+WHY_ONE_PROCESS = {
+    "single": "the processes would train apart",
+    "dp": "dp is one process for all its devices",
+}
+"""The strategies that take one process, and why."""
+BACKENDS = ("nccl", "gloo", "mpi")
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+"""Both backends of a run on GPUs, in torch's notation."""
+SUPPORTED_DEVICES = "Lockstep computes on CPUs and on CUDA devices, which those of ROCm are too"
+DEVICE_PATTERN = re.compile(r"(cpu|cuda)(:\d+)?")
+MAX_SHARES_IN_EXAMPLE = 8
+SIMILAR_VARIABLE = 0.8
+"""A variable with a name this similar to that of a setting is a setting that was misspelt."""
 
 
 def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
@@ -52,6 +86,11 @@ def is_auto(setting: Any) -> bool:
     """Returns True if shares or a size are to be found by measuring."""
     # An array compares item by item, so the type comes first.
     return isinstance(setting, str) and setting == AUTO
+
+
+def is_quiet(environ: Mapping[str, str]) -> bool:
+    """Returns True if only the script's own output and failures are to be printed (--quiet)."""
+    return environ.get(QUIET_VARIABLE, "") not in ("", "0")
 
 
 class Agreement(Enum):
@@ -74,12 +113,14 @@ class Declaration:
     """How `lockstep run --help` shows the value."""
     help: str
     """What `lockstep run --help` says; empty: `lockstep run` has no option for it."""
+    check: Callable[[Any], object] | None
+    """Raises SettingError for a value that no run can have, whatever the machine and the model."""
     agreement: Agreement
 
     @property
     def variable(self) -> str:
         """The environment variable."""
-        return f"LOCKSTEP_{self.name.upper()}"
+        return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
     @property
     def option(self) -> str:
@@ -94,6 +135,7 @@ def _setting(
     reader: Callable[[str], Any] | None = None,
     metavar: str = "",
     help: str = "",
+    check: Callable[[Any], object] | None = None,
     agreement: Agreement = Agreement.VALUE,
 ) -> Any:
     """Returns the field of a setting, with what becomes its `Declaration` as metadata.
@@ -104,6 +146,7 @@ def _setting(
         reader: reads the value of the environment variable; None: there is no variable.
         metavar: how `lockstep run --help` shows the value.
         help: what `lockstep run --help` says; empty: there is no option.
+        check: raises SettingError for a value that no run can have.
         agreement: what must be equal on all ranks.
     """
     metadata = {
@@ -111,6 +154,7 @@ def _setting(
         "reader": reader,
         "metavar": metavar,
         "help": help,
+        "check": check,
         "agreement": agreement,
     }
     return field(default=default, metadata=metadata)
@@ -129,6 +173,138 @@ def whole_number_or_auto(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
+def check_seed(seed: Any) -> None:
+    """Raises SettingError unless torch takes the seed."""
+    if not is_whole_number(seed, least=0) or seed >= 2**64:
+        raise SettingError(
+            f"seed={seed!r}",
+            "a seed is a whole number from 0 to 2**64 - 1",
+            "pass a whole number from 0 to 2**64 - 1",
+        )
+
+
+def check_precision(precision: Any) -> None:
+    """Raises SettingError for an unknown precision, and suggests the one that was meant."""
+    if precision in PRECISIONS:
+        return
+    advice = "choose one of them"
+    for part, suggested in PRECISION_OF_PART.items():
+        if part in str(precision):
+            advice = f"did you mean {suggested!r}?"
+            break
+    raise SettingError(
+        f"precision={precision!r}", "precisions are " + ", ".join(PRECISIONS), advice
+    )
+
+
+def check_backend(backend: Any) -> None:
+    """Raises SettingError for an unknown backend, and suggests the one that was meant."""
+    if backend in (*BACKENDS, CUDA_BACKENDS):
+        return
+    advice = did_you_mean(str(backend).lower(), BACKENDS, "leave it out to have one chosen")
+    raise SettingError(f"backend={backend!r}", f"the backends are {', '.join(BACKENDS)}", advice)
+
+
+def check_device(device: Any) -> None:
+    """Raises SettingError for a device of a kind on which Lockstep does not compute."""
+    if not DEVICE_PATTERN.fullmatch(str(device)):
+        raise SettingError(f"device={device!r}", SUPPORTED_DEVICES, "use cpu, cuda or cuda:0")
+
+
+def check_shares(shares: Any) -> None:
+    """Raises SettingError unless shares are `"auto"`, or whole numbers of which one is above 0."""
+    if is_auto(shares):
+        return
+    numbers = _whole_numbers(shares)
+    if numbers is None:
+        raise _shares_error(shares, "these are not whole numbers")
+    if min(numbers) < 0 or max(numbers) == 0:
+        raise _shares_error(shares, "shares are at least 0, and one is above 0")
+
+
+def parse_shares(
+    shares: str | Sequence[int] | None, size: int, *, of: str = "rank"
+) -> tuple[int, ...]:
+    """Returns shares, such as `"1:2"` or `(1, 2)`, as whole numbers without a common divisor.
+
+    Args:
+        shares: one non-negative whole number for each rank, or device; None: equal shares.
+        size: the number of ranks, or devices.
+        of: "rank" or "device".
+
+    Raises:
+        SettingError: the wrong number of shares, none above zero, or not whole numbers.
+    """
+    if shares is None:
+        return (1,) * size
+    numbers = _whole_numbers(shares)
+    if numbers is None:
+        raise _shares_error(shares, "these are not whole numbers", size, of)
+    if len(numbers) != size:
+        wanted = f"a world size of {size}" if of == "rank" else count_noun(size, of)
+        found = f"{count_noun(len(numbers), 'share')} for {wanted}"
+        raise _shares_error(shares, found, size, of)
+    check_shares(shares)
+    divisor = math.gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+def _shares_error(
+    shares: Any, found: str, size: int | None = None, of: str = "rank"
+) -> SettingError:
+    """Returns the error for wrong shares; its example has as many numbers as are needed.
+
+    Args:
+        shares: as they were set.
+        found: what is wrong with them.
+        size: the number of ranks, or devices; None: it is not known.
+        of: "rank" or "device".
+    """
+    if size == 1:
+        do = f"leave shares out: there is one {of}, which gets the whole batch"
+    elif size is None:
+        do = f"give one whole number for each {of}; 1:2 gives the second of two twice as much"
+    elif size > MAX_SHARES_IN_EXAMPLE:
+        do = f"give {size} whole numbers, one for each {of}"
+    else:
+        example = ":".join(["1"] * (size - 1) + ["2"])
+        do = f"give {size} whole numbers, one for each {of}, for example {example}"
+    return SettingError(f"shares={shares!r}", found, do)
+
+
+def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the numbers of `"1:2"` or `(1, 2)`; None if they are not whole numbers."""
+    numbers = []
+    try:
+        parts = shares.split(":") if isinstance(shares, str) else shares
+        for part in parts:
+            number = int(part)
+            if not isinstance(part, str) and number != part:  # such as 1.5
+                return None
+            numbers.append(number)
+    except (TypeError, ValueError):
+        return None
+    return tuple(numbers)
+
+
+def check_micro_batch_size(size: Any) -> None:
+    """Raises SettingError unless the size is `"auto"`, or a whole number of at least 1."""
+    if is_auto(size):
+        return
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise SettingError(
+            f"micro_batch_size={size!r}",
+            "a micro-batch holds a whole number of samples on each rank",
+            "give the number of samples one device computes at a time, or 'auto', or leave it out",
+        )
+    if size < 1:
+        raise SettingError(
+            f"micro_batch_size={size}",
+            "a micro-batch holds at least one sample on each rank",
+            "give the number of samples one device computes at a time, or leave it out",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the user set. None: nothing was said."""
@@ -137,68 +313,86 @@ class Settings:
         None,
         reader=str,
         metavar="NAME[:OPTION=VALUE,...]",
-        help="How the model is distributed, such as ddp or diloco:every=100.",
+        help="How the model is distributed: ddp, fsdp, diloco:every=100, ...",
     )
     """A name, or an options object of `lockstep.strategies`."""
-    precision: str = _setting("fp32", reader=str, metavar="NAME", help="fp32, bf16, fp16 or fp64.")
+    precision: str = _setting(
+        "fp32",
+        check=check_precision,
+        reader=str,
+        metavar="NAME",
+        help="fp32, bf16 or fp16 (mixed precision), or fp64.",
+    )
     shares: Any = _setting(
         None,
+        check=check_shares,
         reader=str,
         metavar="A:B:...|auto",
-        help="How a batch is divided over the ranks.",
+        help="Split each batch over the ranks in this ratio; auto: by measured speed.",
     )
     """One whole number for each part of the global batch, `"auto"`, or None for equal parts."""
     num_micro_batches: int | None = _setting(
         None,
         reader=whole_number_from_1,
-        metavar="INTEGER",
-        help="Micro-batches of a global batch, the same on any number of ranks.",
+        metavar="N",
+        help="Cut each global batch into N micro-batches, on any number of ranks.",
     )
     """None: as few as `micro_batch_size` needs."""
     micro_batch_size: int | str | None = _setting(
         None,
+        check=check_micro_batch_size,
         reader=whole_number_or_auto,
         metavar="SAMPLES|auto",
-        help="Most samples computed at a time; auto: as many as fit.",
+        help="Compute at most this many samples at a time on a rank; auto: as many as fit.",
     )
     """Samples of one rank, `"auto"`, or None for the whole part."""
     virtual_ranks: int | None = _setting(
         None,
         reader=whole_number_from_1,
-        metavar="INTEGER",
-        help="Compute as on this number of ranks, with the same bits on any number of processes.",
+        metavar="N",
+        help="Get bit-identical results on any number of processes up to N.",
     )
     """Parts of every global batch that are computed each by itself; None: those of the ranks."""
     check_devices: int | None = _setting(
         None,
         reader=whole_number_from_1,
         metavar="STEPS",
-        help="Every so many steps, recompute a part on another process and compare bits.",
+        help="Check the devices: every STEPS steps, recompute a part on another one and compare.",
     )
     """Global batches between two checks of the devices; None: they are not checked."""
-    backend: str | None = _setting(None, reader=str, metavar="NAME", help="nccl, gloo or mpi.")
-    device: str | None = _setting(
+    backend: str | None = _setting(
         None,
+        check=check_backend,
         reader=str,
         metavar="NAME",
-        help="cpu, cuda or cuda:0.",
+        help="Communicate through nccl, gloo or mpi.",
+    )
+    device: str | None = _setting(
+        None,
+        check=check_device,
+        reader=str,
+        metavar="NAME",
+        help="Compute on cpu, cuda or cuda:0.",
         agreement=Agreement.NONE,
     )
     join_timeout_s: float = _setting(
         30.0,
         name="join_timeout",
+        check=partial(parse_seconds, "join_timeout"),
         reader=float,
         metavar="SECONDS",
-        help="How long ranks wait to join.",
+        help="How long ranks wait for each other in lockstep.init.",
         agreement=Agreement.NONE,
     )
     """Seconds that ranks wait for each other in `init`."""
-    seed: int = _setting(0, reader=int, metavar="NUMBER", help="Of everything random.")
+    seed: int = _setting(
+        0, check=check_seed, reader=int, metavar="NUMBER", help="Seed of all random numbers."
+    )
     ledger: str | None = _setting(
         None,
         reader=str,
         metavar="FOLDER",
-        help="Write down which samples each step trains.",
+        help="Record which samples each step trains on; see lockstep ledger.",
         agreement=Agreement.PRESENCE,
     )
     """Folder where every rank writes down which samples it trains; None: nowhere."""
@@ -206,7 +400,7 @@ class Settings:
         None,
         reader=str,
         metavar="FOLDER",
-        help="Write down how the run goes; see lockstep report.",
+        help="Record loss, speed and waiting times; see lockstep report.",
         agreement=Agreement.PRESENCE,
     )
     """Folder where every rank writes down how its steps go; None: nowhere."""
@@ -214,7 +408,7 @@ class Settings:
         None,
         reader=str,
         metavar="FOLDER",
-        help="Write down hashes of what each step computes; see lockstep journal.",
+        help="Record hashes of what each step computes; see lockstep journal.",
         agreement=Agreement.PRESENCE,
     )
     """Folder where every rank writes down hashes of what it computes; None: nowhere."""
@@ -222,7 +416,7 @@ class Settings:
         10,
         reader=whole_number_from_1,
         metavar="STEPS",
-        help="Steps from one whose hashes are in the journal to the next.",
+        help="With --journal: how many steps there are between two that are hashed.",
     )
     init_method: str | None = _setting(None, reader=str, agreement=Agreement.NONE)
     collective_timeout_s: float | None = _setting(
@@ -292,17 +486,22 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     """
     # By the name of the argument: what the script has set, then what was set outside of it.
     values = {name: value for name, value in given.items() if value is not None}
+    outside = read_variables(environ)
     for declaration in DECLARATIONS.values():
         name = declaration.name
-        outside = _read_variable(declaration, environ)
-        if outside is None:  # there is no variable, or it is not set
+        if name in values:
+            check_value(declaration, values[name])
+        if name not in outside:
             continue
         if name not in values:
-            values[name] = outside
-        elif not _mean_the_same(values[name], outside):
+            values[name] = outside[name]
+        elif not _mean_the_same(values[name], outside[name]):
+            set_outside = f"{declaration.variable}={outside[name]} outside it"
+            file, names = _options_from_file(environ)
+            if declaration.option.removeprefix("--") in names:
+                set_outside = f"{outside[name]} in {file}"
             raise SettingError(
-                f"{name}={values[name]!r} in the script and {declaration.variable}={outside} "
-                "outside it",
+                f"{name}={values[name]!r} in the script and {set_outside}",
                 "they contradict each other",
                 "set it in one place",
             )
@@ -319,24 +518,12 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
-    check_seed(values.get("seed", 0))
-    check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
-    check_virtual_ranks(values)
+    check_outside(values)
     if "journal_every" in values:
         every = values["journal_every"]
         check_whole_number(f"journal_every={every!r}", every)
     check_device_checks(values)
     return Settings(**values)
-
-
-def check_seed(seed: Any) -> None:
-    """Raises SettingError unless torch takes the seed."""
-    if not is_whole_number(seed, least=0) or seed >= 2**64:
-        raise SettingError(
-            f"seed={seed!r}",
-            "a seed is a whole number from 0 to 2**64 - 1",
-            "pass a whole number from 0 to 2**64 - 1",
-        )
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
@@ -348,14 +535,110 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
     text = environ.get(declaration.variable)
     if not text or declaration.reader is None:  # not set, or it can only be set in the script
         return None
+    was_set = f"{declaration.variable}={text}"
     try:
-        return declaration.reader(text)
+        value = declaration.reader(text)
     except ValueError:
         # The reader is named after what it reads: "whole number or auto".
         kind = declaration.reader.__name__.replace("_", " ")
-        raise SettingError(
-            f"{declaration.variable}={text}", f"it is not a valid {kind}", "correct or unset it"
-        ) from None
+        raise SettingError(was_set, f"it is not a valid {kind}", "correct or unset it") from None
+    check_value(declaration, value, was_set)
+    return value
+
+
+def check_value(declaration: Declaration, value: Any, was_set: str | None = None) -> None:
+    """Checks the value of a setting, as far as it can be without the machine and the model.
+
+    Args:
+        declaration: of the setting.
+        value: the value, which is not None.
+        was_set: how the user has set it, for the error; None: as an argument of `init`.
+
+    Raises:
+        SettingError: no run can have the value.
+    """
+    if declaration.check is None:
+        return
+    try:
+        declaration.check(value)
+    except SettingError as error:
+        raise SettingError(was_set or error.was_set, error.found, error.do) from None
+
+
+def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the settings that are set by environment variables, by the names of the arguments.
+
+    Raises:
+        SettingError: a variable has a value that no run can have, or looks like a setting and is
+            none.
+    """
+    check_names_of_variables(environ)
+    values = {}
+    for declaration in DECLARATIONS.values():
+        value = _read_variable(declaration, environ)
+        if value is not None:
+            values[declaration.name] = value
+    return values
+
+
+def _options_from_file(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Returns the launch file, and the options of `lockstep run` that it has set, without dashes.
+
+    Args:
+        environ: the environment variables of a rank.
+    """
+    file, _, names = environ.get(FROM_FILE_VARIABLE, "").rpartition(": ")
+    return file, names.split(", ")
+
+
+def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
+    """Returns the line about the settings that a launch file has set; no line without any.
+
+    Args:
+        environ: the environment variables of a rank.
+    """
+    file, names = _options_from_file(environ)
+    texts = []
+    for declaration in DECLARATIONS.values():
+        if declaration.option.removeprefix("--") in names:
+            texts.append(f"{declaration.name}={environ.get(declaration.variable)}")
+    if not texts:
+        return []
+    return [Choice("settings", ", ".join(texts), f"from {file}")]
+
+
+def check_names_of_variables(environ: Mapping[str, str]) -> None:
+    """Raises SettingError for a variable such as LOCKSTEP_PRECISON, which would set nothing."""
+    known_names = []
+    for declaration in DECLARATIONS.values():
+        if declaration.reader is not None:
+            known_names.append(declaration.name.upper())
+    for variable, value in environ.items():
+        name = variable.removeprefix(VARIABLE_PREFIX)
+        if name == variable or name in known_names:
+            continue
+        similar = difflib.get_close_matches(name, known_names, n=1, cutoff=SIMILAR_VARIABLE)
+        if similar:
+            raise SettingError(
+                f"{variable}={value}",
+                "there is no such setting",
+                f"did you mean {VARIABLE_PREFIX}{similar[0]}?",
+            )
+
+
+def check_outside(values: Mapping[str, Any]) -> None:
+    """Checks settings that were set outside of the script against each other.
+
+    The script may set others: that one is missing is no error yet.
+
+    Args:
+        values: by the names of the arguments.
+
+    Raises:
+        SettingError: two of them contradict each other.
+    """
+    check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
+    check_virtual_ranks(values)
 
 
 def check_micro_batches(number: Any, size: Any) -> None:
@@ -394,6 +677,30 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
                 "what is measured differs from run to run, and with it the bits",
                 f"give {name} as a number, or leave it out",
             )
+
+
+def check_number_of_processes(strategy: str, size: int) -> None:
+    """Raises SettingError if a strategy is for one process and there are several.
+
+    Args:
+        strategy: its name.
+        size: the world size.
+    """
+    if size > 1 and strategy in WHY_ONE_PROCESS:
+        raise SettingError(
+            f"strategy={strategy!r}",
+            f"world size {size}: {WHY_ONE_PROCESS[strategy]}",
+            "use strategy='ddp', or start one process",
+        )
+
+
+def too_few_virtual_ranks_error(number: int, num_processes: int) -> SettingError:
+    """Returns the error for fewer virtual ranks than processes."""
+    return SettingError(
+        f"virtual_ranks={number}",
+        f"{num_processes} processes, each of which computes at least one of them",
+        "start fewer processes, or set a larger number from the beginning of the training",
+    )
 
 
 def check_device_checks(values: Mapping[str, Any]) -> None:

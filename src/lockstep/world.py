@@ -40,7 +40,7 @@ from lockstep.extensions.report.progress import (
     progress,
 )
 from lockstep.session.extension import Place
-from lockstep.settings import Choice, resolve_settings
+from lockstep.settings import Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
@@ -652,6 +652,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         run.collectives.data_parallel = plan.rank
         run.step.num_devices = len(plan.local_devices)
         choices.insert(0, Choice("strategy", chosen.name, reason))
+        choices += choices_from_file(os.environ)
         seed_everything(settings.seed)
         if settings.virtual_ranks is not None:
             determinism = Determinism(run.collectives, settings.virtual_ranks)

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
+import re
 import signal
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
+from launched import launch
 
 from lockstep import strategies
 from lockstep.cli import run as run_command
+from lockstep.cli import run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
 from lockstep.errors import SettingError
@@ -151,6 +156,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--seed", "x", "t.py"), "Invalid value for '--seed'"),
         (("--hang-after", "nan", "t.py"), "--hang-after=nan"),
         (("--strategy", "dpp", "t.py"), "strategies are single, dp, ddp"),
+        (("--lr", "0.2", "t.py"), "do:    the script's own arguments go after the script"),
+        (("--precision", "float16", "t.py"), "--precision float16\n  found: precisions are"),
+        (("--shares", "1:2:3", "--nproc", "2", "t.py"), "--shares 1:2:3\n  found: 3 shares for"),
+        (("--shares", "1:2:3", "--nproc", "2", "t.py"), "for example 1:2\n"),
+        (("--shares", "1:2", "--nproc=3", "--strategy=fsdp", "t.py"), "for example 1:1:2\n"),
+        (("--strategy", "dp", "--nproc", "2", "t.py"), "--strategy dp on 2 processes"),
+        (("--strategy", "single", "--hosts", "a:1,b:1", "t.py"), "--strategy single on 2 processe"),
+        (("--virtual-ranks", "2", "--nproc", "3", "t.py"), "3 processes, each of which"),
+        (("--virtual-ranks", "2", "--shares", "auto", "t.py"), "what is measured differs"),
+        (("--micro-batch-size", "2", "--num-micro-batches", "2", "t.py"), "either says how"),
+        (("--join-timeout", "nan", "t.py"), "--join-timeout nan\n  found: it is not a time"),
         (("--nproc", "0", "t.py"), "--nproc 0"),
         (("--nproc", "gpus", "t.py"), "--nproc gpus"),
         (("--nnodes", "x", "t.py"), "not a number of machines"),
@@ -172,6 +188,106 @@ def test_wrong_use(arguments: tuple[str, ...], text: str) -> None:
     assert result.exit_code == 2
     assert text in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--strategy", "dp", "--shares", "2:3:3"),  # its devices have shares
+        ("--shares", "1:2"),  # the script may start two processes
+        ("--shares", "1:2", "--nproc", "4"),  # the script may ask for two pipelines
+        ("--strategy", "pipeline", "--shares", "1:2", "--nproc", "4"),
+        ("--strategy", "single", "--nproc", "2", "--nproc", "1"),
+        ("--shares", "1:2:3", "--nnodes", "2", "--nproc", "2"),  # the other node may have one
+        ("--check-devices", "3"),  # the script may set virtual_ranks
+        ("--virtual-ranks", "2", "--nproc", "2"),
+        ("--shares", "auto", "--nproc", "2"),
+    ],
+)
+def test_what_may_be_right_is_left_to_the_ranks(
+    asked: list[LaunchSpec], arguments: tuple[str, ...]
+) -> None:
+    result = run(*arguments, "t.py")
+    assert result.exit_code == 7, result.output
+
+
+@pytest.mark.usefixtures("folder", "asked")
+def test_variables_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_STRATEGY", "single")
+    assert "LOCKSTEP_STRATEGY=single on 2 processes" in run("--nproc", "2", "t.py").output
+    assert run("t.py").exit_code == 7
+    assert run("--nproc", "2", "--strategy", "ddp", "t.py").exit_code == 7  # overrides it
+    monkeypatch.setenv("LOCKSTEP_STRATEGY", "sinlge")
+    assert "did you mean 'single'?" in run("t.py").output
+
+
+def test_the_help_has_every_option_in_one_group() -> None:
+    text = run("--help").output
+    titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [
+        "Examples:",
+        "Processes:",
+        "Several machines, by ssh:",
+        "Several machines, one command on each:",
+        "Slurm:",
+        "Watching and restarts:",
+        "Training settings (what the script leaves unset in lockstep.init):",
+    ]
+    for param in run_command.command.params:
+        if isinstance(param, click.Option) and not param.hidden:
+            shown = max(param.opts, key=len) if param.name != "nproc" else "--nproc"
+            rows = re.findall(rf"^  (?:-\w, )?{shown}(?![\w-])", text, re.MULTILINE)
+            assert len(rows) == 1, shown
+    named = {name for names in run_help.GROUPS.values() for name in names}
+    assert named <= {param.name for param in run_command.command.params}
+    flags_of_torchrun = {name for option in torchrun_options() for name in option.opts}
+    for rows in run_help.TORCHRUN_GROUPS.values():
+        for flag, _ in rows:
+            assert flag.partition(" ")[0] in flags_of_torchrun
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_examples_of_the_help_are_accepted(
+    asked: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").touch()
+    for example, _ in run_help.EXAMPLES:
+        assert f"  {example}" in run("--help").output
+        result = run("--dry-run", *example.split()[2:])
+        assert result.exit_code == 0, result.output
+
+
+def test_quiet_prints_the_scripts_output_and_failures_alone(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(QUIET_SCRIPT)
+    done = launch(["run", "--quiet", "t.py"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "of the script\n", "")
+    # The variable does the same. The run is resumed, which is not told, and fails, which is.
+    environ = {**os.environ, "LOCKSTEP_QUIET": "1"}
+    failing = launch(["run", "t.py", "fail"], tmp_path, env=environ)
+    assert (failing.returncode, failing.stdout) == (1, "of the script\n")
+    assert failing.stderr.startswith("Traceback")
+    assert "lockstep: FIRST FAILURE: rank 0" in failing.stderr
+
+
+QUIET_SCRIPT = """
+import sys
+import lockstep, torch
+world = lockstep.init(device="cpu")
+model = torch.nn.Linear(1, 1)
+model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = world.loader(torch.utils.data.TensorDataset(torch.ones(4, 1)), 4)
+checkpoint = world.checkpoint("saved", model=model, optimizer=optimizer)
+checkpoint.resume()
+for (x,) in loader:
+    world.backward(model(x).mean())
+    optimizer.step()
+checkpoint.save()
+world.print("of the script")
+world.close()
+if sys.argv[1:]:
+    raise ValueError("no data")
+"""
 
 
 def test_a_module_beside_the_script_with_our_name(folder: Path) -> None:

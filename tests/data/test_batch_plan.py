@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from lockstep.batch.plan import (
     batches_in_epoch,
     micro_batches_needed,
-    parse_shares,
     plan_epoch,
     split_batch,
 )
 from lockstep.batch.shuffling import shuffled_indices
 from lockstep.errors import DataError, SettingError
+from lockstep.settings import parse_shares
 
 pytestmark = pytest.mark.unit
 

@@ -28,7 +28,7 @@ GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
 REFERENCE = pages.ROOT / "docs" / "reference.md"
 RUNNING = pages.ROOT / "docs" / "running_it.md"
 TROUBLE = pages.ROOT / "docs" / "troubleshooting.md"
-LANGUAGES = {"python", "python no-run", "python fault", "sh", "yaml", "text", "diff"}
+LANGUAGES = {"python", "python no-run", "python fault", "sh", "yaml", "toml", "text", "diff"}
 """`python no-run` needs several machines; `python fault`: see `test_hanging_page.py`."""
 
 SIGNAL = re.compile(r"\bSIG[A-Z]+")
@@ -84,6 +84,16 @@ def test_the_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
+def test_launch_files_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    [block] = [block for block in pages.blocks(RUNNING) if block.info == "toml"]
+    (tmp_path / "lockstep.toml").write_text(block.text)
+    result = CliRunner().invoke(main, ["run", "--dry-run", "train.py"])
+    assert result.exit_code == 0, result.output
+    assert "nproc, precision, max-restarts from lockstep.toml" in result.output
+
+
 def test_make_targets_are_there() -> None:
     makefile = (pages.ROOT / "Makefile").read_text()
     asked = {w for line in commands() if line.startswith("make") for w in line.split()[1:2]}
@@ -107,7 +117,7 @@ def test_the_table_of_settings() -> None:
     assert sorted(arguments) == sorted(inspect.signature(lockstep.init).parameters)
     flags = {name for cells in table for name in re.findall(r"--[\w-]+", cells[1])}
     own = {cells[0].strip("`") for cells in rows(RUNNING, "Flags of its own")}
-    options = [o for o in run_command.params if isinstance(o, click.Option)]
+    options = [o for o in run_command.params if isinstance(o, click.Option) and not o.hidden]
     assert flags | own == {
         next(name for name in option.opts if name.startswith("--")) for option in options
     }
@@ -115,7 +125,8 @@ def test_the_table_of_settings() -> None:
         variable = f"LOCKSTEP_{name.upper()}"
         # Devices are checked only if there are virtual ranks.
         needed = {"LOCKSTEP_VIRTUAL_RANKS": "7"} if name == "check_devices" else {}
-        has_effect = resolve_settings({variable: "7", **needed}) != resolve_settings(needed)
+        value = {"precision": "bf16", "backend": "gloo", "device": "cuda"}.get(name, "7")
+        has_effect = resolve_settings({variable: value, **needed}) != resolve_settings(needed)
         assert cells[2] == (f"`{variable}`" if has_effect else ""), name
 
 

@@ -57,17 +57,17 @@ MESSAGES: dict[str, str] = {
     "more shares than ranks": (
         "shares='1:2'\n"
         "  found: 2 shares for a world size of 1\n"
-        "  do:    give one whole number a rank, for example shares='2:3:3'"
+        "  do:    leave shares out: there is one rank, which gets the whole batch"
     ),
     "shares of nothing": (
         "shares='0'\n"
         "  found: shares are at least 0, and one is above 0\n"
-        "  do:    give one whole number a rank, for example shares='2:3:3'"
+        "  do:    give one whole number for each rank; 1:2 gives the second of two twice as much"
     ),
     "shares of words": (
         "shares='half'\n"
         "  found: these are not whole numbers\n"
-        "  do:    give one whole number a rank, for example shares='2:3:3'"
+        "  do:    give one whole number for each rank; 1:2 gives the second of two twice as much"
     ),
     "micro-batch of nothing": (
         "micro_batch_size=0\n"
@@ -90,7 +90,9 @@ MESSAGES: dict[str, str] = {
         "  do:    use 'gloo', which serves GPUs too, slower"
     ),
     "unknown device": (
-        "device='gpu'\n  found: torch knows no such device\n  do:    use cpu, cuda or cuda:0"
+        "device='gpu'\n"
+        "  found: Lockstep computes on CPUs and on CUDA devices, which those of ROCm are too\n"
+        "  do:    use cpu, cuda or cuda:0"
     ),
     "rank without world size": (
         "rank=0, world_size=None\n"
@@ -334,6 +336,6 @@ MESSAGES: dict[str, str] = {
     "shares for three": (
         "shares='1:2:3'\n"
         "  found: 3 shares for a world size of 2\n"
-        "  do:    give one whole number a rank, for example shares='2:3:3'"
+        "  do:    give 2 whole numbers, one for each rank, for example 1:2"
     ),
 }

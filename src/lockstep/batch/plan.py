@@ -33,10 +33,9 @@ from lockstep.batch.shuffling import (
     random_words,
     shuffled_indices,
 )
-from lockstep.errors import DataError, SettingError
+from lockstep.errors import DataError
 from lockstep.session.micro_batch import VirtualRanks
-from lockstep.settings import is_whole_number
-from lockstep.wording import count_noun
+from lockstep.settings import check_micro_batch_size, is_whole_number
 
 INDICES_COMPUTED_AT_ONCE = 2**14
 
@@ -420,12 +419,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
     """
     if largest is None:
         return 1
-    if largest < 1:
-        raise SettingError(
-            f"micro_batch_size={largest}",
-            "a micro-batch holds at least one sample on each rank",
-            "give the number of samples one device computes at a time, or leave it out",
-        )
+    check_micro_batch_size(largest)
     # With fewer than these, even equal parts are too large. With unequal ones more may be needed.
     fewest = math.ceil(batch_size / (largest * len(shares)))
     for number in range(max(1, fewest), batch_size + 1):
@@ -444,48 +438,3 @@ def check_batch_size(batch_size: object) -> int:
             "give the number of samples of one optimizer step over all devices",
         )
     return batch_size
-
-
-def parse_shares(
-    shares: str | Sequence[int] | None, size: int, *, of: str = "rank"
-) -> tuple[int, ...]:
-    """Returns shares, such as `"1:2"` or `(1, 2)`, as whole numbers without a common divisor.
-
-    Args:
-        shares: one non-negative whole number for each rank, or device; None: equal shares.
-        size: the number of ranks, or devices.
-        of: "rank" or "device".
-
-    Raises:
-        SettingError: the wrong number of shares, none above zero, or not whole numbers.
-    """
-    if shares is None:
-        return (1,) * size
-    advice = f"give one whole number a {of}, for example shares='2:3:3'"
-    numbers = _whole_numbers(shares)
-    if numbers is None:
-        raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
-    if len(numbers) != size:
-        wanted = f"a world size of {size}" if of == "rank" else count_noun(size, of)
-        found = f"{count_noun(len(numbers), 'share')} for {wanted}"
-        raise SettingError(f"shares={shares!r}", found, advice)
-    if min(numbers) < 0 or max(numbers) == 0:
-        found = "shares are at least 0, and one is above 0"
-        raise SettingError(f"shares={shares!r}", found, advice)
-    divisor = math.gcd(*numbers)
-    return tuple(number // divisor for number in numbers)
-
-
-def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the numbers of `"1:2"` or `(1, 2)`; None if they are not whole numbers."""
-    numbers = []
-    try:
-        parts = shares.split(":") if isinstance(shares, str) else shares
-        for part in parts:
-            number = int(part)
-            if not isinstance(part, str) and number != part:  # such as 1.5
-                return None
-            numbers.append(number)
-    except (TypeError, ValueError):
-        return None
-    return tuple(numbers)

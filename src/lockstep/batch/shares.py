@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.batch.indices import Indices
-from lockstep.batch.plan import parse_shares, part_sizes, split_batch, split_sizes
+from lockstep.batch.plan import part_sizes, split_batch, split_sizes
 from lockstep.errors import SettingError
-from lockstep.settings import is_auto
+from lockstep.settings import check_micro_batch_size, is_auto, parse_shares
 
 MIN_SPEEDUP = 1.08
 """Shares are changed if a step gets this much faster: two equal devices never measure alike."""
@@ -58,13 +58,9 @@ def parse_micro_batch_size(value: Any) -> int | None:
     """
     if value is None or is_auto(value):
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SettingError(
-            f"micro_batch_size={value!r}",
-            "a micro-batch holds a whole number of samples on each rank",
-            "give the number of samples one device computes at a time, or 'auto', or leave it out",
-        )
-    return value
+    check_micro_batch_size(value)
+    size: int = value
+    return size
 
 
 def first_micro_batch(

@@ -77,6 +77,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
+from lockstep.settings import is_quiet
 from lockstep.wording import count_noun
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -783,7 +784,8 @@ class Checkpoint:
     def _announce_resumed(self, note: str) -> None:
         """Prints what was resumed, on rank 0, and keeps it as `last_resume_note`."""
         self.last_resume_note = note
-        self._world.print(note)
+        if not is_quiet(os.environ):
+            self._world.print(note)
         self._last_step_called = self._progress.number  # so `step` does not save what was resumed
 
     # What is saved

@@ -7,17 +7,27 @@ accepts the flags of torchrun among its own options and passes them on.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.cli import launch_file, run_help
+from lockstep.cli.launch_file import LaunchFile
+from lockstep.cli.run_options import (
+    LAUNCH_FILE,
+    check_settings,
+    comes_from_file,
+    is_given,
+    setting_options,
+    written,
+)
+from lockstep.errors import SettingError
 from lockstep.run.machines import slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
@@ -31,17 +41,25 @@ from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script
-from lockstep.settings import DECLARATIONS, Declaration
-from lockstep.strategies import CLASS_OF_NAME
+from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
 from lockstep.units import parse_seconds
+from lockstep.wording import did_you_mean
 
 # Keys of click's context.
 TORCHRUN_FLAGS = "lockstep.torchrun_flags"  # the flags of torchrun that were given, as a list
 TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's options
 
+SOURCE = "lockstep.source"  # which options of another launcher come from a launch file
+
+TORCHRUN_NAME_PREFIX = "torchrun_"
+"""The names of click's options that stand for torchrun's flags begin so."""
+
 OPTIONS_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
 OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
 """Options that say where the run is started. The first of each group makes the others valid."""
+
+NOT_IN_A_LAUNCH_FILE = ("launch_file", "from_file", "help")
+"""Options that have no key in a launch file."""
 
 REFUSED_ARGUMENT_EXIT_CODE = 2
 """How argparse and click end a script that was given an argument it does not know."""
@@ -65,7 +83,7 @@ class RunCommand(click.Command):
         ctx.allow_interspersed_args = False  # what follows the script belongs to the script
         ctx.meta[TORCHRUN_FLAGS] = []
         try:
-            return super().parse_args(ctx, [*args])  # a copy, since click empties the list
+            return self._parse(ctx, args)
         except click.NoSuchOption:
             # Perhaps the flag is torchrun's. Its flags are read only now, since that imports torch.
             own_flags = _flags_of(self)
@@ -75,14 +93,28 @@ class RunCommand(click.Command):
                     options.append(option)
             ctx.meta[TORCHRUN_OPTIONS] = options  # `get_params` returns them from now on
         try:
-            return super().parse_args(ctx, [*args])
+            return self._parse(ctx, args)
         except click.NoSuchOption as error:
-            do = "put it after the script, if it is the script's own"
-            if error.possibilities:
-                do = f"did you mean {error.possibilities[0]}? Or {do}"
-            raise SettingError(
-                error.option_name, "neither Lockstep nor torchrun has this flag", do
-            ) from None
+            raise _unknown_flag_error(self, ctx, error.option_name) from None
+
+    def _parse(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the command line with the options that are known so far.
+
+        Raises:
+            SettingError: a value in the launch file cannot be read.
+        """
+        try:
+            return super().parse_args(ctx, [*args])  # a copy, since click empties the list
+        except click.BadParameter as error:
+            param = error.param
+            if param is None or not comes_from_file(ctx, str(param.name)):
+                raise
+            was_set = written(ctx, param, "")
+            raise SettingError(was_set, error.message, "correct it, or leave it out") from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples and the options, in groups."""
+        run_help.write_options(self, ctx, formatter)
 
 
 def _flags_of(command: click.Command) -> set[str]:
@@ -91,6 +123,129 @@ def _flags_of(command: click.Command) -> set[str]:
     for param in command.params:
         flags.update(param.opts)
     return flags
+
+
+def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
+    """Returns the error for a flag that neither this command nor torchrun has."""
+    # Compared without dashes, which all flags have in common.
+    flag_of_word = {}
+    for param in command.get_params(ctx):
+        for spelling in param.opts:
+            if spelling.startswith("--"):
+                flag_of_word[spelling.removeprefix("--")] = spelling
+    do = "the script's own arguments go after the script: lockstep run SCRIPT " + flag
+    similar = difflib.get_close_matches(flag.lstrip("-"), flag_of_word, n=1)
+    if similar:
+        do = f"did you mean {flag_of_word[similar[0]]}? If not, {do}"
+    return SettingError(flag, "neither Lockstep nor torchrun has this flag", do)
+
+
+def _keep_source(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Keeps the value of --from-file: what the launcher that has started this one says."""
+    if value is not None:
+        ctx.meta[SOURCE] = value
+
+
+def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Makes the values of the launch file defaults of the options.
+
+    Click calls this before it looks at the other options.
+
+    Args:
+        ctx: the context of the command.
+        param: --launch-file.
+        value: the file that it names; None: the file is looked for.
+
+    Raises:
+        SettingError: there is no such file, or it has a key or a value that no option has.
+        click.NoSuchOption: a key may be a flag of torchrun, whose flags are not read yet.
+    """
+    if SOURCE in ctx.meta:  # the launcher that has started this one has read it
+        return
+    if value is None:
+        file = launch_file.find_launch_file(Path(current_folder()))
+    else:
+        file = launch_file.read_launch_file(Path(value))
+    if file is not None:
+        ctx.meta[LAUNCH_FILE] = file
+        ctx.default_map = _defaults_from_file(ctx, file, os.environ)
+
+
+def _defaults_from_file(
+    ctx: click.Context, file: LaunchFile, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the values of a launch file by the names of click's parameters.
+
+    Left out is what the environment sets as well: its variables override the file.
+
+    Raises:
+        SettingError, click.NoSuchOption: as `_read_launch_file`.
+    """
+    option_of_key = _options_by_key(ctx)
+    defaults = {}
+    for key in file.values:
+        if key not in option_of_key:
+            if TORCHRUN_OPTIONS not in ctx.meta:
+                raise click.NoSuchOption(key)  # it may be a flag of torchrun
+            raise SettingError(
+                f"{key} in {file.place_of(key)}",
+                "lockstep run has no such option",
+                did_you_mean(key, option_of_key, "lockstep run --help lists them"),
+            )
+        option = option_of_key[key]
+        if not any(environ.get(variable) for variable in _variables_of_option(option)):
+            defaults[str(option.name)] = _default_from_file(option, file, key)
+    return defaults
+
+
+def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
+    """Returns the option that each key of a launch file stands for."""
+    option_of_key: dict[str, click.Option] = {}
+    for param in ctx.command.get_params(ctx):
+        if not isinstance(param, click.Option) or param.name in NOT_IN_A_LAUNCH_FILE:
+            continue
+        for spelling in param.opts:
+            if spelling.startswith("--"):
+                option_of_key[spelling.removeprefix("--").replace("_", "-")] = param
+    return option_of_key
+
+
+def _variables_of_option(option: click.Option) -> list[str]:
+    """Returns the environment variables that set what an option sets: Lockstep's or torchrun's."""
+    name = str(option.name)
+    if name == "quiet":
+        return [QUIET_VARIABLE]
+    if name == "nproc":
+        return ["PET_NPROC_PER_NODE"]
+    if name.startswith(TORCHRUN_NAME_PREFIX):
+        return [f"PET_{name.removeprefix(TORCHRUN_NAME_PREFIX).upper()}"]
+    for declaration in DECLARATIONS.values():
+        if declaration.name == name:
+            return [declaration.variable]
+    return []
+
+
+def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
+    """Returns the value of a key as click expects it: True or False, a text, or several texts.
+
+    Raises:
+        SettingError: it is of another kind than the option takes.
+    """
+    value = file.values[key]
+    if option.is_flag:
+        if isinstance(value, bool):
+            return value
+        raise SettingError(file.written(key), "it is switched on or off", "write true or false")
+    if option.multiple:
+        texts = value if isinstance(value, list) else [value]
+        if all(isinstance(text, str) for text in texts):
+            return tuple(texts)
+        raise SettingError(
+            file.written(key), "it takes texts", f'write {key} = ["first", "second"]'
+        )
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise SettingError(file.written(key), "it takes a number or a text", f'write {key} = "..."')
 
 
 def torchrun_options() -> list[click.Option]:
@@ -107,7 +262,7 @@ def torchrun_options() -> list[click.Option]:
         options.append(
             click.Option(
                 # The name comes first, then the flags, such as --nnodes.
-                [f"torchrun_{action.dest}", *action.option_strings],
+                [f"{TORCHRUN_NAME_PREFIX}{action.dest}", *action.option_strings],
                 # None lets click decide; False would mean that the value may be left out.
                 is_flag=True if takes_no_value else None,
                 expose_value=False,  # the callback takes the value
@@ -145,139 +300,99 @@ def _collect_torchrun_flag(
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
 
 
-class SettingType(click.ParamType):  # type: ignore[type-arg]
-    """The value of a setting, read as its environment variable is."""
-
-    def __init__(self, declaration: Declaration) -> None:
-        assert declaration.reader is not None
-        self.name = declaration.reader.__name__.replace("_", " ")
-        self._read = declaration.reader
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns what the value stands for, or ends with click's error if it cannot be read."""
-        try:
-            return self._read(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
-
-
-def setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds an option to a command for each setting whose declaration has a help text.
-
-    It is used as a decorator and returns the command.
-    """
-    # The option that is added last stands first, as that of the topmost decorator does.
-    for declaration in reversed(list(DECLARATIONS.values())):
-        if not declaration.help:
-            continue
-        add_option = click.option(
-            declaration.option,
-            type=SettingType(declaration),
-            callback=known_strategy if declaration.name == "strategy" else None,
-            metavar=declaration.metavar,
-            help=declaration.help,
-        )
-        command = add_option(command)
-    return command
-
-
-def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Returns the value of --strategy as it is, if its name is known; the ranks read its options.
-
-    Raises:
-        SettingError: there is no such strategy.
-    """
-    if value:
-        name = value.partition(":")[0]
-        if name not in CLASS_OF_NAME:
-            raise unknown_choice_error(f"--strategy {value}", name, "strategies", CLASS_OF_NAME)
-    return value
-
-
 @click.command(
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
     short_help="Starts a script on several processes.",
-    epilog="Every flag of torchrun except --logs-specs is accepted too, with torchrun's meaning "
-    "(--nnodes, --node-rank, --master-addr, --rdzv-endpoint, --max-restarts, --log-dir, ...; see "
-    "torchrun --help). Flags stand before the script; what follows the script is the script's own.",
+    epilog=run_help.EPILOG,
 )
 @click.option(
     "--nproc",
-    "--nproc-per-node",
-    "--nproc_per_node",
+    *run_help.OTHER_SPELLINGS,
     metavar="N|auto|gpu|cpu",
-    help="Processes on this machine; auto: one per GPU, else one per core.  [default: 1]",
+    help="Processes per machine; auto: one per GPU, without GPUs one per core.  [default: 1]",
 )
 @click.option(
     "--hosts",
     metavar="A,B:N|FILE",
-    help="Machines to start on over ssh, with N processes each, or a hostfile (B slots=N).",
+    help="Start on these machines, with N processes each; or a hostfile (B slots=N).",
 )
-@click.option("--copy", is_flag=True, help="With --hosts: send this folder to them by rsync.")
+@click.option("--copy", is_flag=True, help="Send this folder to them first, by rsync.")
 @click.option(
     "--on-lost",
     type=click.Choice(["stop", "keep"]),
     default="stop",
-    help="With --hosts: end the run when the connection to a machine is lost, or let it go on.",
+    help="When the connection to a machine is lost: stop the run, or let it continue.",
 )
 @click.option(
     "--forward-env",
     multiple=True,
     metavar="NAME",
-    help="With --hosts: a variable to send to all machines, besides NCCL_... and similar ones.",
+    help="Send this variable too, besides NCCL_... and similar ones; may be repeated.",
 )
 @click.option(
     "--ssh",
     default="ssh",
     metavar="COMMAND",
-    help="With --hosts: how to call ssh, such as ssh -F F.",
+    help="The ssh command, such as 'ssh -F config'.",
 )
-@click.option("--slurm", is_flag=True, help="Submit the run as a job to Slurm.")
-@click.option("--nodes", type=click.IntRange(min=1), help="With --slurm: how many machines.")
+@click.option("--slurm", is_flag=True, help="Submit the run to Slurm as a job.")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), metavar="N", help="How many machines.  [default: 1]"
+)
 @click.option(
     "--gpus-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --slurm: GPUs of each machine, and processes on it.",
+    help="GPUs of each machine, with a process each.",
 )
-@click.option("--time", metavar="HH:MM:SS", help="With --slurm: the job's time limit.")
+@click.option("--time", metavar="HH:MM:SS", help="Time limit of the job.")
 @click.option(
     "--sbatch",
     multiple=True,
     metavar="OPTION",
-    help="With --slurm: another option of sbatch, such as --partition=gpu.",
+    help="Another option of sbatch, such as --partition=gpu; may be repeated.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option(
+    "--launch-file",
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_read_launch_file,
+    help="Read options from FILE.  [default: the nearest lockstep.toml or pyproject.toml]",
+)
+@click.option("--from-file", is_eager=True, expose_value=False, hidden=True, callback=_keep_source)
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the script's output and failures.")
 @click.option(
     "--warm/--no-warm",
     default=True,
-    help="Fork the ranks from a process that has imported torch, or start an interpreter for each.",
+    help="Fork ranks from a process that has imported torch; --no-warm: fresh interpreters.",
 )
 @click.option(
     "--keep-in-memory/--no-keep-in-memory",
     default=None,
-    help="Keep each step in memory, for a restart, or none.  [default: with --max-restarts, as "
-    "often as costs little]",
+    help="Keep the last step in memory, to resume from.  [default: with --max-restarts, as often "
+    "as is cheap]",
 )
 @click.option(
     "--on-hang",
     type=click.Choice(["stop", "report"]),
     default="stop",
-    help="Stop a run that hangs, or only report it.",
+    help="When the ranks hang: stop the run, or only report it.",
 )
 @click.option(
     "--hang-after",
     type=click.FloatRange(min=1.0),
     default=HangRules.after,
     metavar="SECONDS",
-    help="After this time without a step, the ranks are examined closely.",
+    help="Look for a hang after this long without a step.",
 )
 @click.option(
     "--local-rank-argument",
     type=click.Choice(["local_rank", "local-rank", "none"]),
-    help="How to pass the local rank to the script.  [default: only if it defines the argument]",
+    help="Pass the local rank to the script as this argument.  [default: if it defines one]",
 )
 @setting_options
 @click.argument("script")
@@ -291,6 +406,7 @@ def command(
     nproc: str | None,
     module: bool,
     dry_run: bool,
+    quiet: bool,
     warm: bool,
     keep_in_memory: bool | None,
     on_hang: str,
@@ -298,18 +414,16 @@ def command(
     local_rank_argument: str | None,
     **settings: Any,
 ) -> None:
-    """Starts SCRIPT on several processes, and ends them all when one fails.
-
-    The settings (--strategy to --report) reach `lockstep.init` in the script; a script that sets
-    one itself to another value ends in an error.
-    """
+    """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _check_combinations(ctx)
+    quiet = quiet or is_quiet(os.environ)
     # The options for runs that are started elsewhere, which are no settings of `lockstep.init`.
     elsewhere = {name: settings.pop(name) for name in (*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM)}
 
     # By ssh on the machines of --hosts.
     if elsewhere["hosts"] is not None:
         hosts_spec = _hosts_spec(ctx, script, args, elsewhere)
+        check_settings(ctx, os.environ, _num_processes_on_hosts(hosts_spec))
         if dry_run:
             click.echo(hosts_spec.describe())
         else:
@@ -318,6 +432,7 @@ def command(
 
     # As a job of Slurm.
     if elsewhere["slurm"]:
+        check_settings(ctx, os.environ, None)
         options = _sbatch_options(ctx, script, elsewhere)
         job_script = slurm_batch.job_script(options, nproc, _launcher_arguments(ctx, script, args))
         click.echo(job_script if dry_run else slurm_batch.submit(job_script, options))
@@ -341,15 +456,25 @@ def command(
             return
 
     # On this machine.
+    check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
+    variables = {name: value for name, value in settings.items() if value is not None}
+    if quiet:
+        variables["quiet"] = 1
+    source = _source(ctx)
+    # Without a launch file, what another launcher has told this one must not be passed on.
+    if source or FROM_FILE_VARIABLE in os.environ:
+        variables["from_file"] = source
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
-        settings={name: value for name, value in settings.items() if value is not None},
+        settings=variables,
         torchrun=torchrun_flags,
         warm=warm,
         keep_in_memory=keep_in_memory,
         hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
+        from_file=source,
+        quiet=quiet,
     )
     from lockstep.run.start.script import plan_run, run_script
 
@@ -357,6 +482,61 @@ def command(
         click.echo(plan_run(spec).describe())
     else:
         _exit(ctx, run_script(spec, _print), script, args)
+
+
+def _source(ctx: click.Context) -> str:
+    """Returns which options come from the launch file: "lockstep.toml: nproc, precision".
+
+    Empty if none does.
+    """
+    if SOURCE in ctx.meta:  # the launcher that has started this one says so
+        source: str = ctx.meta[SOURCE]
+        return source
+    file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
+    if file is None:
+        return ""
+    option_of_key = _options_by_key(ctx)
+    without_effect = _options_without_effect(ctx)
+    used = []
+    for key in file.values:
+        name = str(option_of_key[key].name)
+        if comes_from_file(ctx, name) and name not in without_effect:
+            used.append(key)
+    if not used:
+        return ""
+    return f"{file.name}: {', '.join(used)}"
+
+
+def _num_processes_here(
+    nproc: str | None, torchrun_flags: Sequence[str], environ: Mapping[str, str]
+) -> int | None:
+    """Returns the world size of a run on this machine; None if it is not known yet.
+
+    Args:
+        nproc: the value of --nproc.
+        torchrun_flags: torchrun's flags and their values.
+        environ: the environment variables of this process.
+    """
+    num_nodes = environ.get("PET_NNODES", "1")
+    if "--nnodes" in torchrun_flags:
+        num_nodes = torchrun_flags[torchrun_flags.index("--nnodes") + 1]
+    if nproc is None:
+        nproc = environ.get("PET_NPROC_PER_NODE", "1")
+    # Other machines may run other numbers of processes.
+    if num_nodes != "1" or not nproc.isdigit():
+        return None
+    return int(nproc)
+
+
+def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
+    """Returns the world size of a run on the machines of --hosts; None if it is not known yet."""
+    total = 0
+    for host in spec.hosts:
+        nproc = str(host.nproc or spec.nproc)
+        if not nproc.isdigit():
+            return None
+        total += int(nproc)
+    return total
 
 
 def _hosts_spec(
@@ -431,25 +611,28 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
     return sbatch_options
 
 
-def _is_given(ctx: click.Context, param_name: str) -> bool:
-    """Returns True if the user gave the option, False if it has its default."""
-    return ctx.get_parameter_source(param_name) is ParameterSource.COMMANDLINE
+def _options_without_effect(ctx: click.Context) -> dict[str, str]:
+    """Returns the options that mean nothing in this run, each with the one that it belongs to.
+
+    Such as --copy without --hosts, or --nodes without --slurm.
+    """
+    without_effect = {}
+    for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
+        if ctx.params[main_option] in (None, False):
+            for option in dependent_options:
+                without_effect[option] = main_option
+    return without_effect
 
 
 def _check_combinations(ctx: click.Context) -> None:
     """Raises SettingError for options that mean nothing without, or together with, another one."""
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
-    # Options such as --copy without --hosts, or --nodes without --slurm.
-    for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
-        if _is_given(ctx, main_option):
-            continue
-        for option in dependent_options:
-            if _is_given(ctx, option):
-                raise SettingError(
-                    flag_of[option],
-                    f"there is no {flag_of[main_option]}",
-                    "add it, or leave this out",
-                )
+    for option, main_option in _options_without_effect(ctx).items():
+        # In a launch file it may be there for other runs.
+        if is_given(ctx, option) and not comes_from_file(ctx, option):
+            raise SettingError(
+                flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"
+            )
     # `--report tensorboard` is a mistake, unless a folder of this name has the record of a run.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
@@ -478,15 +661,17 @@ def _launcher_arguments(ctx: click.Context, script: str, args: tuple[str, ...]) 
 def _given_options(ctx: click.Context) -> list[str]:
     """Returns the options that the user gave, as words of a command line.
 
-    Left out are those that the launchers on other machines are not given, or are given otherwise.
+    They include those of the launch file, which the launchers on other machines do not read. Left
+    out are those that these launchers are not given, or are given otherwise.
     """
     left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
-    words = []
+    left_out |= {"launch_file", "from_file"}
+    words = [f"--from-file={_source(ctx)}"]
     for param in ctx.command.params:
         name = str(param.name)
         if not isinstance(param, click.Option):  # the script and its arguments
             continue
-        if name in left_out or not _is_given(ctx, name):
+        if name in left_out or not is_given(ctx, name):
             continue
         value = ctx.params[name]
         if not param.is_flag:

@@ -2,8 +2,8 @@
 
 A *backend* is the library that moves data between ranks: NCCL between GPUs, Gloo between CPUs, MPI
 if torch was built with it. On GPUs a run uses two at once, NCCL for CUDA tensors and Gloo for CPU
-tensors (`CUDA_BACKENDS`, in torch's notation). The *carrier device* is where a tensor must be so
-that the backend can send it.
+tensors (`CUDA_BACKENDS`). The *carrier device* is where a tensor must be so that the backend can
+send it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from lockstep.communication import routing
 from lockstep.distributed import interface, network
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
-from lockstep.settings import Choice
-from lockstep.wording import did_you_mean
-
-CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
-BACKENDS = ("nccl", "gloo", "mpi")
+from lockstep.settings import CUDA_BACKENDS, Choice, check_backend
 
 
 def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
@@ -46,10 +42,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         if dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
-    if backend not in (*BACKENDS, CUDA_BACKENDS):
-        advice = did_you_mean(backend.lower(), BACKENDS, "leave it out to have one chosen")
-        found = f"the backends are {', '.join(BACKENDS)}"
-        raise SettingError(f"backend={backend!r}", found, advice)
+    check_backend(backend)
     if backend in ("nccl", CUDA_BACKENDS):
         if on_gpu and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"

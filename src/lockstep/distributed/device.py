@@ -21,9 +21,8 @@ import torch.distributed as dist
 from lockstep.distributed.topology import Topology
 from lockstep.errors import LockstepError, SettingError, add_note_once
 from lockstep.session.step import Step
+from lockstep.settings import SUPPORTED_DEVICES, check_device
 from lockstep.wording import count_noun
-
-SUPPORTED_DEVICES = "Lockstep computes on CPUs and on CUDA devices, which those of ROCm are too"
 
 
 def choose_device(
@@ -80,15 +79,8 @@ def choose_device(
 
 def _parse_device(wanted: str) -> torch.device:
     """Returns the device that a setting names; raises SettingError if it is not supported."""
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise SettingError(
-            f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise SettingError(f"device={wanted!r}", SUPPORTED_DEVICES, "use cpu, cuda or cuda:0")
-    return device
+    check_device(wanted)
+    return torch.device(wanted)
 
 
 def _every_process_sees_another_gpu(

@@ -27,7 +27,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.extensions.autotune_search import AutotuneSearch
 from lockstep.extensions.profiling import ForwardCall, record_calls
-from lockstep.extensions.report.console import print_line
+from lockstep.extensions.report.console import print_note
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import is_auto
@@ -159,7 +159,7 @@ class Autotune(Extension):
 
     def _print(self, text: str) -> None:
         if self.run.topology.is_main:
-            print_line(text)
+            print_note(text)
 
     @contextmanager
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:

@@ -41,20 +41,11 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import SettingError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.settings import check_precision
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of the precisions that compute in half precision."""
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, **HALF_DTYPES, "fp64": torch.float64}
-_PARTS_OF_OTHER_NAMES = {
-    "bf": "bf16",
-    "64": "fp64",
-    "double": "fp64",
-    "16": "fp16",
-    "half": "fp16",
-    "32": "fp32",
-}
-"""Parts of the names that other tools have for a precision, such as "16-mixed". The first part that
-a name has decides which precision is suggested."""
 
 
 class Precision:
@@ -69,15 +60,7 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in _DTYPES:
-            advice = "choose one of them"
-            for part, suggested in _PARTS_OF_OTHER_NAMES.items():
-                if part in str(name):
-                    advice = f"did you mean {suggested!r}?"
-                    break
-            raise SettingError(
-                f"precision={name!r}", "precisions are " + ", ".join(_DTYPES), advice
-            )
+        check_precision(name)
         if (
             name == "bf16"
             and device.type == "cuda"

@@ -41,7 +41,7 @@ from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch, VirtualRanks
 from lockstep.session.step import CHECK_EVERY
-from lockstep.settings import Choice
+from lockstep.settings import Choice, check_number_of_processes, too_few_virtual_ranks_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +152,12 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
     num_ranks = len(shares)
     numbers_of_ranks = part_sizes(number, shares)
     if 0 in numbers_of_ranks:
-        found = f"{num_ranks} processes, each of which computes at least one of them"
+        error = too_few_virtual_ranks_error(number, num_ranks)
         if len(set(shares)) > 1:
             divided = ", ".join(str(number_of_rank) for number_of_rank in numbers_of_ranks)
             found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
-        raise SettingError(
-            f"virtual_ranks={number}",
-            found,
-            "start fewer processes, or set a larger number from the beginning of the training",
-        )
+            error = SettingError(error.was_set, found, error.do)
+        raise error
     return VirtualRanks(count=number, train_copies=False)
 
 
@@ -383,12 +380,7 @@ class Single(Strategy):
 
     def plan(self, run: Run) -> StrategyPlan:
         """Raises SettingError on more than one process."""
-        if run.topology.size > 1:
-            raise SettingError(
-                "strategy='single'",
-                f"world size {run.topology.size}: the processes would train apart",
-                "use strategy='ddp', or start one process",
-            )
+        check_number_of_processes(self.name, run.topology.size)
         return replace(super().plan(run), can_autotune=True)
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.settings import Choice
+from lockstep.settings import Choice, is_quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,12 +107,20 @@ def title_of(num_processes: int, num_hosts: int, version: str) -> str:
     return f"lockstep {version} · {num_processes} {processes} on {num_hosts} {hosts}"
 
 
+def print_note(text: str) -> None:
+    """Prints a line about the run that the script has not asked for, unless the run is quiet."""
+    if not is_quiet(os.environ):
+        print_line(text)
+
+
 def print_choices(title: str, choices: Sequence[Choice]) -> None:
-    """Prints the title and one aligned line per choice.
+    """Prints the title and one aligned line per choice, unless the run is quiet.
 
     On a terminal long reasons are wrapped between words. Elsewhere each choice is one line, so that
     a log can be searched.
     """
+    if is_quiet(os.environ):
+        return
     if not _may_be_styled():
         for name, value, reason in choice_rows(title, choices, width=None):
             print_line(name + value + reason)

@@ -52,6 +52,10 @@ class LaunchSpec:
     local_rank_argument: str | None = None
     """`local_rank` or `local-rank`: the script is given that argument. `none`: it is given none.
     None: it is given the one that its source defines."""
+    from_file: str = ""
+    """Which options come from a launch file: "lockstep.toml: nproc, precision"; empty: none."""
+    quiet: bool = False
+    """True if only the script's output and failures are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +187,9 @@ def make_plan(
     environment = {}
     for name, value in spec.settings.items():
         environment[f"LOCKSTEP_{name.upper()}"] = str(value)
+    if spec.from_file:
+        file, _, names = spec.from_file.rpartition(": ")
+        notes.append(f"{names} from {file}")
     if "OMP_NUM_THREADS" not in environ:
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -101,7 +101,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             headline = f"{plan.nproc} x {script.path}"
             if plan.notes:
                 headline += ": " + "; ".join(plan.notes)
-            announce(headline)
+            if not request.spec.quiet:
+                announce(headline)
             imports = [] if cold_reason else request.hints.imports
             start_zygote = partial(_start_another_zygote, script, plan, imports)
             agent = launch_agent(plan, flags, zygote, folder, start_zygote)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.batch.plan import parse_shares, part_sizes
+from lockstep.batch.plan import part_sizes
 from lockstep.batch.pytree import join_trees, map_tensors, tensors
 from lockstep.distributed.torch_compat import never_compiled
 from lockstep.errors import SettingError, UsageError
-from lockstep.settings import is_auto
+from lockstep.settings import is_auto, parse_shares
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas, synchronise_batchnorm
 from lockstep.strategies.data_parallel.devices import parse_device_ids, parse_output_device
 from lockstep.strategies.data_parallel.divergence import (

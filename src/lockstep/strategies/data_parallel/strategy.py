@@ -21,7 +21,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.settings import Choice, is_auto
+from lockstep.settings import Choice, check_number_of_processes, is_auto
 from lockstep.strategies.base import (
     PreparedModule,
     Strategy,
@@ -57,12 +57,7 @@ class DP(Strategy):
         Raises:
             SettingError: there are several processes, or devices or shares that do not fit.
         """
-        if run.topology.size > 1:
-            raise SettingError(
-                "strategy='dp'",
-                f"world size {run.topology.size}: dp is one process for all its devices",
-                "use strategy='ddp', or start one process",
-            )
+        check_number_of_processes(self.name, run.topology.size)
         # A trial on a module without parameters: it checks the devices and the shares.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:

@@ -1,0 +1,165 @@
+"""Options of `lockstep run` for the settings of `lockstep.init`, and what is checked of them.
+
+What can be known without torch is checked before anything starts: names, numbers, and whether they
+fit the number of processes. The ranks check everything again, with what the script has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from lockstep.cli.launch_file import LaunchFile
+from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.settings import (
+    DECLARATIONS,
+    Declaration,
+    check_number_of_processes,
+    check_outside,
+    check_value,
+    is_auto,
+    parse_shares,
+    read_variables,
+    too_few_virtual_ranks_error,
+)
+from lockstep.strategies import CLASS_OF_NAME
+
+LAUNCH_FILE = "lockstep.launch_file"
+"""Key of click's context: the launch file that was read."""
+
+ONE_PART_FOR_EACH_PROCESS = ("ddp", "fsdp", "hsdp", "diloco")
+"""Strategies under which every process has a share of its own."""
+
+
+class SettingType(click.ParamType):  # type: ignore[type-arg]
+    """The value of a setting, read and checked as its environment variable is."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        assert declaration.reader is not None
+        self.name = declaration.reader.__name__.replace("_", " ")
+        self._declaration = declaration
+        self._read = declaration.reader
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns what the value stands for, or ends with click's error if it cannot be read.
+
+        Raises:
+            SettingError: no run can have the value.
+        """
+        try:
+            read_value = self._read(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+        assert param is not None
+        assert ctx is not None
+        check_value(self._declaration, read_value, written(ctx, param, value))
+        return read_value
+
+
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds an option to a command for each setting whose declaration has a help text.
+
+    It is used as a decorator and returns the command.
+    """
+    # The option that is added last stands first, as that of the topmost decorator does.
+    for declaration in reversed(list(DECLARATIONS.values())):
+        if not declaration.help:
+            continue
+        add_option = click.option(
+            declaration.option,
+            type=SettingType(declaration),
+            metavar=declaration.metavar,
+            help=declaration.help,
+        )
+        command = add_option(command)
+    return command
+
+
+def is_given(ctx: click.Context, param_name: str) -> bool:
+    """Returns True if the user gave the option, here or in the launch file."""
+    source = ctx.get_parameter_source(param_name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+
+def comes_from_file(ctx: click.Context, param_name: str) -> bool:
+    """Returns True if an option has its value from the launch file."""
+    return ctx.get_parameter_source(param_name) is ParameterSource.DEFAULT_MAP
+
+
+def written(ctx: click.Context, param: click.Parameter, value: object) -> str:
+    """Returns an option as the user wrote it, on the command line or in the launch file."""
+    file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
+    if file is not None and comes_from_file(ctx, str(param.name)):
+        for spelling in param.opts:
+            key = spelling.lstrip("-").replace("_", "-")
+            if key in file.values:
+                return file.written(key)
+    return f"{param.opts[0]} {value}"
+
+
+def check_settings(
+    ctx: click.Context, environ: Mapping[str, str], num_processes: int | None
+) -> None:
+    """Checks the settings that the ranks will get from here, as far as is possible without torch.
+
+    Args:
+        ctx: the context of the command.
+        environ: the environment variables of this process.
+        num_processes: the world size; None: it is not known yet. A single process may start others.
+
+    Raises:
+        SettingError: no script could be run with the settings.
+    """
+    values = read_variables(environ)
+    texts = {}  # how each was set, by its name
+    for declaration in DECLARATIONS.values():
+        if declaration.name in values:
+            variable = declaration.variable
+            texts[declaration.name] = f"{variable}={environ[variable]}"
+    for param in ctx.command.params:
+        name = str(param.name)
+        if name in SETTING_NAMES and ctx.params[name] is not None:
+            values[name] = ctx.params[name]
+            texts[name] = written(ctx, param, ctx.params[name])
+    check_outside(values)
+    strategy = values.get("strategy")
+    strategy_name = None
+    if strategy is not None:
+        strategy_name = strategy.partition(":")[0]
+        if strategy_name not in CLASS_OF_NAME:
+            raise unknown_choice_error(
+                texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME
+            )
+    if num_processes is None or num_processes == 1:
+        return
+    if strategy_name is not None:
+        with_text = f"{texts['strategy']} on {num_processes} processes"
+        _check_as_written(with_text, check_number_of_processes, strategy_name, num_processes)
+    if values.get("shares") is not None and not is_auto(values["shares"]):
+        has_too_many = values["shares"].count(":") + 1 > num_processes
+        # A pipeline has one part for several processes, and the script may ask for one.
+        if has_too_many or strategy_name in ONE_PART_FOR_EACH_PROCESS:
+            _check_as_written(texts["shares"], parse_shares, values["shares"], num_processes)
+    elif values.get("virtual_ranks", num_processes) < num_processes:
+        error = too_few_virtual_ranks_error(values["virtual_ranks"], num_processes)
+        raise SettingError(texts["virtual_ranks"], error.found, error.do)
+
+
+SETTING_NAMES = {each.name for each in DECLARATIONS.values() if each.help}
+
+
+def _check_as_written(was_set: str, check: Callable[..., object], *arguments: object) -> None:
+    """Calls a check; its error says how the user wrote the setting.
+
+    Args:
+        was_set: how the user wrote it.
+        check: raises SettingError.
+        *arguments: of the check.
+    """
+    try:
+        check(*arguments)
+    except SettingError as error:
+        raise SettingError(was_set, error.found, error.do) from None
