@@ -61,7 +61,7 @@ def problem(name: str) -> tuple[Any, Any, int]:
         sys.path.insert(0, str(HERE.parent.parent / "examples" / "digits"))
         from digits import Net
 
-        model, shape = Net(), (1, 8, 8)
+        model, shape = Net(dropout=0.2), (1, 8, 8)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # so that weights can be compared

@@ -74,7 +74,7 @@ def problem(name: str) -> tuple[Any, Any]:
         sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "digits"))
         from digits import Net, load_digits
 
-        return Net(), load_digits()[0]
+        return Net(dropout=0.2), load_digits()[0]
     if name == "mlp":
         layers = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(128, 10)), made_up(2048, 64)

@@ -19,9 +19,9 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers, with BatchNorm and dropout."""
+    """Two convolutions and two linear layers, with BatchNorm, and with dropout where asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1, bias=False),
@@ -32,7 +32,7 @@ class Net(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Dropout(0.2),
+            nn.Dropout(dropout),
             nn.Linear(64 * 4 * 4, 64),
             nn.ReLU(),
             nn.Linear(64, 10),

@@ -16,7 +16,7 @@ import lockstep
 world = lockstep.init(seed=0)
 train_set, _ = load_digits()
 train = DataLoader(train_set, batch_size=64, shuffle=True)
-model = Net()  # with BatchNorm and Dropout
+model = Net(dropout=0.2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer, train = world.prepare(model, optimizer, train)
 

@@ -41,7 +41,7 @@ world = lockstep.init(seed=0)
 train_set, test_set = load_digits()
 train = DataLoader(Shifted(train_set), batch_size=args.batch_size, shuffle=True)
 test = DataLoader(test_set, batch_size=256)
-model = Net()
+model = Net(dropout=0.2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 # Half the rate every 3 epochs, after a warm-up of one: a run may be resumed with more --epochs.
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 * len(train), gamma=0.5)

@@ -1,4 +1,4 @@
-"""Lockstep: trains a PyTorch model on any number of devices and gets the same numbers."""
+"""Lockstep trains your PyTorch model on any number of devices with the same results as on one."""
 
 from __future__ import annotations
 

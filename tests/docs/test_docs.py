@@ -111,6 +111,22 @@ def test_the_difference_in_the_readme_is_that_of_the_files() -> None:
         assert [line for line in shown if line] == [x for x in after_docstring.splitlines() if x]
 
 
+def test_the_runs_in_the_readme_print_the_same_on_one_and_on_two_processes() -> None:
+    [block] = [b for b in pages.blocks(README) if "with_lockstep.py" in b.text and b.info == "text"]
+    one, two = re.split(r"^\$ lockstep", block.text, flags=re.M)
+    epochs = re.compile(r"epoch \d: .*")
+    assert epochs.findall(one) == epochs.findall(two)
+    assert len(epochs.findall(one)) == 5
+
+
+def test_the_front_page_of_the_site_shows_what_the_readme_shows() -> None:
+    front = pages.ROOT / "docs" / "README.md"
+    shown = [block.text for block in pages.blocks(README)]
+    assert len(pages.blocks(front)) == 4
+    assert [block.text for block in pages.blocks(front) if block.text not in shown] == []
+    assert rows(front, "Figures") == rows(README, "Figures")
+
+
 def test_the_table_of_settings() -> None:
     table = rows(REFERENCE, "Settings")
     arguments = [cells[0].strip("`") for cells in table]

@@ -37,7 +37,7 @@ world = lockstep.init(seed=0)
 train_set, test_set = load_digits()
 train = DataLoader(train_set, batch_size=64, shuffle=True, num_workers=args.workers)
 test = DataLoader(test_set, batch_size=256)
-model = Net()
+model = Net(dropout=0.2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 model, optimizer, train, test = world.prepare(model, optimizer, train, test)
 forward = torch.compile(model) if args.compile else model
