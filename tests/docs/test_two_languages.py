@@ -16,7 +16,6 @@ NOT_YET = {
     "findings",
     "known_programs",
     "promises",
-    "reference",
     "report",
 }
 
