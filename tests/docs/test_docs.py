@@ -132,7 +132,7 @@ def test_the_table_of_settings() -> None:
     arguments = [cells[0].strip("`") for cells in table]
     assert sorted(arguments) == sorted(inspect.signature(lockstep.init).parameters)
     flags = {name for cells in table for name in re.findall(r"--[\w-]+", cells[1])}
-    own = {cells[0].strip("`") for cells in rows(RUNNING, "Flags of its own")}
+    own = {cells[0].strip("`") for cells in rows(RUNNING, "Options of lockstep run")}
     options = [o for o in run_command.params if isinstance(o, click.Option) and not o.hidden]
     assert flags | own == {
         next(name for name in option.opts if name.startswith("--")) for option in options

@@ -29,7 +29,7 @@ def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
         assert alike(said[name]) == alike(text), name
     [folder] = (tmp_path / "logs").glob("differ-*/attempt_0")
     made = {re.sub(r"\d+", "<r>", str(path.relative_to(folder))) for path in folder.rglob("*")}
-    table = PAGE.read_text().partition("## What is kept")[2].partition("\n## ")[0]
+    table = PAGE.read_text().partition("## Log files")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*`) \|", table, re.M)
     kept = {file for row in rows for file in files(row)}
     assert made - {"rank_<r>"} <= kept
