@@ -79,7 +79,7 @@ bench-scale: $(VENV)/.installed
 bench-false-alarms: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
 
-bench-report: $(VENV)/.installed-report
+bench-report: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_report.py --out benchmarks/results/report.json
 
 bench-deferred: $(VENV)/.installed
@@ -116,10 +116,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[bench]'
-	touch $@
-
-$(VENV)/.installed-report: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[report]'
 	touch $@
 
 $(VENV)/.installed-clusters: $(VENV)/.installed

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launcher
 MODULES = house.read_house()
 
 ORDER = (
-    {"wording", "user_code"},
+    {"wording", "user_code", "masking"},
     {"errors"},
     {"units"},
     {"settings", "session"},
@@ -41,6 +41,7 @@ BESIDE = {"run"}
 """It must start fast and survive what it watches, so it sees itself and what is listed."""
 SEEN_FROM_BESIDE = {
     "errors",
+    "masking",
     "distributed.control_groups",
     "distributed.interface",
     "distributed.network",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import json
 import math
@@ -22,6 +24,7 @@ from click.testing import CliRunner
 
 from lockstep.cli.main import main
 from lockstep.extensions.ledger import judge as ledger_judge
+from lockstep.extensions.report import charts, comparison
 from lockstep.extensions.report.analysis import (
     Finding,
     find,
@@ -30,7 +33,8 @@ from lockstep.extensions.report.analysis import (
     work_by_rank,
     working_fraction,
 )
-from lockstep.extensions.report.page import ledger_text
+from lockstep.extensions.report.facts import run_facts
+from lockstep.extensions.report.page import WEB_FOLDER, ledger_text
 from lockstep.extensions.report.reading import Record
 from lockstep.extensions.report.record_format import COLUMNS
 from lockstep.extensions.report.trackers import scalars
@@ -38,13 +42,6 @@ from lockstep.extensions.report.trackers import scalars
 pytestmark = pytest.mark.unit
 
 BAD = "<script>alert(1)</script>"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fonts() -> None:
-    """Before the first test: matplotlib starts `fc-list` where no cache has its fonts yet."""
-    with contextlib.suppress(ImportError):
-        import matplotlib.font_manager  # noqa: F401
 
 
 def texts(record: Record) -> list[str]:
@@ -71,13 +68,38 @@ def test_ranks_that_differ_by_chance_are_no_stragglers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "words"),
-    [("data", "wait for data for 2"), ("checkpoint", "wait for checkpoints for ")],
+    ("phase", "words", "advice"),
+    [
+        ("data", "wait for data for 2", "Give the DataLoader more num_workers"),
+        ("checkpoint", "wait for checkpoints for ", "Save less often"),
+    ],
 )
-def test_what_all_ranks_wait_for_is_said(phase: str, words: str, tmp_path: Path) -> None:
+def test_what_all_ranks_wait_for_is_said(
+    phase: str, words: str, advice: str, tmp_path: Path
+) -> None:
     made.write(tmp_path, 4, work=lambda rank, step: {**made.USUAL, phase: 0.035})
-    (text,) = texts(Record(tmp_path))
-    assert words in text
+    (finding,) = find(Record(tmp_path))
+    assert words in finding.text
+    assert finding.advice.startswith(advice)
+
+
+def test_ranks_of_one_host_do_not_wait_for_a_network(tmp_path: Path) -> None:
+    quick = {"forward": 0.01}
+    for ranks, words in ((8, "all ranks wait for each other for 57%"), (9, "and for the network")):
+        folder = tmp_path / str(ranks)
+        made.write(folder, ranks, work=lambda *_: quick)
+        (finding,) = find(Record(folder))
+        assert words in finding.text
+        assert ("network" in finding.text + finding.advice) == (ranks == 9)
+
+
+def test_the_last_step_is_the_last_that_anything_was_written_about(tmp_path: Path) -> None:
+    """A rank that was killed lacks the rows of its last second, but not its last warning."""
+    line = {"warning": "odd", "step": 100, "time": 1e9}
+    made.write(tmp_path, rows=98, end=None, lines=(line,))
+    page = pages(tmp_path)
+    assert "<dt>last step</dt><dd>100</dd>" in page
+    assert "<td>1 to 100</td>" in page
 
 
 def test_a_rank_that_saves_is_no_straggler(tmp_path: Path) -> None:
@@ -174,14 +196,12 @@ def test_a_run_that_failed_before_it_had_joined(tmp_path: Path) -> None:
 
 def pages(folder: Path) -> str:
     """What `lockstep report` makes of it."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     result = CliRunner().invoke(main, ["report", str(folder)])
     assert result.exit_code == 0, result.output
     return (folder / "report.html").read_text()
 
 
 def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     made.write(tmp_path / "run", 1, rows=2)
 
     def out(path: Path) -> str:
@@ -217,7 +237,6 @@ def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> Non
 
 
 def test_stdout_is_written_to_also_where_it_is_a_file(tmp_path: Path, capfd: Any) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     made.write(tmp_path, 1, rows=2)
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--out", "/dev/stdout"])
     assert result.stdout.startswith("<!doctype html>")
@@ -301,25 +320,185 @@ def full(folder: Path, ranks: int) -> None:
     told(folder, "b", {"kind": "finding", "text": words, "host": BAD, "time": 2.0})
 
 
+def scripts(page: str) -> list[str]:
+    return re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+
+
+def chart_data(page: str) -> dict[str, Any]:
+    """What the page gives the browser to draw."""
+    found: dict[str, Any] = json.loads(scripts(page)[0])
+    return found
+
+
 @pytest.mark.parametrize("ranks", [1, 40])
 def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path: Path) -> None:
     full(tmp_path, ranks)
     page = pages(tmp_path)
-    assert "<script" not in page
+    assert BAD not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 8
-    # A namespace is a name; nothing is loaded from it.
-    assert set(re.findall(r"https?://[\w.]+", page)) <= {"http://www.w3.org"}
-    assert "default-src 'none'" in page
-    assert 'http-equiv="refresh"' not in page
-    assert len(re.findall("<svg", page)) == (7 if ranks == 1 else 8)
-    ids = re.findall(r'\bid="([^"]+)"', page)
+    # The numbers, uPlot and the script of the page; a browser runs the two that have these hashes.
+    data, *code = scripts(page)
+    assert len(code) == 2
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[0]
+    hashes = [hashlib.sha256(script.encode()).digest() for script in code]
+    texts_of_hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes]
+    assert policy == (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src {' '.join(texts_of_hashes)}"
+    )
+    assert "<" not in data
+    assert f"{BAD} ({BAD})" in [curve["title"] for curve in chart_data(page)["curves"]]
+    # Nothing is loaded from these; the first is where uPlot comes from.
+    addresses = set(re.findall(r"https?://[\w.]+", page))
+    assert addresses <= {"https://github.com", "http://www.w3.org"}
+    assert "data-refresh-s" not in page.split("<script")[0]
+    ids = re.findall(r'\bid="([^"]+)"', page.split("<script")[0])
     assert len(ids) == len(set(ids))
-    assert not re.findall(r"#0[0-9a-f]0b0[0-9a-f]", page), "a colour is not the style sheet's"
-    used = set(re.findall(r"var\(--(\w+)\)", page))
-    assert used <= set(re.findall(r"--(\w+):", page))
+    used = set(re.findall(r"var\(--([\w-]+)\)", page))
+    assert used <= set(re.findall(r"--([\w-]+):", page))
     assert {"data", "communication", "line", "text"} <= used
-    assert ("How fast one rank is, is not known" in page) == (ranks > 1)
+    assert ("No run on one rank to compare with" in page) == (ranks > 1)
     assert page.count("<details><summary>8 more lines") == 1
+    assert len(page.encode()) < 3e6
+
+
+def test_the_numbers_that_are_drawn(tmp_path: Path) -> None:
+    lines = []
+    for step, value in ((2, 0.5), (2, 0.75), (4, math.nan)):
+        lines.append({"logged": {"acc": value}, "pass": "test", "training": False, "step": step})
+    made.write(tmp_path, 2, rows=3, lines=tuple(lines))
+    made.write(tmp_path, 2, rows=3, first=2, began=1e9 + 10, work=made.noisy({}))
+    data = chart_data(pages(tmp_path))
+    curves = {curve["title"]: curve for curve in data["curves"]}
+    assert [*curves] == [
+        "loss", "acc (test)", "throughput (samples/s)", "learning rate", "peak memory of rank 0",
+    ]  # fmt: skip
+    first, second = curves["loss"]["lines"]
+    assert (first["steps"], first["values"][0]) == ([1, 2, 3], 2)
+    assert second["steps"] == [3, 4, 5]
+    assert first["seconds"] == pytest.approx([0.125, 0.25, 0.375])
+    assert second["seconds"][0] == pytest.approx(10.125, abs=0.01)
+    # Of two values of one step the later one counts; a value that is no number is a gap.
+    (line,) = curves["acc (test)"]["lines"]
+    assert (line["steps"], line["values"]) == ([2, 4], [0.75, None])
+    assert line["seconds"] == pytest.approx([0.25, 0.375])
+    assert data["restarts"] == [2]
+    assert data["slow_ranks"]["ranks"] == [0, 1]
+    assert data["over_time"]["phases"].keys() == {*made.USUAL, "communication"}
+
+
+def test_of_many_ranks_those_are_drawn_that_say_most(tmp_path: Path) -> None:
+    made.write(tmp_path, 300, rows=4, work=lambda rank, _: {"forward": 0.01 + 0.0001 * rank})
+    (start,) = Record(tmp_path).starts
+    assert [bar["rank"] for bar in charts.bars_by_rank(start)] == [*range(236, 300)]
+    shown = charts.slow_ranks(start)
+    assert shown is not None
+    left_out = set(range(300)) - set(shown["ranks"])
+    assert len(shown["ranks"]) == 256
+    assert left_out <= set(range(120, 180))  # those near the median
+    assert "the table has all" in pages(tmp_path)
+
+
+def test_uplot_is_the_file_of_its_makers() -> None:
+    """`web/uplot/README.md` says which package of npm's its files are from."""
+    folder = WEB_FOLDER / "uplot"
+    said = (folder / "README.md").read_text()
+    for path in folder.iterdir():
+        if path.name != "README.md":
+            assert f"`{path.name}` {hashlib.sha256(path.read_bytes()).hexdigest()}" in said
+    assert "MIT" in (folder / "LICENSE").read_text()
+    version = re.findall(r"uplot@([\d.]+)", said)[0]
+    assert f"uPlot (v{version})" in (folder / "uPlot.iife.min.js").read_text()[:80]
+
+
+def test_what_was_run_is_told(tmp_path: Path) -> None:
+    git = {"commit": "7ab7c185" * 5, "branch": "main", "changed": ["a.py"], "num_changed": 1}
+    command = ["/home/me/train.py", "--lr", "-0.1", "--deep", "--size=8", "model.width=9", "data"]
+    about = {"seed": 7, "precision": "bf16", "git": git, "command": command}
+    about |= {"device": "cuda:0", "device_name": "H100"}
+    choices = {"choices": [["bucket", "25 MiB", "x"]]}
+    made.write(tmp_path, 9, rows=9, lines=(choices,), **about)
+    facts = run_facts(Record(tmp_path).starts[0])
+    assert facts == [
+        ("script", "/home/me/train.py", ""),
+        ("--lr", "-0.1", ""),
+        ("--deep", "", ""),
+        ("--size", "8", ""),
+        ("model.width", "9", ""),
+        ("argument", "data", ""),
+        ("seed", "7", ""),
+        ("precision", "bf16", ""),
+        ("git commit", "7ab7c1857ab7 (main), with 1 changed file", "a.py"),
+        ("host", "node1: ranks 0-7", "8 × H100"),
+        ("host", "node2: rank 8", "H100"),
+        ("bucket", "25 MiB", "x"),
+        ("torch", "2.13.0", ""),
+    ]
+    assert "7ab7c1857ab7 (main), with 1 changed file" in pages(tmp_path)
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    made.write(tmp_path / "a", 2, command=["/x/train.py", "--lr", "0.1"])
+    slow = {**made.USUAL, "data": 0.06}
+    made.write(tmp_path / "b", 2, rows=50, work=lambda *_: slow, command=["/y/train.py"])
+    made.write(tmp_path / "c" / "a", 2, rows=0, end="failed")
+    records = [Record(tmp_path / "a"), Record(tmp_path / "b")]
+    found = comparison.compare(records)
+    assert found.names == ["a", "b"]
+    assert found.sentences == [
+        "a trains 1.4 times as fast as b: 2 048 against 1 463 samples/s. Most of the difference "
+        "is in data: a needs 50 ms less a step.",
+        "At step 50 the loss of a is 0.2828, that of b 0.2828.",
+    ]
+    rows = dict(found.rows)
+    assert rows["last step"] == ["100", "50"]
+    assert rows["to look at"] == ["nothing", "all ranks wait for data for 34% of the time"]
+    assert found.differing == [("--lr", ["0.1", "–"])]
+    same = comparison.compare([records[0], records[0]])
+    assert same.sentences[0].endswith("train as fast as each other.")
+    assert len(set(same.names)) == 2
+    assert same.differing == []
+    # A run without a step has nothing to compare but its end.
+    found = comparison.compare([records[0], Record(tmp_path / "c" / "a")])
+    assert (found.sentences, len(set(found.names))) == ([], 2)
+    assert dict(found.rows)["last step"] == ["100", "–"]
+
+
+def test_one_page_of_several_runs(tmp_path: Path) -> None:
+    made.write(tmp_path / "one", 1, rows=40)
+    made.write(tmp_path / "two", 2, rows=50)
+    folders = [str(tmp_path / "two"), str(tmp_path / "one")]
+    result = CliRunner().invoke(main, ["report", *folders])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "two" / "report.html").read_text()
+    assert "Compared runs" in page
+    assert "times one rank" in page
+    data = chart_data(page)
+    assert data["run_names"] == ["two", "one"]
+    (loss,) = [curve for curve in data["curves"] if curve["title"] == "loss"]
+    assert [(line["name"], len(line["steps"])) for line in loss["lines"]] == [
+        ("two", 50),
+        ("one", 40),
+    ]
+    result = CliRunner().invoke(main, ["report", *folders, "--to", "tensorboard"])
+    assert result.exit_code == 2
+    assert "it writes the curves of one run" in result.stderr
+
+
+def test_how_busy_the_gpus_were(tmp_path: Path) -> None:
+    made.write(tmp_path, 2, rows=10, device="cuda:0")
+    for rank, uses in ((0, (90, 80)), (1, (50, 40))):
+        (file,) = tmp_path.glob(f"*.rank{rank}.record")
+        with open(file, "a") as more:
+            for index, use in enumerate(uses):
+                line = {"gpu": use, "gpu_memory": 2**30, "step": 4 + 4 * index + rank, "at": 0.5}
+                more.write(json.dumps(line) + "\n")
+    page = pages(tmp_path)
+    assert "<dt>GPU use</dt><dd>65 %, rank 1 45 %</dd>" in page
+    curves = {curve["title"]: curve for curve in chart_data(page)["curves"]}
+    (line,) = curves["GPU use"]["lines"]
+    assert (line["steps"], line["values"]) == ([4, 8], [70, 61.25])
+    assert curves["GPU memory in use"]["unit"] == "bytes"
 
 
 def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
@@ -330,6 +509,9 @@ def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
     text = pages(folder)
     for name in ("$^$x", "a?", "b?", "\\udcff"):
         assert name in text
+    assert {"a? (evaluation)", "$^$x (evaluation)"} <= {
+        curve["title"] for curve in chart_data(text)["curves"]
+    }
     names = {scalar.name for scalar in scalars(Record(folder).starts[0])}
     assert names >= {"evaluation/$^$x", "evaluation/a?", "evaluation/\U0001f600"}
 
@@ -381,10 +563,6 @@ def test_no_loss_is_told_of_fewer_ranks_than_count(kept: int | None, tmp_path: P
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     made.write(tmp_path, rows=2)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "pip install 'torch-lockstep[report]'" in result.stderr
     monkeypatch.setitem(sys.modules, "wandb", None)
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--to", "wandb"])
     assert result.exit_code == 2
@@ -409,12 +587,15 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
 
-    def get(path: str = "/", host: str = "localhost:80") -> tuple[int, str]:
+    tags: list[str] = []
+
+    def get(path: str = "/", host: str = "localhost:80", tag: str = "") -> tuple[int, str]:
         connection = http.client.HTTPConnection(*server.server_address[:2], timeout=600)
-        connection.request("GET", path, headers={"Host": host})
+        connection.request("GET", path, headers={"Host": host, "If-None-Match": tag})
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
+        tags.append(answer.getheader("ETag", ""))
         return answer.status, text
 
     try:
@@ -422,8 +603,9 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
         assert get() == (200, "10 every 5.0 s")
         made.write(tmp_path, 1, rows=20, end=None)
         assert get() == (200, "10 every 5.0 s")  # drawn a moment ago
+        assert get(tag=tags[-1]) == (304, "")
         now[0] = 60.0
-        assert get() == (200, "20 every 5.0 s")
+        assert get(tag=tags[-1]) == (200, "20 every 5.0 s")
         monkeypatch.setattr(live, "render", lambda *_, **__: "nothing new")
         now[0] = 100.0
         assert get() == (200, "20 every 5.0 s")

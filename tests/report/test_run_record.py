@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from lockstep.distributed import rank_files
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
 from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
+from lockstep.extensions.report.record_format import COLUMN_INDEX, COLUMNS
+from lockstep.extensions.report.source_code import describe_commit
 from lockstep.session.extension import PHASES
 
 pytestmark = pytest.mark.ranks
@@ -203,6 +206,81 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: Any) -> None
     assert main.column("longest_s").tolist()[3] == sum(found[phase][3] for phase in PHASES)
 
 
+def git(folder: Path, *arguments: str) -> None:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *own, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_which_commit_was_run(tmp_path: Path) -> None:
+    assert describe_commit(str(tmp_path / "none.py")) != {}  # of the present folder, if any
+    script = tmp_path / "code" / "train a.py"
+    script.parent.mkdir()
+    script.touch()
+    assert describe_commit(str(script)) is None
+    git(tmp_path, "init", "-b", "main")
+    assert describe_commit(str(script)) is None  # there is no commit yet
+    for number in range(12):
+        (script.parent / f"{number}.py").touch()
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "a")
+    found = describe_commit(str(script))
+    assert found is not None
+    assert len(found["commit"]) == 40
+    assert (found["branch"], found["num_changed"], found["changed"]) == ("main", 0, [])
+    script.write_text("x")
+    git(tmp_path, "mv", "code/0.py", "code/moved.py")
+    (tmp_path / "new.py").touch()
+    git(tmp_path, "checkout", "--detach")
+    found = describe_commit(str(script))
+    assert found is not None
+    assert found["branch"] == ""
+    assert found["changed"] == ["code/moved.py", "code/train a.py"]
+    for number in range(1, 12):
+        (script.parent / f"{number}.py").write_text("x")
+    found = describe_commit(str(script))
+    assert found is not None
+    assert (found["num_changed"], len(found["changed"])) == (13, 8)
+
+
+def test_a_run_needs_no_git(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert describe_commit(__file__) is None
+
+
+def test_the_first_line_says_what_was_run_and_nothing_secret(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1", "--token", "abc"])
+    with lockstep.init(report=tmp_path, seed=3, precision="bf16"):
+        pass
+    (file,) = tmp_path.iterdir()
+    header = Record(tmp_path).starts[0].main.header
+    assert header["command"] == ["train.py", "--lr", "0.1", "--token", "***"]
+    assert (header["seed"], header["precision"]) == (3, "bf16")
+    assert header["device_name"]
+    assert "abc" not in file.read_text()
+
+
+def test_the_use_of_a_gpu_is_asked_for_ever_less_often(tmp_path: Path, monkeypatch: Any) -> None:
+    """With a GPU that is made up: its answers come from here, and its errors too."""
+    monkeypatch.setattr(writing, "GPU_INTERVAL_S", 0.0)
+    answers = iter([90, 80, 70])
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: next(answers))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: 2**30)
+    with lockstep.init(report=tmp_path) as world:
+        recorder = world._run.step.extensions.of_type(writing.Recorder)
+        recorder._measures_gpu = True
+        monkeypatch.setattr(writing, "MEASUREMENTS_BEFORE_DOUBLING", 2)
+        recorder._gpu_interval_s = 1.0
+        for now_s in (1.0, 2.0, 3.0, 4.0):  # the fourth answer is an error
+            recorder._note_gpu_use(int(now_s), now_s)
+        assert (recorder._gpu_interval_s, recorder._measures_gpu) == (2.0, False)
+    uses = Record(tmp_path).starts[0].main.gpu_uses
+    assert [(use["gpu"], use["gpu_memory"], use["step"]) for use in uses] == [
+        (90, 2**30, 2), (80, 2**30, 3), (70, 2**30, 4),
+    ]  # fmt: skip
+
+
 def test_warnings_are_in_it(tmp_path: Path) -> None:
     from lockstep import errors
 
@@ -214,10 +292,17 @@ def test_warnings_are_in_it(tmp_path: Path) -> None:
 
 
 def test_rows_are_json_of_seven_digits() -> None:
-    for value, told in ((1 / 3, 0.3333333), (12345678, 12345678), (1.5e-9, 1.5e-9), (1e300, 1e300)):
-        assert json.loads(writing.line_as_json([1, value, 0.5])) == [1, told, 0.5]
+    """Whole numbers have all digits."""
+    row: list[Any] = [0] * len(COLUMNS)
+    row[COLUMN_INDEX["memory"]] = 2**40 + 1
+    row[COLUMN_INDEX["sent"]] = 10**18 + 1
+    loss = COLUMN_INDEX["loss"]
+    for value, told in ((1 / 3, 0.3333333), (1.5e-9, 1.5e-9), (1e300, 1e300)):
+        row[loss] = value
+        assert json.loads(writing.line_as_json(row)) == [*row[:loss], told, *row[loss + 1 :]]
     for value in (None, math.nan, math.inf, -math.inf):
-        (read,) = json.loads(writing.line_as_json([value]))
+        row[loss] = value
+        read = json.loads(writing.line_as_json(row))[loss]
         assert read is value or str(read) == str(value)
 
 

@@ -9,53 +9,59 @@ from pathlib import Path
 import click
 
 from lockstep.errors import SettingError
+from lockstep.units import format_bytes
 
 
 @click.command(
     short_help="Builds an HTML report of a finished or running job.",
-    epilog="Exit codes: 0 done, 1 there is no record to read, 2 a library is missing.",
+    epilog="Exit codes: 0 done, 1 there is no record to read, 2 a setting is wrong.",
 )
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
               help="Write the page there.  [default: RUN/report.html]")  # fmt: skip
 @click.option("--live", is_flag=True, help="Serve the page on this machine while the run goes on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; 0: any.")
-@click.option("--baseline", "baselines", multiple=True, metavar="RUN",
-              type=click.Path(path_type=Path),
-              help="Record of another run, such as one on one rank, to compare with.")  # fmt: skip
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb"]),
               help="Write the curves through this library instead.")  # fmt: skip
 @click.argument("run", type=click.Path(path_type=Path))
+@click.argument("others", nargs=-1, metavar="[OTHER]...", type=click.Path(path_type=Path))
 def command(
     run: Path,
     out: Path | None,
     live: bool,
     port: int,
-    baselines: tuple[Path, ...],
     tracker: str | None,
+    others: tuple[Path, ...],
 ) -> None:
     """Reads the record in the folder RUN, which `lockstep run --report RUN` has written.
 
-    The page is one file that needs nothing else: what was run and chosen, the loss, where the time
-    of a step goes by rank, what failed or hung, and which samples were trained.
+    The page is one file that needs nothing else: what failed, hung or was slow and what to do about
+    it, the loss and all other curves, where the time of a step goes by rank, what was run and
+    chosen, and which samples were trained. If OTHER runs are given, RUN is compared with them.
     """
     from lockstep.extensions.report.reading import Record
 
     record = Record(run)
     if tracker is not None:
+        if others:
+            raise SettingError(
+                f"--to {tracker} of several runs",
+                "it writes the curves of one run",
+                "call it once for each run",
+            )
         from lockstep.extensions.report.trackers import follow, write
 
         summary = follow(record, tracker) if live else write(record, tracker)
         click.echo(summary)
         return
-    baseline_records = [Record(folder) for folder in baselines]
+    other_records = [Record(folder) for folder in others]
     if live:
         from lockstep.extensions.report.live import serve
 
-        serve(record, baseline_records, port, click.echo)
+        serve(record, other_records, port, click.echo)
         return
     from lockstep.extensions.report.page import render
 
-    page = render(record, baseline_records)
+    page = render(record, other_records)
     path = out or run / "report.html"
     if _is_stdout(path):
         click.echo(page.encode(), nl=False)
@@ -95,4 +101,4 @@ def _write_page(path: Path, page: str) -> None:
             target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
-    click.echo(f"{click.format_filename(path)}: {len(page.encode()) / 1e6:.1f} MB")
+    click.echo(f"{click.format_filename(path)}: {format_bytes(len(page.encode()))}")

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lockstep import masking
 from lockstep.wording import format_ranks, group_by_key
 
 PLACE_FLAGS = frozenset(
@@ -43,7 +44,7 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
         settings: what else must be equal on all ranks, such as the seed.
     """
     manifest = {
-        "arguments": shlex.join(shared_arguments(sys.argv)),
+        "arguments": shlex.join(masking.mask_secrets(shared_arguments(sys.argv))),
         "script": _script_hash(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "platform": platform.machine(),

@@ -45,12 +45,38 @@ class LongPhase(NamedTuple):
 
 
 LONG_PHASES = {
-    "data": LongPhase(0.2, "wait for data", "use more num_workers, or a cheaper transform"),
-    "communication": LongPhase(
-        0.3, "wait for each other and for the network", "docs: slow networks"
+    "data": LongPhase(
+        0.2,
+        "wait for data",
+        "Give the DataLoader more num_workers, or make the transform cheaper.",
     ),
-    "checkpoint": LongPhase(0.1, "wait for checkpoints", "save less often, or to a faster disk"),
+    "communication": LongPhase(
+        0.3,
+        "wait for each other and for the network",
+        "A larger batch per rank makes fewer exchanges; the page on slow networks in the "
+        "documentation says when compression or another strategy helps.",
+    ),
+    "checkpoint": LongPhase(0.1, "wait for checkpoints", "Save less often, or to a faster disk."),
 }
+ON_ONE_HOST = LongPhase(
+    0.3,
+    "wait for each other",
+    "A larger batch per rank gives them more work between two exchanges. On CPUs, run no more "
+    "ranks and threads than there are cores.",
+)
+"""The communication of ranks that are all on one host, which no network takes part in."""
+ADVICE_FOR_STRAGGLER = {
+    "data": "Compare what this rank reads, and its disk, with the others'; more num_workers may "
+    "hide the difference.",
+    "other": "Look at what the script does on this rank alone between two steps, such as logging "
+    "or saving.",
+}
+"""What to do about a straggler, by the phase in which it loses most."""
+ADVICE_FOR_SLOW_DEVICE = (
+    "Run `lockstep doctor` on its host, which may be busy, hot or throttled. If the device is "
+    'slower by design, shares="auto" gives it fewer samples.'
+)
+"""The same, for a phase in which the device computes."""
 
 ENDINGS = {
     "failed": "by a failure",
@@ -73,6 +99,8 @@ class Finding(NamedTuple):
     text: str
     evidence: tuple[str, ...] = ()
     """Lines that support it."""
+    advice: str = ""
+    """What to do next; empty if that follows from the text."""
 
 
 class Speed(NamedTuple):
@@ -294,6 +322,19 @@ def first_step(record: RankRecord) -> float:
     return float(record.column("step")[0] - record.column("steps")[0] + 1)
 
 
+def last_step(start: Start) -> int:
+    """Returns the last step that rank 0 wrote anything about, counted from 1; 0 if there is none.
+
+    A killed rank lacks the rows of its last second, while a warning is written at once.
+    """
+    steps = [0.0]
+    if start.main.rows:
+        steps.append(float(start.main.column("step")[-1]))
+    steps += [float(warning["step"]) for warning in start.main.warnings]
+    steps += [float(logged["step"]) for logged in start.main.logged]
+    return int(max(steps))
+
+
 def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Finding]:
     """Yields a warning if a start ended badly, or if the next one began while it still ran.
 
@@ -360,7 +401,11 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
     for index in range(max(0, first_bad - 2), first_bad + 1):
         evidence.append(f"step {steps[index]:.0f}: {losses[index]:.6g}")
     text = f"the loss is not finite from step {steps[first_bad]:.0f} on"
-    yield Finding("error", text, tuple(evidence))
+    advice = (
+        "Resume from a checkpoint before that step with a smaller learning rate or with gradient "
+        "clipping; with fp16, try bf16."
+    )
+    yield Finding("error", text, tuple(evidence), advice)
 
 
 def _straggler_findings(start: Start) -> Iterator[Finding]:
@@ -392,6 +437,7 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
             f"others {usual_work * 1e3:.3g} ms, and they wait for it; most of the difference is in "
             f"{longest_excess}",
             tuple(_compare_phases(phases[rank], usual_phases)),
+            ADVICE_FOR_STRAGGLER.get(longest_excess, ADVICE_FOR_SLOW_DEVICE),
         )
     if len(slow_ranks) > MAX_STRAGGLERS:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
@@ -428,7 +474,10 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
     phases = phases_by_rank(start)
     if not phases:
         return
+    hosts = {record.header.get("host") for record in start.records.values()}
     for phase, limit in LONG_PHASES.items():
+        if phase == "communication" and len(hosts) == 1:
+            limit = ON_ONE_HOST
         fraction_of_rank = []
         for seconds in phases.values():
             step_seconds = max(sum(seconds.values()), 1e-12)  # no division by 0
@@ -437,7 +486,8 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
         if fraction >= limit.min_fraction:
             yield Finding(
                 "warning",
-                f"all ranks {limit.ranks_do} for {fraction:.0%} of the time: {limit.advice}",
+                f"all ranks {limit.ranks_do} for {fraction:.0%} of the time",
+                advice=limit.advice,
             )
 
 
@@ -517,3 +567,10 @@ def totals(start: Start) -> Totals | None:
         bytes_sent=float(record.column("sent")[-1] + record.column("shared")[-1]),
         peak_memory=float(max(peaks)),
     )
+
+
+def mean_gpu_use(record: RankRecord) -> float | None:
+    """Returns the percentage of time in which a rank's GPU was busy, or None if it is not known."""
+    if not record.gpu_uses:
+        return None
+    return float(np.mean([use["gpu"] for use in record.gpu_uses]))

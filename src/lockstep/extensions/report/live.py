@@ -1,12 +1,14 @@
 """The page of a run that is still running, served on this machine alone.
 
-The page is drawn again when a browser asks for it and the record has grown, but not too often:
-drawing takes seconds of a core, which the training may need too.
+The page asks for itself now and then, and puts what has changed in its place (`web/page.js`). It
+is made again if the record has grown, but not too often: that takes a core, which the training may
+need too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import threading
 import time
@@ -21,7 +23,7 @@ from lockstep.extensions.report.reading import Record
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 5.0
-"""The browser loads the page again after this time."""
+"""The page asks for changes after this time."""
 MAX_AGE_S = 60.0
 """An older page is drawn again even if the record did not grow: it says since when nothing came."""
 # The header `Host` of a request to this machine: localhost:8000, 127.0.0.1, [::1]:80.
@@ -33,12 +35,12 @@ class LivePage:
 
     Args:
         record: the record of the run, which is refreshed here.
-        baselines: records of other runs to compare the throughput with.
+        others: records of other runs to compare it with.
     """
 
-    def __init__(self, record: Record, baselines: Sequence[Record] = ()) -> None:
+    def __init__(self, record: Record, others: Sequence[Record] = ()) -> None:
         self._record = record
-        self._baselines = baselines
+        self._others = others
         self._lock = threading.Lock()
         self._text = ""
         self._earliest_drawing_s = 0.0
@@ -55,7 +57,7 @@ class LivePage:
             record_has_grown = self._record.refresh()
             if record_has_grown or begin_s >= self._latest_drawing_s:
                 self._latest_drawing_s = begin_s + MAX_AGE_S
-                self._text = render(self._record, self._baselines, refresh_s=REFRESH_S)
+                self._text = render(self._record, self._others, refresh_s=REFRESH_S)
             end_s = time.monotonic()
             drawing_s = end_s - begin_s
             # At most a tenth of the time goes into drawing.
@@ -94,10 +96,17 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
             except LockstepError as error:
                 self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error.parts))
                 return
-            self.send_response(HTTPStatus.OK)
+            # A page that has not changed is not sent again, which matters over ssh.
+            tag = f'"{hashlib.sha256(body).hexdigest()}"'
+            is_known = self.headers.get("If-None-Match") == tag
+            self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
+            self.send_header("ETag", tag)
+            self.send_header("Cache-Control", "no-cache")  # ask each time whether it has changed
+            if is_known:
+                self.end_headers()
+                return
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             self.wfile.write(body)
 
@@ -115,21 +124,20 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
 
 def serve(
-    record: Record, baselines: Sequence[Record], port: int, say: Callable[[str], object]
+    record: Record, others: Sequence[Record], port: int, say: Callable[[str], object]
 ) -> None:
     """Serves the page until Ctrl-C.
 
     Args:
         record: the record of the run.
-        baselines: records of other runs to compare the throughput with.
+        others: records of other runs to compare it with.
         port: the port to listen on; 0 for any.
         say: a function that is called with a line that names the page's address.
 
     Raises:
-        SettingError: the port is taken, or matplotlib is not installed.
+        SettingError: the port is taken.
     """
-    page = LivePage(record, baselines)
-    page.text()  # raises at once if the page cannot be drawn
+    page = LivePage(record, others)
     with make_server(page, port) as server:
         say(f"http://{ADDRESS}:{server.server_port}/ on this machine alone; Ctrl-C ends it")
         server.serve_forever(poll_interval=0.2)

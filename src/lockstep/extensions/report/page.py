@@ -1,27 +1,30 @@
-"""The page of a record: one HTML file without scripts that loads nothing from the network.
+"""The page of a record: one HTML file that loads nothing from the network.
 
 A record has one or several *starts*, since a run may be started again after a failure, and each
-start has a record of every rank. What the record says is worked out in `analysis`, the charts are
-drawn in `charts`, and the template is `page.html`.
+start has a record of every rank. What the record says is worked out in `analysis` and `comparison`.
+The folder `web` has the template, the style sheet and the script of the page; the script draws what
+`charts` returns with uPlot, a small library whose code is put into the page too.
 
-Jinja escapes all text that comes from the run. Only the SVG of the charts is not escaped;
-matplotlib escapes the names in it.
+Jinja escapes all text that comes from the run. The browser runs only the scripts whose hashes stand
+in the page's Content-Security-Policy, so text that got past that would not run either.
 """
 
 from __future__ import annotations
 
-import shlex
+import base64
+import hashlib
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import CheckpointError, SettingError
-from lockstep.extensions.report import analysis
+from lockstep.errors import CheckpointError
+from lockstep.extensions.report import analysis, charts, comparison
 from lockstep.extensions.report.console import clock, duration, number, thousands
+from lockstep.extensions.report.facts import command_line, run_facts
 from lockstep.extensions.report.reading import (
-    Floats,
     LauncherLine,
     RankRecord,
     Record,
@@ -36,96 +39,142 @@ SILENT_S = 60.0
 SHOWN_EVIDENCE_LINES = 12
 """More lines of evidence for a finding are folded."""
 
-
-class Chart(NamedTuple):
-    """A chart of the page."""
-
-    title: str
-    caption: str
-    """What the chart shows, also for readers who cannot see it."""
-    svg: str
+WEB_FOLDER = Path(__file__).with_name("web")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
+STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
-def render(
-    record: Record, baselines: Sequence[Record] = (), *, refresh_s: float | None = None
-) -> str:
+def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | None = None) -> str:
     """Returns the page of a record as HTML.
 
     Args:
         record: the record of the run.
-        baselines: records of other runs, such as one on one rank, to compare the throughput with.
-        refresh_s: the seconds after which a browser loads the page again; None: never.
-
-    Raises:
-        SettingError: matplotlib is not installed.
+        others: records of other runs to compare it with.
+        refresh_s: the seconds after which the page asks its server for changes; None: never.
     """
-    try:
-        import matplotlib as _  # noqa: F401  # `charts` uses it; here it is only asked for
-        from jinja2 import Environment
-    except ImportError as error:
-        raise SettingError(
-            "lockstep report",
-            f"{error.name} is not installed",
-            "pip install 'torch-lockstep[report]'",
-        ) from None
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     environment = Environment(autoescape=True, trim_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text())
-    text = template.render(**_template_variables(record, baselines), refresh_s=refresh_s)
+    template = environment.from_string(_web_text("page.html"))
+    # Jinja must not escape the code, which it would change. The data go into an element whose text
+    # ends at the first "</script"; in JSON "<" may be written as an escape.
+    scripts = [_web_text(name) for name in SCRIPTS]
+    data = json.dumps(_chart_data(record, others), ensure_ascii=False, separators=(",", ":"))
+    text = template.render(
+        **_template_variables(record, others),
+        refresh_s=refresh_s,
+        style=Markup("".join([_web_text(name) for name in STYLES])),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=Markup(" ".join([_script_hash(script) for script in scripts])),
+        data=Markup(data.replace("<", "\\u003c")),
+    )
     # The name of a folder may have bytes that are not text and cannot be encoded.
     return text.encode(errors="backslashreplace").decode()
 
 
-def _template_variables(record: Record, baselines: Sequence[Record]) -> dict[str, Any]:
+@lru_cache
+def _web_text(name: str) -> str:
+    """Returns the text of a file in the folder `web`."""
+    return (WEB_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _script_hash(script: str) -> str:
+    """Returns the hash by which a Content-Security-Policy allows a script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
+    """Returns what `web/page.js` draws; it says there what it needs."""
+    last = record.starts[-1]
+    records = [record, *others]
+    names = comparison.run_names(records)
+    return {
+        "run_names": names,
+        "phase_names": {phase: phase for phase in PHASES},
+        "restarts": charts.restarts(record),
+        "curves": charts.curve_charts(records, names),
+        "over_time": charts.phases_over_time(last),
+        "slow_ranks": charts.slow_ranks(last),
+    }
+
+
+def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     """Returns what the template fills in; the page shows the last start of the run at length."""
     last = record.starts[-1]
     command = last.main.header.get("command") or ["a run"]
-    read_at = analysis.clock_time(time.time())
+    records = [record, *others]
+    bars = charts.bars_by_rank(last)
+    longest_ms = max([sum(part["ms"] for part in bar["parts"]) for bar in bars], default=0.0)
+    phases_in_bars = {part["phase"] for bar in bars for part in bar["parts"]}
     variables = {
-        "title": f"{Path(command[0]).name} · {_state(last)}",
-        "subtitle": f"{shlex.join(command)} · {record.folder} · read {read_at}",
+        "language": "en",
+        "title": Path(command[0]).name,
+        "state": _state_badge(last),
+        "folder": str(record.folder),
+        "command": command_line(last.main.header),
+        "read_at": analysis.clock_time(time.time()),
         "numbers": _key_numbers(record, last),
         "findings": analysis.find(record),
+        "level_names": {"error": "Error", "warning": "Warning", "note": "Note"},
         "shown": SHOWN_EVIDENCE_LINES,
-        "time": _time_charts(last),
+        "has_steps": bool(last.main.rows),
+        "comparison": comparison.compare(records) if others else None,
+        "curves": any(charts.curves(each) for each in records),
+        "run_names": comparison.run_names(records),
+        "bars": bars,
+        "longest_ms": longest_ms,
+        "hidden_bars": len(analysis.work_by_rank(last)) > len(bars),
+        "shown_phases": [phase for phase in charts.STACKED_PHASES if phase in phases_in_bars],
         "phases": PHASES,
+        "phase_names": {phase: phase for phase in PHASES},
         "ranks": [_rank_row(rank_record) for _, rank_record in sorted(last.records.items())],
-        "curves": _curve_charts(record),
-        "scaling": _scaling_rows(record, baselines),
+        "has_gpu_use": any(rank_record.gpu_uses for rank_record in last.records.values()),
+        "scaling": _scaling_rows(records),
         "had_several_ranks": last.reached_init and last.num_ranks > 1,
         "working": _working_sentence(last),
         "starts": [_start_row(number, start) for number, start in enumerate(record.starts, 1)],
-        "choices": [*last.main.choices, *_versions(last.main.header)],
+        "facts": run_facts(last),
+        "traces": _traces(record),
         "ledger": ledger_text(record),
-        "figure": _figure_html,
     }
     variables["parts"] = _parts(variables)
     return variables
 
 
-def _parts(variables: Mapping[str, Any]) -> list[str]:
-    """Returns the parts of the page that are not empty; the links at its top lead to them."""
+def _parts(variables: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the parts of the page that are not empty, each with the anchor that a link leads to.
+
+    "What to look at" is not among them, since it is the first.
+    """
     has_content = {
-        "Findings": True,
-        "Time": bool(variables["time"]),
-        "Curves": bool(variables["curves"]),
-        "Scaling": bool(variables["scaling"] or variables["had_several_ranks"]),
-        "Starts": True,
-        "Choices": bool(variables["choices"]),
-        "Samples": bool(variables["ledger"]),
+        ("Comparison", "comparison"): bool(variables["comparison"]),
+        ("Curves", "curves"): bool(variables["curves"]),
+        ("Time of a step", "time"): bool(variables["bars"]),
+        ("Scaling", "scaling"): bool(variables["scaling"] or variables["had_several_ranks"]),
+        ("Starts", "starts"): True,
+        ("What was run", "run"): True,
+        ("Traces", "traces"): bool(variables["traces"]),
+        ("Samples", "samples"): bool(variables["ledger"]),
     }
     return [part for part, is_shown in has_content.items() if is_shown]
 
 
-def _figure_html(chart: Chart) -> str:
-    """Returns a chart as HTML. `Markup.format` escapes what it inserts, unless that is Markup."""
-    from markupsafe import Markup
+class Badge(NamedTuple):
+    """How the run is, in a few words beside its name."""
 
-    labelled_svg = Markup('<svg role="img" aria-label="{}"').format(chart.caption)
-    svg = Markup(chart.svg.replace("<svg", labelled_svg, 1))
-    return Markup(
-        '<figure><h3>{}</h3><div class="wide" tabindex="0" role="group">{}</div>'
-        "<figcaption>{}</figcaption></figure>"
-    ).format(chart.title, svg, chart.caption)
+    text: str
+    level: str
+    """`ok`, `failed`, `running` or empty; the style sheet has a colour for each."""
+
+
+def _state_badge(start: Start) -> Badge:
+    """Returns the state of a start, with the class of its colour."""
+    text = _state(start)
+    if start.end in ("ok", "failed"):
+        return Badge(text, start.end)
+    return Badge(text, "running" if text == "running" else "")
 
 
 def _state(start: Start) -> str:
@@ -165,15 +214,21 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
     on_hosts = f" on {count_noun(len(hosts), 'host')}" if last.reached_init else ""
     numbers = [("ranks", f"{last.num_ranks}{on_hosts}")]
-    if last.main.rows:
-        numbers.append(("last step", thousands(last.main.column("step")[-1])))
+    last_step = analysis.last_step(last)
+    if last_step:
+        numbers.append(("last step", thousands(last_step)))
     speed = analysis.speed(last)
     if speed is not None:
         numbers.append(("throughput", f"{thousands(speed.samples_per_second)} samples/s"))
-        numbers.append(("time of a step", milliseconds_or_seconds(speed.seconds_per_step)))
+        numbers.append(
+            ("time of a step", comparison.milliseconds_or_seconds(speed.seconds_per_step))
+        )
     _, losses = last.loss()
     if len(losses):
         numbers.append(("last loss", number(float(losses[-1]))))
+    gpu_use = _gpu_use(last)
+    if gpu_use:
+        numbers.append(("GPU use", gpu_use))
     numbers.append(("starts", str(len(record.starts))))
     totals = analysis.totals(last)
     if totals is not None:
@@ -181,6 +236,34 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
         numbers.append(("most memory of a rank", format_bytes(int(totals.peak_memory))))
         numbers.append(("sent by rank 0", _sent(last, totals.bytes_sent)))
     return numbers
+
+
+def _gpu_use(start: Start) -> str:
+    """Says how busy the GPUs were, and which was the least busy; empty if that is not known."""
+    use_of_rank = {}
+    for rank, record in start.records.items():
+        use = analysis.mean_gpu_use(record)
+        if use is not None:
+            use_of_rank[rank] = use
+    if not use_of_rank:
+        return ""
+    mean = sum(use_of_rank.values()) / len(use_of_rank)
+    least = min(use_of_rank, key=lambda rank: use_of_rank[rank])
+    text = f"{mean:.0f} %"
+    if use_of_rank[least] < mean - 5:
+        text += f", rank {least} {use_of_rank[least]:.0f} %"
+    return text
+
+
+def _traces(record: Record) -> list[dict[str, Any]]:
+    """Returns the files into which steps were traced: step, rank and path."""
+    traces = []
+    for start in record.starts:
+        for rank, rank_record in sorted(start.records.items()):
+            for trace in rank_record.traces:
+                path = str(record.folder / trace["trace"])
+                traces.append({"step": trace["step"], "rank": rank, "path": path})
+    return traces
 
 
 def _sent(start: Start, num_bytes: float) -> str:
@@ -192,91 +275,13 @@ def _sent(start: Start, num_bytes: float) -> str:
     return format_bytes(int(num_bytes))
 
 
-def milliseconds_or_seconds(seconds: float) -> str:
-    """Returns `12.3 ms` or `1.25 s`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _time_charts(start: Start) -> list[Chart]:
-    """Returns the charts of where the time of a step goes; none if there are no rows."""
-    from lockstep.extensions.report import charts
-
-    num_ranks_with_rows = len(analysis.work_by_rank(start))
-    if num_ranks_with_rows == 0:
-        return []
-    found = [
-        Chart(
-            "By rank",
-            "Milliseconds of a step that each rank spends on each phase, without the first steps. "
-            "On top is communication, in which a rank waits for others. The rank that waits least "
-            "is the one that the others wait for.",
-            charts.by_rank(start),
-        ),
-        Chart(
-            "As the run goes on",
-            "Milliseconds of a step by phase, mean over the ranks.",
-            charts.over_time(start),
-        ),
-    ]
-    if num_ranks_with_rows > 1:
-        found.append(
-            Chart(
-                "Ranks that are slower than the others",
-                "How much longer (red) or shorter (blue) than the median rank each works on a "
-                "step, waiting left out, as the run goes on.",
-                charts.slow_ranks(start),
-            )
-        )
-    return found
-
-
-def _curve_charts(record: Record) -> list[Chart]:
-    """Returns a chart for each curve of the record: the loss, logged values, throughput, ..."""
-    from lockstep.extensions.report import charts
-
-    found = []
-    for index, curve in enumerate(charts.curves(record)):
-        steps = [line.steps for line in curve.lines if len(line.steps)]
-        values = [line.values for line in curve.lines if len(line.values)]
-        as_text = format_bytes if curve.unit == "B" else number
-        caption = _curve_caption(curve.label, steps, values, as_text)
-        found.append(Chart(curve.title, caption, charts.draw_curve(f"curve-{index}", curve)))
-    return found
-
-
-def _curve_caption(
-    label: str,
-    steps: Sequence[Floats],
-    values: Sequence[Floats],
-    as_text: Callable[[float], str],
-) -> str:
-    """Says in a sentence what a curve shows, for readers who cannot see it.
-
-    Args:
-        label: what the values are.
-        steps: the steps of each start of the run.
-        values: the values of each start, at these steps.
-        as_text: writes a value.
-    """
-    first_step = min(steps_of_start[0] for steps_of_start in steps)
-    last_step = max(steps_of_start[-1] for steps_of_start in steps)
-    least = min(float(values_of_start.min()) for values_of_start in values)
-    most = max(float(values_of_start.max()) for values_of_start in values)
-    first = float(values[0][0])
-    last = float(values[-1][-1])
-    return (
-        f"{label} from step {first_step:.0f} to {last_step:.0f}: "
-        f"begins at {as_text(first)}, ends at {as_text(last)}, "
-        f"least {as_text(least)}, most {as_text(most)}."
-    )
-
-
-def _scaling_rows(record: Record, baselines: Sequence[Record]) -> list[tuple[object, ...]]:
-    """Returns the rows of the table that compares the run with one rank."""
-    starts: list[Start] = []
-    for baseline in baselines:
-        starts += baseline.starts
-    starts += record.starts
+def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
+    """Returns the rows of the table that compares the runs with one rank."""
+    starts = list(records[0].starts)
+    # Another run says only how fast numbers of ranks are that this run was not started with.
+    own_numbers = {start.num_ranks for start in starts}
+    for record in records[1:]:
+        starts += [start for start in record.starts if start.num_ranks not in own_numbers]
     rows: list[tuple[object, ...]] = []
     for speed, times_one_rank in analysis.scaling(starts):
         rows.append(
@@ -317,7 +322,8 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
     steady_rows = analysis.steady_rows(record)  # the first steps are always long
     longest_s = record.column("longest_s")[steady_rows]
     if len(longest_s):
-        longest = milliseconds_or_seconds(float(longest_s.max()))
+        longest = comparison.milliseconds_or_seconds(float(longest_s.max()))
+    gpu_use = analysis.mean_gpu_use(record)
     memory = ""
     if record.rows:
         memory = format_bytes(int(record.column("memory").max()))
@@ -327,6 +333,7 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
         "phases": phase_cells,
         "longest": longest,
         "memory": memory,
+        "gpu_use": "" if gpu_use is None else f"{gpu_use:.0f} %",
     }
 
 
@@ -334,8 +341,7 @@ def _start_row(number: int, start: Start) -> dict[str, Any]:
     """Returns the cells of a start in the table of starts."""
     steps = "none"
     if start.main.rows:
-        last_step = start.main.column("step")[-1]
-        steps = f"{analysis.first_step(start.main):.0f} to {last_step:.0f}"
+        steps = f"{analysis.first_step(start.main):.0f} to {analysis.last_step(start):.0f}"
     # The style sheet has a colour for these two ends; the others have none.
     css_class = start.end if start.end in ("ok", "failed") else ""
     failures = [line for line in start.launcher_lines if line["kind"] == "failure"]
@@ -354,12 +360,6 @@ def _failure_in_one_line(failure: LauncherLine) -> str:
     """Joins the first two lines of a failure: which rank it was, and what it raised."""
     lines = failure["text"].splitlines()[:2]
     return ": ".join(line.strip().rstrip(":") for line in lines)
-
-
-def _versions(header: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns the versions as rows for the table of choices, which have no reason."""
-    names = ("lockstep", "torch", "python")
-    return [(name, str(header[name]), "") for name in names if name in header]
 
 
 def ledger_text(record: Record) -> str:

@@ -92,6 +92,10 @@ class RankRecord:
     logged: list[dict[str, Any]] = field(default_factory=list)
     """The means that the script passed to `World.log`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
+    gpu_uses: list[dict[str, Any]] = field(default_factory=list)
+    """How much the rank's GPU was used: `gpu` in percent, `gpu_memory` in bytes, at a `step`."""
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    """The files into which a step was traced."""
     end: str | None = None
     """`ok` or `failed`; None if the rank was killed or still runs."""
     rows: list[list[float]] = field(default_factory=list)
@@ -108,6 +112,10 @@ class RankRecord:
             self.logged.append(line)
         elif "warning" in line:
             self.warnings.append(line)
+        elif "gpu" in line:
+            self.gpu_uses.append(line)
+        elif "trace" in line:
+            self.traces.append(line)
         elif "end" in line:
             self.end = line["end"]
 

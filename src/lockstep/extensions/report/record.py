@@ -27,10 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep import masking
 from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
 from lockstep.errors import on_warning
+from lockstep.extensions.report.gpu_use import device_name, measure_gpu
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
     COLUMNS,
@@ -38,12 +40,31 @@ from lockstep.extensions.report.record_format import (
     RANK_INFIX,
     RECORD_SUFFIX,
 )
+from lockstep.extensions.report.source_code import describe_commit
 from lockstep.session.extension import PHASES, Extension
 
 ROWS_BEFORE_DOUBLING = 64
 """After this number of rows, the next rows cover twice as many steps each."""
 WRITE_INTERVAL_S = 1.0
 MEMORY_INTERVAL_S = 1.0
+GPU_INTERVAL_S = 5.0
+"""The use of the GPU is asked for this often at first."""
+MEASUREMENTS_BEFORE_DOUBLING = 256
+"""After this number of them, the GPU is asked for its use half as often."""
+MAX_KEPT_LOSSES = 64
+MIN_STACKED_LOSSES = 16
+"""So many losses on a CPU are summed up faster by torch than one after the other."""
+
+# The format of each column. Bytes, steps and samples are whole numbers, however large.
+_FORMAT_OF_COLUMN = {
+    "step": "%d",
+    "steps": "%d",
+    "samples": "%d",
+    "memory": "%d",
+    "sent": "%d",
+    "shared": "%d",
+}
+_ROW_FORMAT = "[" + ",".join([_FORMAT_OF_COLUMN.get(name, "%.7g") for name in COLUMNS]) + "]"
 
 
 class Recorder(Extension):
@@ -80,10 +101,15 @@ class Recorder(Extension):
                 "contributes": run.collectives.contributes,
                 "host": socket.gethostname(),
                 "device": str(run.device),
+                "device_name": device_name(run.device),
+                "seed": run.settings.seed,
+                "precision": run.settings.precision,
+                "git": describe_commit(sys.argv[0]) if topology.is_main else None,
                 "time": time.time(),
-                "command": sys.argv,
+                "command": masking.mask_secrets(sys.argv),
                 "python": platform.python_version(),
                 "torch": torch.__version__,
+                "cuda": torch.version.cuda,
                 "columns": COLUMNS,
                 **header,
             }
@@ -92,6 +118,10 @@ class Recorder(Extension):
         self._written_at_s = 0.0  # as all times with "at", in seconds since _begin_s
         self._peak_memory_bytes = 0
         self._memory_measured_at_s = -MEMORY_INTERVAL_S
+        self._gpu_measured_at_s = 0.0
+        self._gpu_interval_s = GPU_INTERVAL_S
+        self._num_gpu_measurements = 0
+        self._measures_gpu = run.device.type == "cuda"
         # The phase that goes on: since when, and how long this rank had been blocked by then.
         self._phase = "other"
         self._phase_begin_s = self._begin_s
@@ -102,6 +132,9 @@ class Recorder(Extension):
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
+        self._losses: list[float | Tensor] = []
+        """The latest losses, which are not in the sum yet. Reading each would take longer than
+        all together, or wait for a GPU."""
         self._loss_sum: float | Tensor = 0.0
         self._num_losses = 0
         self._steps_per_row = 1
@@ -129,19 +162,39 @@ class Recorder(Extension):
 
     def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
-        now = time.perf_counter()
-        self._longest_step_s = max(self._longest_step_s, now - self._last_step_end_s)
-        self._last_step_end_s = now
+        # The prepared optimizer has entered its phase just before it stepped. That time stands for
+        # the end of the step, so that the clock need not be read again.
+        step_end_s = self._phase_begin_s
+        step_s = step_end_s - self._last_step_end_s
+        if step_s > self._longest_step_s:
+            self._longest_step_s = step_s
+        self._last_step_end_s = step_end_s
         training_pass = self._step.training_pass
         self._num_steps += 1
         self._num_samples += training_pass.micro_batch.global_samples
-        loss = training_pass.loss
-        if isinstance(loss, Tensor):  # None if the script gave none to World.backward
-            # A loss on a GPU is summed up there: reading its value would wait for the GPU.
-            self._loss_sum = self._loss_sum + (loss if loss.is_cuda else loss.item())
-            self._num_losses += 1
+        self._losses.append(training_pass.loss)
         if self._num_steps == self._steps_per_row:
             self._end_row(number)
+        elif len(self._losses) == MAX_KEPT_LOSSES:
+            self._sum_up_losses()
+
+    def _sum_up_losses(self) -> None:
+        """Adds the latest losses to the sum of the row.
+
+        Losses on a GPU are summed up there: reading their values would wait for the GPU.
+        """
+        # The loss is no tensor if the script gave none to World.backward.
+        losses = [loss for loss in self._losses if isinstance(loss, Tensor)]
+        self._losses.clear()
+        if not losses:
+            return
+        self._num_losses += len(losses)
+        if losses[0].is_cuda:
+            self._loss_sum = self._loss_sum + torch.stack(losses).sum(dtype=torch.float64)
+        elif len(losses) < MIN_STACKED_LOSSES:
+            self._loss_sum += sum([loss.item() for loss in losses])
+        else:
+            self._loss_sum += torch.stack(losses).sum(dtype=torch.float64).item()
 
     def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
         """Writes down the choices that the run printed."""
@@ -175,29 +228,16 @@ class Recorder(Extension):
     def phase_entered(self, phase: str) -> None:
         """Ends the present phase and begins another.
 
-        The time before the first batch belongs to no step, so it is left out.
-        """
-        if self._training_has_begun:
-            self._end_phase()
-            self._phase = phase
-            return
-        # An evaluation or a checkpoint may come first; a training begins with one of these phases.
-        if phase not in ("data", "backward", "optimizer"):
-            return
-        self._training_has_begun = True
-        now = time.perf_counter()
-        self._last_step_end_s = now
-        self._phase = phase
-        self._phase_begin_s = now
-        self._blocked_before_phase_s = traffic.blocked_s
+        The time before the first batch belongs to no step, so it is left out. The time in which
+        this rank waited for others counts as communication, in whichever phase it waited:
+        `traffic.blocked_s` is the sum of all such times since the start.
 
-    def _end_phase(self) -> None:
-        """Adds the time up to now to the present phase, which goes on from now.
-
-        The time in which this rank waited for others counts as communication, in whichever phase
-        it waited. `traffic.blocked_s` is the sum of all such times since the start.
+        This is called half a dozen times a step, and nothing else of the record costs as much.
         """
         now = time.perf_counter()
+        if not self._training_has_begun:
+            self._begin_training(phase, now)
+            return
         seconds = now - self._phase_begin_s
         total_blocked_s = traffic.blocked_s
         if total_blocked_s != self._blocked_before_phase_s:
@@ -207,6 +247,18 @@ class Recorder(Extension):
             seconds -= blocked_s
         self._phase_seconds[self._phase] += seconds
         self._phase_begin_s = now
+        self._phase = phase
+
+    def _begin_training(self, phase: str, now: float) -> None:
+        """Begins the first step, if this phase is one that a training begins with."""
+        # An evaluation or a checkpoint may come first.
+        if phase not in ("data", "backward", "optimizer"):
+            return
+        self._training_has_begun = True
+        self._last_step_end_s = now
+        self._phase = phase
+        self._phase_begin_s = now
+        self._blocked_before_phase_s = traffic.blocked_s
 
     def _end_row(self, number: int) -> None:
         """Ends the present row with the step of this number, counted from 0.
@@ -215,7 +267,8 @@ class Recorder(Extension):
         that are ready are written.
         """
         # The present phase goes on, but its time up to now belongs to this row.
-        self._end_phase()
+        self.phase_entered(self._phase)
+        self._sum_up_losses()
         now_s = self._phase_begin_s - self._begin_s
         self._pending_rows.append(self._start_copying_loss(self._make_row(number, now_s)))
         self._finish_pending_rows(wait=False)  # on the CPU the loss is there already
@@ -223,9 +276,25 @@ class Recorder(Extension):
         if self._logged is not None:
             self._unwritten_lines.append(self._logged)
             self._logged = None
+        if self._measures_gpu and now_s - self._gpu_measured_at_s >= self._gpu_interval_s:
+            self._gpu_measured_at_s = now_s
+            self._note_gpu_use(number, now_s)
         if now_s - self._written_at_s >= WRITE_INTERVAL_S:
             self._written_at_s = now_s
             self._write()
+
+    def _note_gpu_use(self, number: int, now_s: float) -> None:
+        """Notes how busy the GPU is; after an error it is not asked again."""
+        use = measure_gpu(self._device)
+        if use is None:
+            self._measures_gpu = False
+            return
+        self._unwritten_lines.append(
+            {"gpu": use.percent, "gpu_memory": use.memory_bytes, "step": number + 1, "at": now_s}
+        )
+        self._num_gpu_measurements += 1
+        if self._num_gpu_measurements % MEASUREMENTS_BEFORE_DOUBLING == 0:
+            self._gpu_interval_s *= 2
 
     def _make_row(self, number: int, now_s: float) -> list[Any]:
         """Returns the present row, a value for each of `COLUMNS`. The loss is not known yet.
@@ -237,20 +306,20 @@ class Recorder(Extension):
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
             self._memory_measured_at_s = now_s
-        row = {
-            "step": number + 1,
-            "steps": self._num_steps,
-            "at": now_s,
-            "longest_s": self._longest_step_s,
-            "loss": None,
-            "learning_rate": self._learning_rate(),
-            "samples": self._num_samples,
-            "memory": self._peak_memory_bytes,
-            "sent": traffic.sent,
-            "shared": traffic.shared,
-            **self._phase_seconds,
-        }
-        return [row[name] for name in COLUMNS]
+        # In the order of `COLUMNS`; the phases are in the order of `PHASES`.
+        return [
+            number + 1,
+            self._num_steps,
+            now_s,
+            self._longest_step_s,
+            None,  # the loss
+            self._learning_rate(),
+            self._num_samples,
+            self._peak_memory_bytes,
+            traffic.sent,
+            traffic.shared,
+            *self._phase_seconds.values(),
+        ]
 
     def _begin_next_row(self) -> None:
         """Sets all sums to 0. After each `ROWS_BEFORE_DOUBLING` rows, a row covers more steps."""
@@ -340,11 +409,13 @@ class Recorder(Extension):
 
 
 def line_as_json(line: object) -> str:
-    """Returns a line of the record as JSON. The floats of a row have seven significant digits."""
+    """Returns a line of the record as JSON; the floats of a row (a list) have seven digits."""
     if isinstance(line, list):
-        values = [f"{value:.7g}" if isinstance(value, float) else str(value) for value in line]
-        text = f"[{','.join(values)}]"
-        # None, nan and inf are spelled differently in JSON. All three have an "n"; numbers do not.
+        try:
+            text = _ROW_FORMAT % tuple(line)
+        except TypeError:  # a value is None: there is no loss, or no learning rate
+            return json.dumps(line)
+        # nan and inf are spelled differently in JSON. Both have an "n"; numbers do not.
         has_numbers_only = "n" not in text
         if has_numbers_only:
             return text

@@ -94,6 +94,12 @@ _FIELDS_BY_KEY: dict[str, _Fields] = {
         "step": _is_finite_number,
     },
     "warning": {"warning": _is_text, "step": _is_finite_number},
+    "gpu": {
+        "gpu": _is_finite_number,
+        "gpu_memory": _is_finite_number,
+        "step": _is_finite_number,
+    },
+    "trace": {"trace": _is_text, "step": _is_finite_number},
     "end": {"end": _is_text},
     "kind": {"kind": _is_text, "time": _is_finite_number, "text": _is_text, "host": _is_text},
 }

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep import masking
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.worker import Script
 from lockstep.run.watch.failure_report import render_failure
@@ -63,7 +64,7 @@ class Journal:
         """Notes that the ranks are about to be started; only the machine of rank 0 writes it."""
         if attempt.node != 0:
             return
-        command = [script.path, *script.arguments]
+        command = masking.mask_secrets([script.path, *script.arguments])
         problem = self.write("start", ranks=attempt.world_size, command=command)
         if problem:
             # The script may be one that does not use Lockstep, and would not say so itself.

@@ -1,0 +1,138 @@
+"""What was run: the command, its arguments, the code, the machines and the choices of a start.
+
+The first line of each rank's file has them (`record`), and the choices that rank 0 printed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.extensions.report.reading import Start
+from lockstep.wording import count_noun, format_ranks, join_first
+
+
+class Fact(NamedTuple):
+    """A row of the table of what was run."""
+
+    name: str
+    value: str
+    reason: str = ""
+
+
+def command_line(header: Mapping[str, Any]) -> str:
+    """Returns the command line of a start, as one would type it; empty if it is not known."""
+    return shlex.join(header.get("command") or [])
+
+
+def run_facts(start: Start) -> list[Fact]:
+    """Returns what was run in a start, and what Lockstep chose for it and why."""
+    header = start.main.header
+    facts = []
+    if header.get("command"):
+        facts.append(Fact("script", header["command"][0]))
+    facts += [Fact(name, value) for name, value in script_arguments(header.get("command") or [])]
+    facts += _settings(header)
+    facts += _code(header)
+    facts += _hosts(start)
+    facts += [Fact(name, value, reason) for name, value, reason in start.main.choices]
+    for name in ("lockstep", "torch", "cuda", "python"):
+        if header.get(name):
+            facts.append(Fact(name, str(header[name])))
+    return facts
+
+
+def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the arguments of the script as names and values.
+
+    `["train.py", "--lr", "0.1", "--deep", "model.width=8", "data"]` gives ("--lr", "0.1"),
+    ("--deep", ""), ("model.width", "8") and ("argument", "data").
+    """
+    pairs: list[tuple[str, str]] = []
+    option = ""  # an option whose value may follow
+    for word in command[1:]:
+        is_option = word.startswith("-") and not _is_number(word)
+        if option and not is_option:
+            pairs[-1] = (option, word)
+            option = ""
+            continue
+        name, equals_sign, value = word.partition("=")
+        if equals_sign:
+            pairs.append((name, value))
+            option = ""
+        elif is_option:
+            pairs.append((word, ""))
+            option = word
+        else:
+            pairs.append(("argument", word))
+    return pairs
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _settings(header: Mapping[str, Any]) -> list[Fact]:
+    """Returns the settings that decide on the numbers of a run."""
+    names = ("seed", "precision")
+    return [Fact(name, str(header[name])) for name in names if header.get(name) is not None]
+
+
+def _code(header: Mapping[str, Any]) -> list[Fact]:
+    """Returns which commit was run, and whether files differed from it."""
+    git = header.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        return []
+    commit = str(git["commit"])[:12]
+    if git.get("branch"):
+        commit += f" ({git['branch']})"
+    changed = git.get("changed")
+    if not isinstance(changed, list):
+        return [Fact("git commit", commit)]
+    if not changed:
+        return [Fact("git commit", commit, "no tracked file was changed")]
+    files = count_noun(int(git.get("num_changed", len(changed))), "changed file")
+    return [Fact("git commit", f"{commit}, with {files}", join_first([str(f) for f in changed]))]
+
+
+def _hosts(start: Start) -> list[Fact]:
+    """Returns a row for each host: its ranks, and what devices they used."""
+    ranks_of_host: dict[str, list[int]] = {}
+    devices_of_host: dict[str, Counter[str]] = {}
+    if not start.reached_init:
+        return []
+    for rank, record in sorted(start.records.items()):
+        host = str(record.header.get("host", "not known"))
+        device = str(record.header.get("device_name") or record.header.get("device") or "")
+        ranks_of_host.setdefault(host, []).append(rank)
+        devices_of_host.setdefault(host, Counter())[device] += 1
+    facts = []
+    for host, ranks in ranks_of_host.items():
+        devices = []
+        for device, number in devices_of_host[host].items():
+            devices.append(f"{number} × {device}" if number > 1 else device)
+        facts.append(Fact("host", f"{host}: {format_ranks(ranks)}", ", ".join(devices)))
+    return facts
+
+
+def all_facts(start: Start) -> dict[str, str]:
+    """Returns the facts of a start by name, to compare them with those of another run.
+
+    Hosts are left out, and so are names that occur more than once; the script goes by its name
+    alone, since its folder may be another one on each machine.
+    """
+    facts = {}
+    occurrences = Counter(fact.name for fact in run_facts(start))
+    for fact in run_facts(start):
+        if fact.name == "script":
+            facts["script"] = Path(fact.value).name
+        elif occurrences[fact.name] == 1 and fact.name != "host":
+            facts[fact.name] = fact.value
+    return facts
