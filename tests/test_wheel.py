@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -23,13 +25,49 @@ with lockstep.init() as world:
 """
 
 
+def build(kind: str, folder: Path) -> Path:
+    """Builds a wheel or a source distribution into the folder."""
+    command = [sys.executable, "-m", "build", kind, "--no-isolation", "--outdir", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
+    (made,) = folder.iterdir()
+    return made
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True, timeout=HANG_S)
-    (made,) = folder.glob("*.whl")
-    return made
+    return build("--wheel", tmp_path_factory.mktemp("dist"))
+
+
+@pytest.mark.thorough
+def test_the_index_would_take_both(wheel: Path, tmp_path: Path) -> None:
+    source = build("--sdist", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "--no-color", "check", "--strict", wheel, source],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
+def test_the_conda_recipe_has_the_name_version_and_dependencies_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = (ROOT / "deploy" / "conda" / "recipe.yaml").read_text()
+    run = recipe.partition("\n  run:\n")[2].partition("\n\n")[0]
+    needed = {line.strip().removeprefix("- ").replace(" ", "") for line in run.splitlines()}
+    dependencies = {text.replace("torch>", "pytorch>") for text in project["dependencies"]}
+    assert needed == dependencies | {f"python{project['requires-python']}"}
+    [(command, target)] = project["scripts"].items()
+    for text in (
+        f"  name: {project['name']}\n",
+        f'  version: "{project["version"]}"\n',
+        f"  summary: {project['description']}\n",
+        f"  license: {project['license']}\n",
+        f"      - {command} = {target}\n",
+    ):
+        assert text in recipe
+    [hatchling] = re.findall(r"- hatchling (\S+)", recipe)
+    assert f"hatchling{hatchling}" in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

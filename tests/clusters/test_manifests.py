@@ -37,6 +37,14 @@ def test_those_of_kubernetes(number: int, version: str) -> None:
     kubernetes_validate.validate(documents("kubernetes.yaml")[number], version, strict=True)
 
 
+def test_the_conda_recipe() -> None:
+    rattler_build = pytest.importorskip("rattler_build")
+    recipe = rattler_build.Stage0Recipe.from_file(DEPLOY / "conda" / "recipe.yaml")
+    [variant] = recipe.render()
+    assert variant.recipe.package.name == "torch-lockstep"
+    assert "pytorch" in " ".join(map(str, variant.recipe.requirements.run))
+
+
 def test_that_a_slip_is_found() -> None:
     job = documents("kubernetes.yaml")[1]
     job["spec"]["completionsMode"] = job["spec"].pop("completionMode")
