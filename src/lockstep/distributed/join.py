@@ -31,7 +31,7 @@ import psutil
 from torch.distributed import Store
 
 from lockstep import errors
-from lockstep.distributed.manifest import mismatches
+from lockstep.distributed.manifest import mismatches, without_numbers
 from lockstep.distributed.network import boot_id, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
@@ -360,14 +360,19 @@ class Join:
 
     def _find_mismatch(self, members: Sequence[JoinRequest]) -> JoinFailure | None:
         """Returns the error if the manifests of the members differ."""
-        lines = mismatches([member.manifest for member in members])
+        manifests = without_numbers(
+            [member.manifest for member in members],
+            name_machines(members),
+            by_hand=self.topology.is_set_by_hand,
+        )
+        lines = mismatches(manifests)
         if not lines:
             return None
-        return errors.RanksDifferError(
-            self._requested_run,
-            "; ".join(lines),
-            "start the same command, with the same code and versions, on every machine",
-        )
+        do = "start the same command, with the same code and versions, on every machine"
+        if any(line.startswith("arguments: ") for line in lines):
+            do += "; an argument that numbers the process or its machine may differ: call it --rank"
+            do += ", --local-rank or --node-rank"
+        return errors.RanksDifferError(self._requested_run, "; ".join(lines), do)
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
         """Waits, up to `GRACE_S`, until all processes that may still come have read the error.

@@ -19,20 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep import masking
+from lockstep.distributed.arguments import leave_out_numbers, shared_arguments
 from lockstep.wording import format_ranks, group_by_key
-
-PLACE_FLAGS = frozenset(
-    {
-        "--rank",
-        "--local_rank",
-        "--local-rank",
-        "--node_rank",
-        "--node-rank",
-        "--machine_rank",
-        "--machine-rank",
-    }
-)
-"""Arguments that number the process or its machine, so that they differ from rank to rank."""
 
 MAX_VALUES_SHOWN = 4
 
@@ -57,6 +45,27 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
     for name, value in settings.items():
         manifest[name] = str(value)
     return manifest
+
+
+def without_numbers(
+    manifests: Sequence[Mapping[str, str]], hosts: Sequence[str], *, by_hand: bool
+) -> list[dict[str, str]]:
+    """Returns the manifests without the arguments that number the process or its machine.
+
+    Args:
+        manifests: one for each rank, in the order of the ranks.
+        hosts: the machine of each rank.
+        by_hand: True if no launcher has numbered the ranks.
+    """
+    compared = [dict(manifest) for manifest in manifests]
+    texts = [manifest.get("arguments", "") for manifest in manifests]
+    if len(set(texts)) == 1:
+        return compared
+    commands = [shlex.split(text) for text in texts]
+    kept = leave_out_numbers(commands, hosts, by_hand=by_hand)
+    for manifest, arguments in zip(compared, kept, strict=True):
+        manifest["arguments"] = shlex.join(arguments)
+    return compared
 
 
 def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
@@ -89,28 +98,6 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
             texts.append(f"and {len(ranks_of_value) - MAX_VALUES_SHOWN} more values")
         lines.append(f"{name}: {', '.join(texts)}")
     return lines
-
-
-def shared_arguments(argv: Sequence[str]) -> list[str]:
-    """Returns the script's name and its arguments, except those that number rank or machine.
-
-    `["/home/me/train.py", "--local_rank", "1", "--lr", "0.1"]` gives `["train.py", "--lr", "0.1"]`.
-    """
-    if not argv:
-        return []
-    script_name = Path(argv[0]).name  # machines may have the script in different folders
-    shared = [script_name]
-    skip_value = False
-    for argument in argv[1:]:
-        if skip_value:
-            skip_value = False
-            continue
-        flag, equals_sign, _ = argument.partition("=")
-        if flag not in PLACE_FLAGS:
-            shared.append(argument)
-        elif not equals_sign:
-            skip_value = True  # `--rank 1`: the value is the next argument
-    return shared
 
 
 def cuda_version() -> str:

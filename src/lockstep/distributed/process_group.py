@@ -35,7 +35,7 @@ from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.topology import Topology, detect, port
+from lockstep.distributed.topology import SET_BY_SCRIPT, Topology, detect, port
 from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.session.extension import Extensions
@@ -234,7 +234,7 @@ def _find_topology(
         node_rank=0 if all_on_this_machine else rank,
         master_addr=environ.get("MASTER_ADDR"),
         master_port=port(environ),
-        source="the script",
+        source=SET_BY_SCRIPT,
         unknown=frozenset(unknown),
     )
 

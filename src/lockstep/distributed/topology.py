@@ -40,6 +40,10 @@ OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
+# What `Topology.source` says where no launcher has numbered the processes.
+SET_BY_SCRIPT = "the script"
+SET_BY_VARIABLES = "RANK and WORLD_SIZE"
+
 # Slurm's short form of one or more hosts with the same prefix: "n[01-03,7]-ib[0-1]" or "login".
 SLURM_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 # Slurm's short form of the tasks on equal nodes: "2(x3)" is 2 on each of three, "1" on one.
@@ -108,6 +112,11 @@ class Topology:
     def is_main(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
+
+    @property
+    def is_set_by_hand(self) -> bool:
+        """True if the script or the user has numbered the processes, and no launcher."""
+        return self.source in (SET_BY_SCRIPT, SET_BY_VARIABLES)
 
     @property
     def one_node(self) -> bool:
@@ -219,7 +228,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
     source = environ.get("LOCKSTEP_LAUNCHER")
     if not source:
-        source = "torchrun" if by_torch_elastic else "RANK and WORLD_SIZE"
+        source = "torchrun" if by_torch_elastic else SET_BY_VARIABLES
     topology = Topology(
         rank=rank,
         size=size,
