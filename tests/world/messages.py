@@ -313,6 +313,12 @@ MESSAGES: dict[str, str] = {
         "  do:    add up what counts for each sample, total += loss.item() * len(x), and divide world.sum(total) by the number of samples\n"
         "  more:  [LS501: lockstep explain LS501]"
     ),
+    "steps counted in the loop": (
+        "optimizer.step() in some micro-batches of a global batch\n"
+        "  found: it was called once in 4 micro-batches, but not in the last one, after which the optimizer steps: it has not stepped for this global batch\n"
+        "  do:    call optimizer.step() in every iteration and count no batches: it steps once for each global batch\n"
+        "  more:  [LS405: lockstep explain LS405]"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

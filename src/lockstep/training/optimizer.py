@@ -31,6 +31,7 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
+from lockstep.user_code import Location, user_location
 
 # On the CPU, torch's implementations over lists of tensors (`foreach`) give the same bits as those
 # over single tensors with a fraction of the calls (tests/optim/test_accumulation.py). The fused
@@ -104,6 +105,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """The optimizer step in which `step()` was last called."""
         self._stepped_in: StepKey | None = None
         """The optimizer step in which the inner optimizer last stepped."""
+        self._early_calls = 0
+        """How often `step()` was called in the present global batch before its last micro-batch."""
+        self._early_call_at: Location | None = None
+        """The line of the first of these calls."""
+        self._warned_of_missed_step = False
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which `zero_grad()` was last postponed."""
         self._learning_rates: list[Any] = []
@@ -137,6 +143,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._check_learning_rates()
         self._step_called_in = self._step.key
         if not micro_batch.closes:
+            if not self._early_calls:
+                self._early_call_at = user_location()
+            self._early_calls += 1
             return None
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
@@ -254,6 +263,37 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if postponed_in is not None and postponed_in != self._stepped_in:
             self.inner.zero_grad()
         self._clearing_postponed_in = None
+
+    def begin_global_batch(self) -> None:
+        """Counts calls of `step()` from here on."""
+        self._early_calls = 0
+        self._early_call_at = None
+
+    def warn_if_step_was_missed(self, num_micro_batches: int) -> None:
+        """Warns if `step()` was called in some micro-batches of a global batch, not in its last.
+
+        A loop that counts batches by itself does so (`if (i + 1) % 3 == 0`). A loop that skips a
+        step on purpose has called `step()` in all micro-batches before the last, or in none.
+
+        Args:
+            num_micro_batches: of the global batch, for all of which there was a backward pass.
+        """
+        was_stepped = self._stepped_in == self._step_called_in
+        if was_stepped or self._warned_of_missed_step:
+            return
+        if not 0 < self._early_calls < num_micro_batches - 1:
+            return
+        self._warned_of_missed_step = True
+        calls = "once" if self._early_calls == 1 else f"{self._early_calls} times"
+        warn(
+            "optimizer.step() in some micro-batches of a global batch",
+            f"it was called {calls} in {num_micro_batches} micro-batches, but not in the last one, "
+            "after which the optimizer steps: it has not stepped for this global batch",
+            "call optimizer.step() in every iteration and count no batches: it steps once for each "
+            "global batch",
+            code="LS405",
+            at=self._early_call_at,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises UsageError: the strategy was built for the parameters given to `prepare`."""
@@ -466,11 +506,35 @@ class _OptimizerEvents(Extension):
 
     def __init__(self, optimizer: PreparedOptimizer) -> None:
         self._optimizer = optimizer
+        self._num_backwards = 0
+        """Backward passes of the present global batch."""
+        self._num_micro_batches_trained = 0
+        """Micro-batches of the present global batch, if the last one's backward pass is over."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Clears what a global batch left whose step was left out."""
         if micro_batch.opens:
+            self._look_back()
             self._optimizer.clear_if_postponed()
+
+    def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Notes that a global batch is computed as a whole."""
+        self._num_backwards += 1
+        is_complete = self._num_backwards >= micro_batch.num_micro_batches
+        if micro_batch.closes and is_complete:
+            self._num_micro_batches_trained = micro_batch.num_micro_batches
+
+    def pass_ended(self) -> None:
+        """Looks back at the last global batch of a pass."""
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """Warns if the optimizer should have stepped for the global batch that is over."""
+        if self._num_micro_batches_trained:
+            self._optimizer.warn_if_step_was_missed(self._num_micro_batches_trained)
+        self._num_backwards = 0
+        self._num_micro_batches_trained = 0
+        self._optimizer.begin_global_batch()
 
     def clear_gradients(self) -> None:
         """Clears the gradients of a global batch that was broken off."""
