@@ -404,6 +404,13 @@ class Settings:
         agreement=Agreement.PRESENCE,
     )
     """Folder where every rank writes down how its steps go; None: nowhere."""
+    trace_step: int | None = _setting(
+        None,
+        reader=whole_number_from_1,
+        metavar="STEP",
+        help="With --report: trace this step with torch.profiler, for ui.perfetto.dev.",
+    )
+    """The step that every rank traces, counted from 1; None: none."""
     journal: str | None = _setting(
         None,
         reader=str,
@@ -509,6 +516,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         values.update(json.loads(environ[VERIFY_VARIABLE]))
         # It compares runs by their micro-batches, of which a check adds some.
         values.pop("check_devices", None)
+        values.pop("trace_step", None)  # it keeps no report, either
         # To compare bits, `verify` needs virtual ranks; those that the user has set come first.
         if values.get("virtual_ranks") is None:
             values["virtual_ranks"] = values.get("virtual_ranks_of_verify")
@@ -523,6 +531,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         every = values["journal_every"]
         check_whole_number(f"journal_every={every!r}", every)
     check_device_checks(values)
+    check_trace_step(values)
     return Settings(**values)
 
 
@@ -719,6 +728,24 @@ def check_device_checks(values: Mapping[str, Any]) -> None:
             "bits are compared, and only virtual ranks have the same bits on every process",
             "set virtual_ranks too, for example to the number of processes, or leave check_devices "
             "out",
+        )
+
+
+def check_trace_step(values: Mapping[str, Any]) -> None:
+    """Raises SettingError if `trace_step` is invalid, or there is no folder for the trace.
+
+    Args:
+        values: what was set, by the names of the arguments.
+    """
+    step = values.get("trace_step")
+    if step is None:
+        return
+    check_whole_number(f"trace_step={step!r}", step)
+    if values.get("report") is None:
+        raise SettingError(
+            f"trace_step={step} without report",
+            "the trace is written into the folder of the report",
+            "set report too, or leave trace_step out",
         )
 
 

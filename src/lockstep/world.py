@@ -568,6 +568,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
     report: str | Path | None = None,
+    trace_step: int | None = None,
     journal: str | Path | None = None,
     journal_every: int | None = None,
     join_timeout: float | timedelta | None = None,
@@ -606,6 +607,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             `lockstep ledger`; by default nothing is written.
         report: a folder in which every rank writes down how its steps go, for `lockstep report`;
             by default nothing is written.
+        trace_step: with `report`: each rank traces this step, counted from 1, with `torch.profiler`
+            into that folder, for ui.perfetto.dev; by default no step is traced.
         journal: a folder in which every rank writes down hashes of what each step computes, for
             `lockstep journal`; by default nothing is written.
         journal_every: how many steps there are from one whose hashes are in the journal to the next
@@ -637,6 +640,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),
         report=report if report is None else str(report),
+        trace_step=trace_step,
         journal=journal if journal is None else str(journal),
         journal_every=journal_every,
         join_timeout=join_timeout,

@@ -139,8 +139,11 @@ def test_the_table_of_settings() -> None:
     }
     for name, cells in zip(arguments, table, strict=True):
         variable = f"LOCKSTEP_{name.upper()}"
-        # Devices are checked only if there are virtual ranks.
-        needed = {"LOCKSTEP_VIRTUAL_RANKS": "7"} if name == "check_devices" else {}
+        # Devices are checked only if there are virtual ranks, and a trace goes into the report.
+        needed = {
+            "check_devices": {"LOCKSTEP_VIRTUAL_RANKS": "7"},
+            "trace_step": {"LOCKSTEP_REPORT": "x"},
+        }.get(name, {})
         value = {"precision": "bf16", "backend": "gloo", "device": "cuda"}.get(name, "7")
         has_effect = resolve_settings({variable: value, **needed}) != resolve_settings(needed)
         assert cells[2] == (f"`{variable}`" if has_effect else ""), name

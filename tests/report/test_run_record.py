@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -279,6 +280,59 @@ def test_the_use_of_a_gpu_is_asked_for_ever_less_often(tmp_path: Path, monkeypat
     assert [(use["gpu"], use["gpu_memory"], use["step"]) for use in uses] == [
         (90, 2**30, 2), (80, 2**30, 3), (70, 2**30, 4),
     ]  # fmt: skip
+
+
+def names_in(trace: Path) -> set[str]:
+    """The names of what was traced."""
+    with gzip.open(trace, "rt") as file:
+        return {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+def train_and_trace(folder: Path, traced_step: int) -> None:
+    with lockstep.init(seed=1, report=folder, trace_step=traced_step) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(SAMPLES), BATCH)
+        number = 0
+        for _ in world.epochs(2):
+            for x, y in loader:
+                number += 1
+                with torch.profiler.record_function(f"user's step {number}"):
+                    world.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad(), torch.profiler.record_function("user's evaluation"):
+                for x, _y in loader:
+                    model(x)
+
+
+def test_one_step_is_traced_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(train_and_trace, 2, tmp_path, 2)
+    records = Record(tmp_path).starts[0].records
+    for rank in (0, 1):
+        (line,) = records[rank].traces
+        assert line["trace"].endswith(f".rank{rank}.step2.trace.json.gz")
+        names = names_in(tmp_path / line["trace"])
+        assert "user's step 2" in names
+        assert not {"user's step 1", "user's step 3"} & names
+        assert {"data", "forward", "backward", "optimizer", "aten::addmm"} <= names
+
+
+def test_the_first_step_the_last_and_one_that_never_comes(tmp_path: Path) -> None:
+    """A loader ends after step 5, and an evaluation follows that belongs to no step."""
+    for step in (1, 5, 6, 10):
+        folder = tmp_path / str(step)
+        train_and_trace(folder, step)
+        (line,) = Record(folder).starts[0].main.traces
+        names = names_in(folder / line["trace"])
+        found = {name for name in names if str(name).startswith("user's")}
+        assert found == {f"user's step {step}"}
+    with pytest.warns(LockstepWarning, match="(?s)trace_step=11.*ended after step 10"):
+        train_and_trace(tmp_path / "11", 11)
+    assert Record(tmp_path / "11").starts[0].main.traces == []
+    with pytest.raises(SettingError, match="trace_step=6 without report"):
+        lockstep.init(trace_step=6)
 
 
 def test_warnings_are_in_it(tmp_path: Path) -> None:

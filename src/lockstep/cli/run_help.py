@@ -27,6 +27,7 @@ GROUPS = {
         "hang_after",
         "keep_in_memory",
         "report",
+        "trace_step",
         "ledger",
         "journal",
         "journal_every",

@@ -75,3 +75,7 @@ def add_extensions(
             ledger=ledger_path,
         )
         run.extensions.add(recorder, Place.OBSERVER)
+        if settings.trace_step is not None:
+            from lockstep.extensions.report.step_trace import StepTrace
+
+            run.extensions.add(StepTrace(run, recorder, settings.trace_step), Place.OBSERVER)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import resource
 import socket
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,6 +223,21 @@ class Recorder(Extension):
         if complete:
             self._write(self._logged)
             self._logged = None
+
+    def path_beside(self, suffix: str) -> Path | None:
+        """Returns the path of another file of this rank and start; None if the record has ended.
+
+        Args:
+            suffix: what its name ends with, in place of `.record`.
+        """
+        if self._file is None or self._file.closed:
+            return None
+        path = Path(os.fsdecode(self._file.name))
+        return path.with_name(path.name.removesuffix(RECORD_SUFFIX) + suffix)
+
+    def trace_written(self, file_name: str, step: int) -> None:
+        """Notes that a step was traced into a file beside the record."""
+        self._write({"trace": file_name, "step": step})
 
     def _write_warning(self, text: str) -> None:
         self._write({"warning": text, "step": self._step.number, "time": time.time()})

@@ -1,0 +1,125 @@
+"""Traces one step with `torch.profiler`, on every rank, into files that ui.perfetto.dev opens.
+
+The phases of the step (`session.extension.PHASES`) stand in the trace above the operators. Other
+steps are not slowed down: the profiler starts when the step before has been made, and once the step
+is traced this extension is removed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lockstep.distributed.process_group import Run
+from lockstep.errors import warn
+from lockstep.extensions.report.record import Recorder
+from lockstep.session.extension import Extension
+
+TRACE_SUFFIX = ".trace.json.gz"
+
+
+class StepTrace(Extension):
+    """Traces the step of a given number.
+
+    Args:
+        run: the run whose step is traced.
+        recorder: writes the record of the run. The trace goes into its folder, and it notes the
+            name of the file.
+        step: the number of the step, counted from 1.
+    """
+
+    def __init__(self, run: Run, recorder: Recorder, step: int) -> None:
+        self._run = run
+        self._recorder = recorder
+        self._step = step
+        self._profiler: Any = None
+        self._phase: Any = None
+        """The range of the phase that goes on, while the profiler runs."""
+
+    def phase_entered(self, phase: str) -> None:
+        """Starts or ends the trace if it is time, and notes in it which phase begins."""
+        steps_made = self._run.step.number
+        is_aside = phase in ("evaluation", "checkpoint")
+        if self._profiler is None:
+            # A step begins where the loop asks for a batch, or without a loader at the latest in
+            # the backward pass.
+            if steps_made == self._step - 1 and phase in ("data", "backward", "optimizer"):
+                self._start()
+                self._enter(phase)
+            elif steps_made >= self._step:  # the run was resumed after this step
+                self._run.extensions.remove(self)
+            return
+        if steps_made < self._step and is_aside:
+            # The loop had asked for a batch in vain, as its loader is at its end. The step comes
+            # after the evaluation, which may be long.
+            self._stop()
+            return
+        # What follows the step of the first optimizer belongs to the step, such as another
+        # optimizer's, until the loop goes on to something else.
+        goes_on_to_other_work = is_aside or phase == "data"
+        if steps_made > self._step or (steps_made == self._step and goes_on_to_other_work):
+            self._finish()
+            return
+        self._enter(phase)
+
+    def close(self, failed: bool) -> None:
+        """Ends the trace of a last step; warns if the step never came."""
+        if failed:  # a device that has failed may never finish what is traced
+            return
+        steps_made = self._run.step.number
+        if self._profiler is not None and steps_made >= self._step:
+            self._finish()
+            return
+        if self._profiler is not None:
+            self._stop()
+        if steps_made < self._step:
+            warn(
+                f"trace_step={self._step}",
+                f"the run has ended after step {steps_made}",
+                "choose a step that the run makes",
+            )
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._run.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+
+    def _enter(self, phase: str) -> None:
+        """Ends the range of the phase that goes on, and begins that of another."""
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._phase = record_function(phase)
+        self._phase.__enter__()
+
+    def _stop(self) -> Any:
+        """Stops the profiler and returns it, with what it has traced."""
+        self._phase.__exit__(None, None, None)
+        self._phase = None
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)  # the kernels of the step belong to it
+        profiler = self._profiler
+        self._profiler = None
+        profiler.stop()
+        return profiler
+
+    def _finish(self) -> None:
+        """Stops the profiler, writes the trace and notes it in the record."""
+        profiler = self._stop()
+        self._run.extensions.remove(self)
+        path = self._recorder.path_beside(f".step{self._step}{TRACE_SUFFIX}")
+        if path is None:  # the record has ended, as the disk is full
+            return
+        try:
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            warn(
+                f"trace_step={self._step}",
+                f"the trace cannot be written: {error}",
+                "make room; the training goes on without the trace",
+            )
+            return
+        self._recorder.trace_written(path.name, self._step)
