@@ -6,6 +6,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import install_excepthook
+
 if TYPE_CHECKING:
     from lockstep import errors as errors
     from lockstep import optim as optim
@@ -30,6 +32,8 @@ __version__ = "0.1.0"
 # Lets `torch.cuda.is_available()` ask NVIDIA's management library. Otherwise it initialises CUDA,
 # and `lockstep.launch` could not use GPUs in copies of this process (of a notebook, for example).
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+install_excepthook()
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {

@@ -34,10 +34,14 @@ outside.
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection
+from types import TracebackType
 
-from lockstep.user_code import Location, user_line, user_location
+from lockstep.user_code import Location, user_line, user_location, user_traceback
 from lockstep.wording import did_you_mean
 
 EXIT_DEADLOCK = 70
@@ -79,6 +83,10 @@ class LockstepError(Exception):
     def parts(self) -> str:
         """The message without the rank and the line at its end."""
         return _format_message(self.was_set, self.found, self.do, self.code)
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython and notebooks print: they call the method by its name."""
+        return format_for_user(self).splitlines()
 
     def _text(self) -> str:
         """Returns the whole message."""
@@ -182,18 +190,34 @@ class RankFailedError(LockstepError, RuntimeError):
     Attributes:
         rank: the rank that failed first.
         remote_traceback: its traceback; empty if it died without one.
+
+    Args:
+        was_set: the call of `launch`.
+        found: what has failed.
+        do: what to change.
+        rank: the rank that failed first.
+        remote_traceback: its traceback.
+        is_told: True if `found` says what the traceback says, which the message then leaves out.
     """
 
     def __init__(
-        self, was_set: str, found: str, do: str, rank: int, remote_traceback: str = ""
+        self,
+        was_set: str,
+        found: str,
+        do: str,
+        rank: int,
+        remote_traceback: str = "",
+        *,
+        is_told: bool = False,
     ) -> None:
         self.remote_traceback = remote_traceback
+        self._is_told = is_told
         super().__init__(was_set, found, do)
         self.rank = rank
 
     def _text(self) -> str:
         text = super()._text()
-        if self.remote_traceback:
+        if self.remote_traceback and not self._is_told:
             text += f"\n\n{self.remote_traceback}"
         return text
 
@@ -202,6 +226,50 @@ class RecordingFailedError(LockstepError):
     """`lockstep verify` itself has failed, which says nothing about the script."""
 
     exit_code = 5
+
+
+# How an error that nobody catches is printed
+
+
+DEBUG_VARIABLE = "LOCKSTEP_DEBUG"
+"""Variable with which tracebacks of our errors have all frames, those of Lockstep as well."""
+
+told_by_launcher: Callable[[LockstepError], bool] | None = None
+"""Called with an error that ends this process; returns True if the launcher prints it. None: this
+process has no launcher of ours."""
+
+
+def shows_all_frames() -> bool:
+    """Returns True if LOCKSTEP_DEBUG asks for the frames of Lockstep, too."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+def format_for_user(error: BaseException) -> str:
+    """Returns an exception as Python prints it; of our errors, with the user's own frames alone."""
+    trace = error.__traceback__
+    if isinstance(error, LockstepError) and not shows_all_frames():
+        trace = user_traceback(trace)
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def install_excepthook() -> None:
+    """Has our errors printed with the user's own frames alone, if nobody catches them.
+
+    All other exceptions, and errors that the launcher prints, are left to the hook that was
+    installed before, or to the launcher.
+    """
+    previous_hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, LockstepError) and not shows_all_frames():
+            if told_by_launcher is not None and told_by_launcher(error):
+                return
+            # Python prints the frames of `error.__traceback__`, whatever its hook is given.
+            trace = user_traceback(trace)
+            error = error.with_traceback(trace)
+        previous_hook(kind, error, trace)
+
+    sys.excepthook = show
 
 
 class LockstepWarning(UserWarning):

@@ -11,7 +11,7 @@ import linecache
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 Location = tuple[str, int]
 """A file and a line in it, counted from 1."""
@@ -101,6 +101,26 @@ def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
     if source:
         return f"{text}: {source}"
     return text + if_no_source
+
+
+def user_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback with the user's own frames alone.
+
+    If it has none, as under `python -c`, the frames of Lockstep alone are left out.
+    """
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    kept = [entry for entry in entries if is_user_file(entry.tb_frame.f_code.co_filename)]
+    if not kept:
+        for entry in entries:
+            if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+                kept.append(entry)
+    result = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
 
 
 def _innermost_user_frame() -> FrameType | None:

@@ -34,6 +34,23 @@ def count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
+def with_article(noun: str) -> str:
+    """Returns a noun or the name of a class with its article: "a Linear", "an Adam", "an SGD"."""
+    is_read_letter_by_letter = noun[:2].isupper()
+    vowels = "AEFHILMNORSX" if is_read_letter_by_letter else "AEIOUaeiou"
+    sounds_like_you = noun.lower().startswith(("uni", "use", "ut"))
+    if noun[:1] in vowels and not sounds_like_you:
+        return f"an {noun}"
+    return f"a {noun}"
+
+
+def describe_type(thing: object) -> str:
+    """Returns what a thing is, for messages: "a Linear", "an Adam", "None"."""
+    if thing is None:
+        return "None"
+    return with_article(type(thing).__name__)
+
+
 def did_you_mean(
     word: object, known_words: Iterable[str], otherwise: str, cutoff: float = 0.6
 ) -> str:

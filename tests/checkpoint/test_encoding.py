@@ -192,12 +192,12 @@ shared = [1]
 
 REFUSED = [
     ({"scheduler": {"lr_lambdas": [len, abs]}}, "scheduler.lr_lambdas[0] is a builtin_function"),
-    ({"a": {3: {"odd key!": Odd()}}}, "a[3]['odd key!'] is a Odd"),
+    ({"a": {3: {"odd key!": Odd()}}}, "a[3]['odd key!'] is an Odd"),
     ({"a": [(1, {2, 3})]}, "a[0][1] is a set"),
     ({"a": b"raw"}, "a is a bytes"),
     ({"a": Pair(1, 2)}, "a is a Pair"),
     ({"a": defaultdict(int)}, "a is a defaultdict"),
-    ({"a": {Odd(): 1}}, "a has a key that is a Odd"),
+    ({"a": {Odd(): 1}}, "a has a key that is an Odd"),
     ({"a": loop}, "a[0] contains itself"),
     ({"a": np.array(["x"])}, "a is a numpy value of dtype <U1"),
     ({"a": np.array([1], dtype=">i4")}, "a is a numpy value of dtype >i4"),
@@ -228,7 +228,7 @@ def test_a_list_that_is_there_twice_is_no_cycle() -> None:
 def test_errors_begin_with_the_name_of_the_state() -> None:
     with pytest.raises(CheckpointError) as caught:
         encode({"x": Odd()}, inside="model")
-    assert caught.value.found == "model.x is a Odd"
+    assert caught.value.found == "model.x is an Odd"
 
 
 def test_decode_names_missing_tensors_and_unknown_tags() -> None:

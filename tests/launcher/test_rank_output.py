@@ -426,8 +426,8 @@ def test_what_ends_many_ranks_is_shown_once(tmp_path: Path) -> None:
     assert "[rank 4] KeyError: 1\n" in shown
     others = format_ranks({*range(4)} - {int(first)})
     assert shown.endswith(
-        f"lockstep: {others} ended with the same as rank {first} but for numbers; it is in their "
-        "logs\n"
+        f"lockstep: {others} failed with the same traceback as rank {first} (only numbers differ); "
+        "see their logs\n"
     )
     for rank, text in enumerate(ends):
         assert (tmp_path / str(rank) / "stderr.log").read_bytes() == trace(rank, text)

@@ -544,7 +544,7 @@ def test_when_values_are_computed(tmp_path: Path) -> None:
     assert "a change of words.weight between world.prepare and its first use" in said["changed"]
     assert "nothing has given values to gain" in said["unknown"]
     assert "load_weights(model, folder) or checkpoint.resume()" in said["unknown"]
-    assert "first use of a Own that" in said["own"]
+    assert "first use of an Own that" in said["own"]
     assert "layer.weight, layer.bias would be drawn by reset_parameters" in said["own"]
     assert "a method init_weights" in said["own"]
     assert "scales would have no values" in said["buffer"]

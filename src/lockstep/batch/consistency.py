@@ -28,7 +28,7 @@ from lockstep.batch.source import Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.errors import RanksDifferError
-from lockstep.wording import join_first
+from lockstep.wording import describe_type, join_first
 
 NUM_SAMPLES = 4
 READ_TIME_LIMIT_S = 0.25
@@ -73,7 +73,7 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
                 is_random = True
         if not is_random:
             raise RanksDifferError(
-                f"a {type(source.dataset).__name__} that is the same on every rank",
+                f"{describe_type(source.dataset)} that is the same on every rank",
                 describe_difference(indices[place], digests_of_ranks),
                 "compare the copies of the data on the machines; sort what os.listdir or a set "
                 f"gives; shuffle, {DRAW_BEFORE_PREPARE}",

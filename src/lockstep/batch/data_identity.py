@@ -12,6 +12,7 @@ from lockstep.batch.digest_matching import Parts, parts_of
 from lockstep.batch.fingerprint import Fingerprint, compare
 from lockstep.batch.source import IterableSource, Source, index_bytes, subset_indices
 from lockstep.errors import CheckpointError, warn
+from lockstep.wording import with_article
 
 HUGGING_FACE_FINGERPRINT = "_fingerprint"
 """The attribute of `datasets.Dataset` that its documentation calls the fingerprint."""
@@ -113,7 +114,7 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
     name = type(source.dataset).__name__
     if difference.other_samples:
         raise CheckpointError(
-            f"resuming a loader of a {name} of {source.length} samples",
+            f"resuming a loader of {with_article(name)} of {source.length} samples",
             f"it is not the data of the checkpoint, although the length is the same: "
             f"{difference.found}",
             "continue with the data that the training began with; if they were split or drawn at "
@@ -121,7 +122,7 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
             "of their own; to train on other data, leave the loader out of the checkpoint",
         )
     warn(
-        f"resuming a loader of a {name} of {source.length} samples",
+        f"resuming a loader of {with_article(name)} of {source.length} samples",
         f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",
         "nothing, if you changed how samples are prepared; otherwise continue with the data of "
         "the checkpoint",

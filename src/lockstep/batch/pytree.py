@@ -24,6 +24,7 @@ from torch import Tensor
 from lockstep.distributed.torch_compat import storage_reference
 from lockstep.errors import DataError
 from lockstep.session.delivery import StorageReference
+from lockstep.wording import describe_type, with_article
 
 
 def map_tensors(
@@ -205,7 +206,7 @@ def _cut_tensor(tensor: Tensor, rows: int, share: bool) -> Tensor:
 
 def _cannot_be_cut_error(kind: str) -> DataError:
     return DataError(
-        f"a batch that holds a {kind}",
+        f"a batch that holds {with_article(kind)}",
         "a rank got no samples, and an empty batch of this type cannot be made",
         "use drop_last=True, or a collate function that returns tensors",
     )
@@ -235,7 +236,7 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     if any(children.keys() != first_children.keys() for children in children_of_trees):
         descriptions = []
         for tree, children in zip(trees, children_of_trees, strict=True):
-            descriptions.append(f"a {type(tree).__name__} of {len(children)}")
+            descriptions.append(f"{describe_type(tree)} of {len(children)}")
         raise DataError(
             "results of several devices, to be joined",
             f"they are not alike: {', '.join(descriptions)}",

@@ -35,6 +35,7 @@ from lockstep.batch.plan import (
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import check_whole_number
+from lockstep.wording import describe_type
 
 _SAMPLER = 0x5A3  # stands for a sample's index when a sampler's streams are seeded
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout",
@@ -588,7 +589,7 @@ def _length(data: object) -> int:
     except (TypeError, NotImplementedError):
         pass
     raise DataError(
-        f"a {type(data).__name__} without a length",
+        f"{describe_type(data)} without a length",
         "len() does not work on it, so an epoch cannot be cut into global batches",
         "give it a __len__ that returns the number of samples (batches for a batch sampler)",
     )

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoint.differences import find_differences
 from lockstep.checkpoint.modules import plain_shapes
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.wording import describe_type
 
 RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas"})
 """Names that a checkpoint uses itself."""
@@ -40,7 +41,7 @@ def check_state(state: Mapping[str, Any]) -> None:
         if not can_save or not can_load:
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
-                f"a {type(value).__name__} has no state_dict() and load_state_dict()",
+                f"{describe_type(value)} has no state_dict() and load_state_dict()",
                 "pass modules, optimizers, schedulers, loaders, or own objects that have both",
             )
         if name in RESERVED_NAMES or not name.isidentifier():
@@ -110,7 +111,7 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
     """
     if isinstance(value, nn.Module) != was_module:
         was = "was a module" if was_module else "was not a module"
-        return f"{name} {was} when it was saved, and is a {type(value).__name__} now"
+        return f"{name} {was} when it was saved, and is {describe_type(value)} now"
     if was_module:
         differences = find_differences(saved, plain_shapes(value))
         if differences:

@@ -35,6 +35,7 @@ from lockstep.distributed.torch_compat import (
     state_dict_metadata,
 )
 from lockstep.errors import CheckpointError
+from lockstep.wording import describe_type, with_article
 
 Tree = Any
 """What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
@@ -178,7 +179,7 @@ def why_unstorable(value: Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(value):
         return "is a parameter without a shape yet: run one batch through the model first"
     if type(value) not in {Tensor, torch.nn.Parameter}:
-        return f"is a {type(value).__name__}, a kind of tensor that cannot be stored as it is"
+        return f"is {describe_type(value)}, a kind of tensor that cannot be stored as it is"
     if value.is_meta:
         return "is a tensor on the meta device, which has no values"
     if value.layout is not torch.strided or value.is_nested:
@@ -258,7 +259,7 @@ class Encoder:
             return {"$device": str(value)}
         if kind in {dict, OrderedDict, Counter, list, tuple, torch.Size}:
             return self._encode_container(value, path)
-        raise self._error(path, f"is a {kind.__name__}")
+        raise self._error(path, f"is {with_article(kind.__name__)}")
 
     def _encode_container(self, value: Any, path: KeyPath) -> Tree:
         """Returns the tree of a dictionary, list, tuple or size; refuses one that holds itself."""
@@ -285,7 +286,7 @@ class Encoder:
         pairs = []
         for key, item in value.items():
             if not _can_be_key(key):
-                raise self._error(path, f"has a key that is a {type(key).__name__}")
+                raise self._error(path, f"has a key that is {describe_type(key)}")
             pairs.append([self.encode(key, path), self.encode(item, (*path, key))])
         if isinstance(value, Counter):
             return {"$counter": pairs}

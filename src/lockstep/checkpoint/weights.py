@@ -54,7 +54,7 @@ from lockstep.optim.deferred_init import (
     outside_deferred_init,
     sources_of,
 )
-from lockstep.wording import group_by_key
+from lockstep.wording import describe_type, group_by_key
 
 MAX_BYTES_IN_MEMORY = 2**26
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
@@ -211,7 +211,7 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
         if isinstance(value, Tensor):
             problem = why_unstorable(value)
         else:
-            problem = f"is a {type(value).__name__}"
+            problem = f"is {describe_type(value)}"
         if problem is not None:
             raise CheckpointError(
                 action,

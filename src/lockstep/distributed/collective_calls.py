@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import RanksDifferError
-from lockstep.wording import format_ranks, group_by_key
+from lockstep.wording import describe_type, format_ranks, group_by_key
 
 CARRIER_DTYPES = {
     torch.int16: torch.int32,
@@ -162,7 +162,7 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
     if leaf is None and name == "broadcast":
         return None
     return (
-        f"a collective on a {type(leaf).__name__}",
+        f"a collective on {describe_type(leaf)}",
         "collectives take tensors, numbers, text (gather and broadcast) and nests of them",
         "convert it first, for example with torch.as_tensor",
     )

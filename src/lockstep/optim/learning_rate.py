@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.optim.layerwise import is_real_number
 from lockstep.settings import check_whole_number
+from lockstep.wording import describe_type, with_article
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt}
 """By which factor the learning rate grows if the batch becomes k times as large."""
@@ -90,7 +91,7 @@ def scale_learning_rate(
     advice = "pass an optimizer, or a finite learning rate from 0 up"
     if not is_real_number(optimizer_or_lr):
         kind = type(optimizer_or_lr).__name__
-        raise SettingError("scale_learning_rate", f"a {kind}", advice)
+        raise SettingError("scale_learning_rate", with_article(kind), advice)
     if not 0 <= optimizer_or_lr < math.inf:
         raise SettingError("scale_learning_rate", str(optimizer_or_lr), advice)
     return optimizer_or_lr * factor
@@ -136,7 +137,7 @@ def warmup(
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
         raise SettingError(
             "warm-up",
-            f"a {type(scheduler).__name__}",
+            describe_type(scheduler),
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
     was_set = f"warm-up followed by {type(scheduler).__name__}"

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import SettingError
+from lockstep.wording import describe_type
 
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 
@@ -106,7 +107,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
             setting.format(repr(submodules)),
-            f"a {type(submodules).__name__} does not choose submodules",
+            f"{describe_type(submodules)} does not choose submodules",
             "pass a class of modules, a tuple of such, a name pattern, or a function of a module",
         )
     return lambda _, module: submodules(module)

@@ -487,7 +487,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         except AttributeError:
             if name == "module":  # not set yet, so asking it would never end
                 raise
-            return getattr(self.module, name)
+        # Not above: an error of the module would then be told with that of the wrapper.
+        return getattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copies only the user's module: gradients of copies are not averaged."""
@@ -631,6 +632,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             _advice_on_unused(sparse),
             code="LS301",
         )
+
+
+# Messages of Python's and torch's, and `print(model)`, have the name that users know.
+ExactDDP.__name__ = DistributedDataParallel.__name__
+ExactDDP.__qualname__ = DistributedDataParallel.__qualname__
 
 
 class _StepsUnderDDP(Extension):

@@ -51,7 +51,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice
 from lockstep.strategies.base import PreparedModule
 from lockstep.strategies.replication import take_from_first
-from lockstep.wording import count_noun, join_first
+from lockstep.wording import count_noun, join_first, with_article
 
 OWN_INIT_METHODS = (
     "init_weights", "_init_weights", "initialize_weights", "reset_lora_parameters",
@@ -382,7 +382,7 @@ class DeferredModel(Extension):
                 names.append(tensor.names[0])
         if names:
             raise UsageError(
-                f"world.prepare of a {self._class_name} on the meta device",
+                f"world.prepare of {with_article(self._class_name)} on the meta device",
                 f"{join_first(names)} would have no values: no file has buffers that are not "
                 "persistent, and torch.device('meta') does not keep what they were computed from",
                 f"{DEFERRED_INIT_ADVICE}, or give their modules a method reset_parameters",
@@ -401,7 +401,9 @@ class DeferredModel(Extension):
             elif tensor.is_reset and tensor.is_parameter:
                 is_reset.append(tensor.names[0])
                 shapes.append(tensor.source.shape)
-        what = f"the first use of a {self._class_name} that was built on the meta device"
+        what = (
+            f"the first use of {with_article(self._class_name)} that was built on the meta device"
+        )
         if unknown:
             raise UsageError(
                 what,

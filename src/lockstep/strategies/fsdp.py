@@ -88,6 +88,7 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import make_virtual_rank_tree
 from lockstep.units import format_bytes
+from lockstep.wording import describe_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ class FSDP(Strategy):
             return "virtual ranks: the bits of ddp"
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
-                return f"a {type(layer).__name__} that is not synchronised, and wants fp32 weights"
+                return f"{describe_type(layer)} that is not synchronised, and wants fp32 weights"
         return ""
 
     def spreads_model(self, run: Run) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.distributed import torch_compat
 from lockstep.errors import LockstepError, UsageError, add_note_once
-from lockstep.wording import join_first
+from lockstep.wording import describe_type, join_first
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -68,7 +68,7 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
                 ids_in_unit.add(id(parameter))
         if len(name_of_dtype) > 1:
             raise UsageError(
-                f"world.prepare of a {type(unit).__name__} with parameters of several dtypes",
+                f"world.prepare of {describe_type(unit)} with parameters of several dtypes",
                 ", ".join(f"{name} is {dtype}" for dtype, name in name_of_dtype.items()),
                 "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
             )

@@ -41,6 +41,7 @@ from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
 from lockstep.strategies import fused_batchnorm
+from lockstep.wording import describe_type
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -595,7 +596,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
             continue
         if isinstance(layer, LazyModuleMixin):
             raise UsageError(
-                f"conversion to SyncBatchNorm of {name or 'the module'}, a {type(layer).__name__}",
+                f"conversion to SyncBatchNorm of {name or 'the module'}, {describe_type(layer)}",
                 "it does not know its number of channels before its first input",
                 "run one forward pass of the model on a sample batch first",
             )

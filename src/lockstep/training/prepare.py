@@ -62,7 +62,7 @@ from lockstep.training.forward_watch import ForwardWatch
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.training.virtual_rank_states import VirtualRankStates
 from lockstep.training.virtual_rank_streams import VirtualRankStreams
-from lockstep.wording import join_first
+from lockstep.wording import describe_type, join_first
 
 
 class FindsSizes(Protocol):
@@ -239,7 +239,7 @@ class Preparer:
         """
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"world.clip_grad_norm_ of a {type(module).__name__}",
+                f"world.clip_grad_norm_ of {describe_type(module)}",
                 "it takes a module, whose gradients may be spread over the ranks",
                 "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
             )
@@ -687,7 +687,7 @@ class Preparer:
         """Raises UsageError if an object cannot be prepared, or was prepared already."""
         if not isinstance(thing, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
             raise UsageError(
-                f"world.prepare of a {type(thing).__name__}",
+                f"world.prepare of {describe_type(thing)}",
                 "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
@@ -698,7 +698,7 @@ class Preparer:
         is_prepared = isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader)
         if is_prepared or any(thing is other for other in known):
             raise UsageError(
-                f"world.prepare of a {type(thing).__name__} that is prepared already",
+                f"world.prepare of {describe_type(thing)} that is prepared already",
                 "preparing it again would cut, average or step twice",
                 "call world.prepare once for each object and use what it returns",
             )
@@ -722,7 +722,7 @@ def check_model(module: nn.Module) -> None:
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UsageError(
-            f"world.prepare of a {type(module).__name__} with lazy layers",
+            f"world.prepare of {describe_type(module)} with lazy layers",
             f"{join_first(lazy)} have no shape before the first input",
             "run one forward pass of the model on a sample batch first, then build the optimizer",
         )

@@ -36,6 +36,7 @@ from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.wording import with_article
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
 
@@ -327,7 +328,7 @@ def _no_weights_error(path: Path, content: Any) -> CheckpointError:
         held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
     return unreadable(
         path,
-        f"no weights: it holds a {held}",
+        f"no weights: it holds {with_article(held)}",
         "save the model's state_dict(), at the top or under one of "
         f"{', '.join(USUAL_KEYS_OF_STATES)}",
     )

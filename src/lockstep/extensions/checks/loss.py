@@ -20,6 +20,7 @@ from lockstep.distributed.torch_compat import to_local
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.wording import describe_type
 
 
 class PendingLoss(NamedTuple):
@@ -46,7 +47,7 @@ class LossCheck(Check):
             return
         if not isinstance(loss, Tensor):
             raise UsageError(
-                f"world.backward of a {type(loss).__name__}",
+                f"world.backward of {describe_type(loss)}",
                 "a loss is a tensor of one element",
                 "pass the loss itself, not .item() of it or a tuple",
             )

@@ -24,6 +24,7 @@ from torch import Tensor
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.streams import side_stream
 from lockstep.errors import RanksDifferError, UsageError
+from lockstep.wording import describe_type
 
 MAX_NAMES = 32
 # The tensor that a reduction sums up over the ranks: a header, then the weights of up to 32 names,
@@ -145,7 +146,7 @@ class RunningMeans:
         """Returns the value as a number, or as a 0-dimensional tensor on the device."""
         if isinstance(value, int | float):
             return value
-        found = f"a {type(value).__name__}"
+        found = describe_type(value)
         if isinstance(value, Tensor):
             if value.numel() == 1 and not value.is_complex():
                 number = value.detach().reshape(())

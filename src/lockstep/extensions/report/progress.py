@@ -19,6 +19,7 @@ from lockstep.extensions.report.displays import open_display
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.pass_text import PassState
 from lockstep.session.extension import Extension
+from lockstep.wording import describe_type
 
 # How often the means over all ranks are brought up to date during a pass.
 REDUCTIONS_PER_PASS = 50
@@ -30,7 +31,7 @@ def check_loader(loader: object) -> None:
     """Raises UsageError if the object is not a prepared loader."""
     if not isinstance(loader, Loader):
         raise UsageError(
-            f"world.progress of a {type(loader).__name__}",
+            f"world.progress of {describe_type(loader)}",
             "it is not a prepared loader",
             "iterate what world.prepare or world.loader returned for it",
         )

@@ -443,9 +443,10 @@ class Console:
         """
         for shown_rank, *other_ranks in self._ranks_by_last_words.values():
             if other_ranks:
+                logs = "its log" if len(other_ranks) == 1 else "their logs"
                 self._announcements.append(
-                    f"lockstep: {format_ranks(other_ranks)} ended with the same as rank "
-                    f"{shown_rank} but for numbers; it is in their logs"
+                    f"lockstep: {format_ranks(other_ranks)} failed with the same traceback as rank "
+                    f"{shown_rank} (only numbers differ); see {logs}"
                 )
         self._ranks_by_last_words.clear()
         self._write_announcements()

@@ -362,10 +362,15 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     if record_of_rank:
         failed_rank = next(iter(record_of_rank))
         traceback = record_of_rank[failed_rank].traceback
+        # The text has the whole message of an error of ours, and the line of the user's.
+        is_told = record_of_rank[failed_rank].from_lockstep
         usual_advice = "fix what its traceback shows"
+        if is_told:
+            usual_advice = "as its message says"
     else:
         failed_rank = min(failure.ranks, default=0)
         traceback = ""
+        is_told = False
         usual_advice = "look at what the process printed last"
     # The text is written without the advice, which has a field of its own in the error.
     found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
@@ -375,6 +380,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
         "; ".join(failure.advice) or usual_advice,
         failed_rank,
         traceback,
+        is_told=is_told,
     )
 
 

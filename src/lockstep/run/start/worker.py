@@ -16,6 +16,7 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 import types
 import zipfile
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
+from lockstep import errors
 from lockstep.run.start.exec_hook import watch_executed
 from lockstep.run.start.process_exit import exit_process
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
@@ -133,6 +135,7 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     """Runs the script with the probe installed; returns the exit code."""
+    errors.told_by_launcher = _leave_to_launcher
     return run_recorded(partial(_run_watched, script), _print_error)
 
 
@@ -264,6 +267,28 @@ def run_recorded(
     return 0
 
 
+def _leave_to_launcher(error: errors.LockstepError) -> bool:
+    """Leaves an error that ends this rank to the launcher, which prints its message and its line.
+
+    The log gets the whole traceback.
+
+    Returns:
+        False if the error was not recorded, so that the launcher does not know it.
+    """
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    evidence = Evidence.of_this_process(os.environ, folder)
+    try:
+        is_recorded = evidence.error.stat().st_size > 0
+    except OSError:
+        is_recorded = False
+    if not is_recorded:
+        return False
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError), open(folder / "stderr.log", "ab") as log:
+        log.write(text.encode(errors="backslashreplace"))
+    return True
+
+
 def _print_error(error: BaseException) -> None:
     """Prints what the interpreter would print about an exception that ends the program."""
     with contextlib.suppress(ValueError, OSError):  # standard error has been closed
@@ -307,6 +332,7 @@ def install_after_exec() -> None:
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
     probe.install(evidence)
     watch_executed(evidence)  # it may execute yet another program
+    errors.told_by_launcher = _leave_to_launcher
     original_excepthook = sys.excepthook
 
     def record_and_show(

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, format_for_user
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.evidence import Evidence, write_in_place
 from lockstep.run.watch.stacks import Frame, Stack, parse_frames, user_frame
@@ -139,7 +139,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         line=_user_line(cause, groups),
         time=time.time(),
         exit_code=exit_code(error),
-        traceback=_shorten("".join(traceback.format_exception(error))),
+        traceback=_shorten(format_for_user(error)),
         chain=tuple(chain),
         trained_steps=_trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),

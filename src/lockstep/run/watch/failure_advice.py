@@ -20,9 +20,10 @@ _SHARED_MEMORY = (
 )
 # Advice by a pattern that is searched for in the error's messages, or in the end of the output.
 _BY_TEXT = {
-    r"'ExactDDP' object (?:has no attribute|is not subscriptable)": (
-        "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
-        "and use that for everything but calling it in training"
+    r"'DistributedDataParallel' object (?:is not (?:subscriptable|iterable)|has no len)"
+    r"|object of type 'DistributedDataParallel' has no len": (
+        "on several processes the model is in DistributedDataParallel: keep a name for the bare "
+        "model, and use that for everything but calling it in training"
     ),
     r"CUDA out of memory|OutOfMemoryError|HIP out of memory": (
         "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
 from lockstep.strategies.base import MODULE_ATTRIBUTES
-from lockstep.wording import join_first
+from lockstep.wording import describe_type, join_first
 
 ForwardState = dict[tuple[str, int], Tensor]
 """State of a module, by the name of the buffer or attribute and the index in its container."""
@@ -53,7 +53,7 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         return []
     if isinstance(batch, list | tuple) and len(batch) == num_samples:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
-            return [f"a {type(batch).__name__} of {num_samples}"]
+            return [f"{describe_type(batch)} of {num_samples}"]
 
     # Any other container is searched for such lists and arrays.
     values: Sequence[Any] = ()

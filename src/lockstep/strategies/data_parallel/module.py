@@ -39,6 +39,7 @@ from lockstep.strategies.data_parallel.replicate import (
 )
 from lockstep.strategies.data_parallel.scatter_gather import count_samples, gather_leaf, scatter
 from lockstep.strategies.sync_batchnorm import BatchNormNames
+from lockstep.wording import describe_type
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -117,7 +118,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             if isinstance(part, nn.DataParallel):
                 raise UsageError(
                     f"{type(self).__name__} over {self.num_replicas} replicas",
-                    f"{name or 'the module'} is a {type(part).__name__} already, which would "
+                    f"{name or 'the module'} is {describe_type(part)} already, which would "
                     "divide each part of a batch once more",
                     "wrap the whole model once",
                 )

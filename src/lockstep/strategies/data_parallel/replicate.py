@@ -31,6 +31,7 @@ from lockstep.errors import UsageError
 from lockstep.optim.precision import HalfForward
 from lockstep.strategies.base import may_set_attributes
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
+from lockstep.wording import describe_type
 
 broadcast_coalesced: Any = comm.broadcast_coalesced
 BUCKET_BYTES = 25 * 2**20
@@ -147,7 +148,7 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
     else:
         return
     raise UsageError(
-        f"several replicas of a {type(part).__name__}",
+        f"several replicas of {describe_type(part)}",
         f"{name or 'the module'} is {reason}, which is bound to one object on one device",
         "use strategy='ddp' for it, or leave torch.compile, torch.jit and the like out",
     )

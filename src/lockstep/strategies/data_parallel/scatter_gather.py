@@ -17,6 +17,7 @@ from torch.nn.parallel import gather
 
 from lockstep.batch.pytree import is_opaque, leaves, map_tensors
 from lockstep.errors import DataError, UsageError
+from lockstep.wording import describe_type, with_article
 
 
 def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
@@ -67,7 +68,7 @@ def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
         can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
     if not can_be_split:
         raise DataError(
-            f"a {kind} as input of a module on {num_replicas} devices",
+            f"{with_article(kind)} as input of a module on {num_replicas} devices",
             "it holds samples, but is not a tensor that can be cut",
             "pass tensors, and pack them inside of the module's forward",
         )
@@ -150,7 +151,7 @@ def gather_leaf(
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
     raise UsageError(
-        f"a {type(first).__name__}{shape} returned by a module on {len(leaves)} devices",
+        f"{describe_type(first)}{shape} returned by a module on {len(leaves)} devices",
         "it differs between the replicas, and nothing says how to make one of it",
         f"return tensors with one row a sample (along dimension {dim}), or floating-point means",
     )

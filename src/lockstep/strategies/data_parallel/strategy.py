@@ -31,6 +31,7 @@ from lockstep.strategies.base import (
     refuse_virtual_ranks,
 )
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.wording import describe_type
 
 GPU_STREAM_SEED_TAG = 0xD9
 """Mixed into the seeds of the GPUs, so that no other random stream has the same seeds."""
@@ -98,7 +99,7 @@ class DP(Strategy):
         """
         if isinstance(module, nn.DataParallel):
             raise UsageError(
-                f"world.prepare of a {type(module).__name__} under strategy 'dp'",
+                f"world.prepare of {describe_type(module)} under strategy 'dp'",
                 "the strategy wraps the module itself",
                 "prepare the bare module and set shares, or use strategy='single'",
             )

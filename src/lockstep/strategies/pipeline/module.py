@@ -38,7 +38,7 @@ from lockstep.strategies.pipeline.shapes import map_tensors
 from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
 from lockstep.strategies.pipeline.wire import PostedMessage, Wire
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.wording import count_noun
+from lockstep.wording import count_noun, describe_type, with_article
 
 
 class ForwardResult(NamedTuple):
@@ -125,9 +125,9 @@ class PipelinedModule(ModuleWrapper):
             value = getattr(self.module, name)
         if not (callable(value) or isinstance(value, Tensor)):
             return value
-        kind = "a method" if inspect.isroutine(value) else f"a {type(value).__name__}"
+        kind = "a method" if inspect.isroutine(value) else describe_type(value)
         raise NotOnStageError(
-            f"{name} of a {type(self.module).__name__} under strategy='pipeline'",
+            f"{name} of {describe_type(self.module)} under strategy='pipeline'",
             f"it is {kind} of the whole model, and this rank has "
             f"{count_noun(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
             f"{SAVE_WHOLE_MODEL_ADVICE}; parts that are on this rank are in .module",
@@ -191,7 +191,8 @@ class PipelinedModule(ModuleWrapper):
         if self._failure:
             raise UsageError(
                 "a call of the model after an exception in it that was caught",
-                f"a {self._failure} on this rank: the others wait for what it did not send",
+                f"{with_article(self._failure)} on this rank: the others wait for what it did not "
+                "send",
                 "let the exception end the run; check on all ranks, before the call, whatever may "
                 "make it fail",
             )
