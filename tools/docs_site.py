@@ -2,14 +2,17 @@
 
 In the repository the pages link to tests and examples, and say of a code block how it is tested
 (`python no-run`), and a line leads to the page in the other language; on the site a menu does.
-The site says which version it describes.
+The site says which version it describes. Each language has a search index of its own.
 """
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from pymdownx.slugs import slugify
 
 _slug = slugify(case="lower")
@@ -52,3 +55,52 @@ def with_english_anchors(chinese: str, english: str) -> str:
         return f'{level} <a id="{name}"></a>{title}'
 
     return HEADING.sub(heading, chinese)
+
+
+def on_post_page(output: str, config: Any, **_: Any) -> str:
+    """MkDocs calls it with the HTML of each page: the Chinese ones search in `zh/search`.
+
+    The theme looks for the index, and for what it finds there, relative to `base`.
+    """
+    if config.theme["language"] == "zh":
+        output = output.replace('"base": ".."', '"base": "."')
+    return output
+
+
+@event_priority(-200)  # after the plugins, which write one index for both languages
+def on_post_build(config: Any) -> None:
+    """MkDocs calls it when all pages are written.
+
+    The English search finds Chinese pages as well, after the English ones: a reader may come to an
+    English page first and type Chinese there.
+    """
+    site = Path(config.site_dir)
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    english = []
+    chinese = []
+    for entry in index["docs"]:
+        if entry["location"].startswith("zh/"):
+            chinese.append({**entry, "location": entry["location"].removeprefix("zh/")})
+            english.append({**entry, "boost": 0.01})
+        else:
+            english.append(entry)
+    for folder, entries in ((site / "search", english), (site / "zh" / "search", chinese)):
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**index, "docs": entries}, ensure_ascii=False, separators=(",", ":"))
+        (folder / "search_index.json").write_text(text, encoding="utf-8")
+        script = f"var __index = {text}"  # as the plugin `offline` has it
+        (folder / "search_index.js").write_text(script, encoding="utf-8")
+    [worker] = (site / "assets" / "javascripts" / "workers").glob("search.*.min.js")
+    worker.write_text(with_whole_words(worker.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_whole_words(script: str) -> str:
+    """Mends how the theme cuts a Chinese query into the words of the index.
+
+    Its loop ends one character early: of two words it looks up the first alone.
+    """
+    cut = re.compile(r"(?<=;)(\w)<=?((\w)\.length;\1\+\+\)\3\.slice\(\w,\1\)in )")
+    places = len(cut.findall(script))
+    if places != 1:
+        raise PluginError(f"this mkdocs-material cuts queries in {places} places, not in one")
+    return cut.sub(r"\1<=\2", script)

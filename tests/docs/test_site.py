@@ -1,0 +1,104 @@
+"""The documentation site: both languages, without a network, and what its search finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+from ranks import HANG_S
+
+pytest.importorskip("mkdocs_static_i18n", reason="make docs installs what builds the site")
+
+pytestmark = [pytest.mark.launcher, pytest.mark.thorough]
+
+# What readers of tutorials look for, and the page that answers it.
+CHINESE = {
+    "断点续训": "checkpoints",
+    "多卡": "from_tutorials",
+    "显存": "large_batches",
+    "单卡": "from_tutorials",
+    "梯度累积": "from_one_device_to_many",
+    "梯度检查点": "large_batches",
+    "预热": "large_batches",
+    "卡死": "troubleshooting",
+    "端口": "reference",
+}
+BOTH = {
+    "DataParallel": "strategies",
+    "BalancedDataParallel": "strategies",
+    "spawn": "running_it",
+    "launch": "from_tutorials",
+    "tcp": "from_tutorials",
+    "file": "from_tutorials",
+    "NCCL_SOCKET_IFNAME": "running_it",
+    "CUDA_VISIBLE_DEVICES": "running_it",
+    "find_unused_parameters": "from_one_device_to_many",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built anew; a link that leads nowhere is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "TMPDIR": str(folder.parent)}
+    done = subprocess.run(
+        command, cwd=pages.ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The index as the browser reads it, with a server and from the disk."""
+    text = (folder / "search_index.json").read_text(encoding="utf-8")
+    assert (folder / "search_index.js").read_text(encoding="utf-8") == f"var __index = {text}"
+    index = json.loads(text)
+    for entry in index["docs"]:
+        text = re.sub(r"<[^>]*>", " ", f"{entry['title']} {entry['text']}")
+        entry["words"] = set(re.split(index["config"]["separator"], text))
+    return index["docs"]
+
+
+def found(index: list[dict[str, Any]], word: str) -> set[str]:
+    """The pages that have the word."""
+    return {Path(e["location"].partition("#")[0]).stem for e in index if word in e["words"]}
+
+
+def test_each_page_is_there_twice(site: Path) -> None:
+    names = {page.stem for page in pages.ENGLISH if page.parent.name == "docs"}
+    names = names - {"README"} | {"index"}
+    assert {path.stem for path in site.glob("*.html")} - {"404"} == names
+    assert {path.stem for path in (site / "zh").glob("*.html")} == names
+
+
+def test_it_names_its_version_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    for page in (*site.glob("*.html"), *(site / "zh").glob("*.html")):
+        text = page.read_text(encoding="utf-8")
+        assert "torch-lockstep 0.1.0" in text
+        assert loaded.findall(text) == [], page.name
+
+
+def test_the_search_has_the_words_that_readers_look_for(site: Path) -> None:
+    english, chinese = entries(site / "search"), entries(site / "zh" / "search")
+    missing = [
+        word for word, page in {**CHINESE, **BOTH}.items() if page not in found(chinese, word)
+    ]
+    assert missing == []
+    assert [word for word, page in BOTH.items() if page not in found(english, word)] == []
+    assert [word for word in CHINESE if not found(english, word)] == []
+    assert all("boost" in entry for entry in english if entry["location"].startswith("zh/"))
+    assert not any(entry["location"].startswith("zh/") for entry in chinese)
+
+
+def test_a_chinese_query_is_cut_up_to_its_end(site: Path) -> None:
+    [worker] = (site / "assets" / "javascripts" / "workers").glob("*.js")
+    assert len(re.findall(r"<=\w\.length;\w\+\+\)\w\.slice\(", worker.read_text())) == 1
