@@ -9,6 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from launched import launch
+from older_torch import needs_torchrun_flag
 
 from lockstep import strategies
 from lockstep.cli import run as run_command
@@ -172,7 +173,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--nnodes", "x", "t.py"), "not a number of machines"),
         (("--max-restarts", "x", "t.py"), "invalid int value"),
         (("--start-method", "magic", "t.py"), "invalid choice"),
-        (("--signals-to-handle", "SIGFOO", "t.py"), "SIGFOO is no signal"),
+        pytest.param(
+            ("--signals-to-handle", "SIGFOO", "t.py"),
+            "SIGFOO is no signal",
+            marks=needs_torchrun_flag("--signals-to-handle"),
+        ),
         (("s.py",), "did you mean t.py?"),
         (("t",), "did you mean t.py?"),
         (("elsewhere/t.py",), "there is no such file"),

@@ -43,6 +43,47 @@ from lockstep.errors import SettingError
 pytestmark = pytest.mark.unit
 
 
+def test_what_an_older_torch_lacks_is_left_out():
+    def function(known: int) -> None: ...
+
+    assert torch_compat.accepted(function, known=1, newer=2) == {"known": 1}
+    assert torch_compat.dtypes_named("float64", "float6") == [torch.float64]
+
+
+class Unable:
+    """A store that cannot tell its keys, as the one of torch 2.9."""
+
+
+def test_attempts_are_kept_apart_in_a_store_that_cannot_tell_its_keys(monkeypatch):
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def connect() -> dist.Store:
+        connected, _, _ = next(rendezvous.rendezvous("env://", rank=0, world_size=1))
+        return connected
+
+    connect().set("address", "of the first attempt")
+    if hasattr(dist.TCPStore, "list_keys"):
+        assert [key for key in torch_compat.list_keys(store) if "address" in key]
+        torch_compat.separate_attempts(1)
+        assert connect().check(["address"])
+        monkeypatch.delattr(dist.Store, "list_keys")
+    assert torch_compat.list_keys(Unable()) is None
+    torch_compat.separate_attempts(1)
+    assert not connect().check(["address"])
+    connect().set("address", "of the second attempt")
+    assert connect().get("address") == b"of the second attempt"
+    torch_compat.separate_attempts(2)
+    assert not connect().check(["address"])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    connect().set("a store of its own", "")  # is not prefixed: the script's own business
+
+
 def test_ddp_says_which_module_runs():
     assert torch_compat.enclosing_ddp() is None
     assert "_active_ddp_module = self" in inspect.getsource(DistributedDataParallel)
@@ -394,7 +435,7 @@ class AgentOfOneRank(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return {0: 0}
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self.group_states_when_stopped.append(worker_group.state)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -427,10 +468,11 @@ def test_torch_elastics_agent_stops_its_workers_before_each_restart_and_after_th
 
 
 def test_torchs_binding_to_processors_takes_what_it_is_given():
-    from torch.numa import binding
-
     with pytest.raises(SettingError, match="--numa-binding node"):
         torch_compat.bound_to_processors(("python",), 10**6, "node")
+    binding = pytest.importorskip("torch.numa.binding", reason="torch 2.9 does not have it")
+    if not hasattr(binding, "_maybe_wrap_command_args_with_numa_binding"):
+        pytest.skip("torch 2.10 binds threads and not commands")
     parameters = inspect.signature(binding._maybe_wrap_command_args_with_numa_binding).parameters
     assert {"numa_options"} < set(parameters)
     assert {"gpu_index", "device_index"} & set(parameters)

@@ -54,7 +54,7 @@ SOUND: dict[str, dict[str, Any]] = {
 
 PLANTED = [
     ("software", {"python": "3.10.2"}, ERROR, "older than 3.11"),
-    ("software", {"torch": "2.9.1"}, ERROR, "older than 2.11"),
+    ("software", {"torch": "2.5.1"}, ERROR, "older than 2.6"),
     ("software", {"torch": None, "problem": "ImportError: libcudart"}, ERROR, "libcudart"),
     ("software", {"cuda": None, "nccl": None}, WARNING, "built without CUDA"),
     ("software", {"available": False}, ERROR, "torch cannot use CUDA"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from older_torch import needs_torchrun_flag
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -83,6 +84,7 @@ def test_a_rank_gets_the_variables_of_torchrun() -> None:
     assert names <= set(found)
 
 
+@needs_torchrun_flag("--virtual-local-rank")
 @pytest.mark.parametrize(("environ", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4,6"}, "6")])
 def test_with_virtual_local_ranks_each_sees_its_own_gpu(
     environ: dict[str, str], device: str

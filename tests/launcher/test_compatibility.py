@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launched import Launched, launch
+from older_torch import needs_torchrun_flag
 from ranks import HANG_S
 
 pytestmark = pytest.mark.launcher
@@ -83,6 +84,7 @@ ONLY_HERE = {
 ONLY_THERE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "what torchrun tells itself"}
 
 
+@needs_torchrun_flag("--virtual-local-rank")
 def test_ranks_get_the_same_variables_as_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENVIRONMENT)
     flags = (
@@ -158,6 +160,7 @@ sys.stderr.write(f"error {rank}\\n")
 """
 
 
+@needs_torchrun_flag("--duplicate-stdout-filters")
 def test_flags_for_streams_show_and_keep_what_torchruns_do(tmp_path: Path) -> None:
     flags = "--redirects 3 --tee 0:1,1:2 --duplicate-stdout-filters apple,plum"
     (tmp_path / "script.py").write_text(SPEAKS)
@@ -244,6 +247,7 @@ def test_files_that_a_script_leaves_open_are_complete(tmp_path: Path) -> None:
 # --- signals -------------------------------------------------------------------------------------
 
 
+@needs_torchrun_flag("--signals-to-handle")
 def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import signal, sys, time\n"

@@ -29,7 +29,6 @@ HONOURED_BY = {
     "max_restarts": "torch elastic's agent",
     "monitor_interval": "torch elastic's agent",
     "start_method": "nothing: torchrun uses it with --run-path alone, and a script cannot tell",
-    "event_log_handler": "torch elastic's agent",
     "role": "torch elastic's agent",
     "module": "rank_main",
     "no_python": "the zygote, which executes it",
@@ -38,14 +37,17 @@ HONOURED_BY = {
     "redirects": "the console",
     "tee": "the console",
     "local_ranks_filter": "the console",
-    "duplicate_stdout_filters": "the console",
-    "duplicate_stderr_filters": "the console",
     "node_rank": "torchrun's own rendezvous",
     "master_addr": "torchrun's own rendezvous",
     "master_port": "torchrun's own rendezvous",
     "local_addr": "torch elastic's agent",
     "logs_specs": "refused",
-    "numa_binding": "torch's own numactl command",
+}
+SINCE_2_8 = {"event_log_handler": "torch elastic's agent"}
+SINCE_2_9 = {"numa_binding": "torch's own numactl command"}
+SINCE_2_10 = {
+    "duplicate_stdout_filters": "the console",
+    "duplicate_stderr_filters": "the console",
     "signals_to_handle": "the launcher's handlers",
     "virtual_local_rank": "the variables of the ranks",
 }
@@ -56,12 +58,14 @@ SINCE_2_14 = {
 }
 POSITIONAL = {"training_script", "training_script_args", "help"}
 KNOWN = {action.dest for action in get_args_parser()._actions} - POSITIONAL
+FLAGS_OF_2_10 = SINCE_2_10.keys() <= KNOWN
 SHUTDOWN_TIMEOUT = SINCE_2_12.keys() <= KNOWN
 
 
 def test_every_flag_of_torchrun_is_accounted_for() -> None:
-    newer = [flags.keys() for flags in (SINCE_2_12, SINCE_2_14) if flags.keys() & KNOWN]
-    assert set(HONOURED_BY).union(*newer) == KNOWN
+    newer = (SINCE_2_8, SINCE_2_9, SINCE_2_10, SINCE_2_12, SINCE_2_14)
+    known = [flags.keys() for flags in newer if flags.keys() & KNOWN]
+    assert set(HONOURED_BY).union(*known) == KNOWN
 
 
 def test_two_runs_on_one_machine_do_not_meet_at_a_port() -> None:
@@ -100,8 +104,8 @@ def test_a_value_of_nnodes_that_is_no_number_of_machines_is_refused(asked: str) 
         ("--rdzv-conf timeout", "timeout has no value"),
         ("--rdzv-conf a=1,", "an empty part has no value"),
         ("--nnodes 2:1", "not a number of machines"),
-        ("--signals-to-handle SIGFOO", "SIGFOO is no signal"),
-        ("--signals-to-handle SIGTERM,SIGKILL", "SIGKILL is no signal"),
+        *[("--signals-to-handle SIGFOO", "SIGFOO is no signal")] * FLAGS_OF_2_10,
+        *[("--signals-to-handle SIGTERM,SIGKILL", "SIGKILL is no signal")] * FLAGS_OF_2_10,
         ("--event-log-handler none", "no handler of this name"),
         ("--redirects 9", "--redirects 9"),
         ("--tee 0:4", "--tee 0:4"),
@@ -110,7 +114,8 @@ def test_a_value_of_nnodes_that_is_no_number_of_machines_is_refused(asked: str) 
         ("--logs-specs mine", "--logs-specs mine"),
         ("-m --no-python", "-m with --no-python"),
         ("-m --run-path", "-m with --run-path"),
-        ("--virtual-local-rank", "CUDA_VISIBLE_DEVICES=3 has no device for each"),
+        *[("--virtual-local-rank", "CUDA_VISIBLE_DEVICES=3 has no device for each")]
+        * FLAGS_OF_2_10,
     ],
 )
 def test_flags_that_cannot_be_honoured_are_refused(
@@ -126,9 +131,9 @@ def test_flags_that_cannot_be_honoured_are_refused(
     "line",
     [
         "",
-        "--virtual-local-rank",
+        *["--virtual-local-rank"] * FLAGS_OF_2_10,
         "--rdzv-conf timeout=3,join_timeout=4",
-        "--signals-to-handle SIGUSR1",
+        *["--signals-to-handle SIGUSR1"] * FLAGS_OF_2_10,
         "--run-path --no-python",  # the first wins, as with torchrun
         "--log-dir .",
         *["--shutdown-timeout 0"] * SHUTDOWN_TIMEOUT,

@@ -71,7 +71,9 @@ def compare(strategy: Any, size: int) -> None:
             assert isinstance(found[name], dict), (name, found[name])
             assert difference(expected[name], found[name]) < 1e-9, name
         for name in ("Rprop", "Adafactor"):
-            assert f"{name}.step() on the shards of a model" in found[name]
+            assert f"{name}.step() on the shards of a model" in found[name] or (
+                f"{name} on the shards of a model, with torch {torch.__version__}" in found[name]
+            )
             assert f"use strategy='ddp' with {name}" in found[name]
 
 

@@ -51,7 +51,7 @@ class NoRows(Tensor):
             # Torch reads attributes such as `grad` and `_base` by calling `func` too. They are the
             # same object each time they are asked for, so they must not be made another one.
             is_attribute = func in get_default_nowrap_functions()
-            if isinstance(result, Tensor | tuple | list) and not is_attribute:
+            if isinstance(result, (Tensor, tuple, list)) and not is_attribute:
                 return map_tensors(result, mark_no_rows)
             return result
 

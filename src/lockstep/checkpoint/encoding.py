@@ -29,6 +29,7 @@ from lockstep.checkpoint.sharding import is_replicated_copy, view_key
 from lockstep.checkpoint.shards import Box, TensorInShards
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
+    dtypes_named,
     is_sharded,
     local_box,
     set_state_dict_metadata,
@@ -60,20 +61,25 @@ DTYPE_OF_CODE: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
 }
 """The dtypes that a safetensors file can hold, by their codes in its header."""
+for dtype in dtypes_named("float8_e8m0fnu"):
+    DTYPE_OF_CODE["F8_E8M0"] = dtype
 CODES_OF_NEWER_SAFETENSORS = ("U16", "U32", "U64", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 """Not every release of safetensors can read these."""
-DTYPES_NOT_IN_SAFETENSORS = {torch.complex128, torch.complex32, torch.float4_e2m1fn_x2}
+DTYPES_NOT_IN_SAFETENSORS = {
+    torch.complex128,
+    torch.complex32,
+    *dtypes_named("float4_e2m1fn_x2"),
+}
 """The format has no code for these. (Its F4 has another shape than `float4_e2m1fn_x2`.)"""
 STORABLE_DTYPES = frozenset(DTYPE_OF_CODE.values()) | DTYPES_NOT_IN_SAFETENSORS
 """The dtypes that a checkpoint can hold."""
 DTYPES_STORED_AS_BYTES = DTYPES_NOT_IN_SAFETENSORS.union(
-    DTYPE_OF_CODE[code] for code in CODES_OF_NEWER_SAFETENSORS
+    DTYPE_OF_CODE[code] for code in CODES_OF_NEWER_SAFETENSORS if code in DTYPE_OF_CODE
 )
 """Tensors of these dtypes are stored as bytes, so that every release of safetensors can read them.
 Their dtype and shape are in the tree."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.torch_compat import pytree
+from lockstep.distributed.torch_compat import dtypes_named, pytree
 from lockstep.errors import RanksDifferError
 from lockstep.wording import describe_type, format_ranks, group_by_key
 
@@ -28,9 +28,10 @@ CARRIER_DTYPES = {
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
-    torch.float8_e8m0fnu: torch.float32,
 }
 """The dtypes that torch or a backend cannot compute with, and those that are reduced instead."""
+for dtype in dtypes_named("float8_e8m0fnu"):
+    CARRIER_DTYPES[dtype] = torch.float32
 
 Problem = tuple[str, str, str]
 """The parts of a `UsageError`: what was set, what was found, what to do."""

@@ -180,8 +180,10 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
 
 def _format_unused_accelerator() -> str:
     """Returns "; Lockstep computes on ... and does not use mps" if torch has such a device."""
-    accelerator = torch.accelerator.current_accelerator()  # of this build of torch
-    if accelerator is None or accelerator.type == "cuda" or not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():  # torch 2.6 then refuses the next call
+        return ""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cuda":
         return ""
     return f"; {SUPPORTED_DEVICES}, not on {accelerator.type}"
 

@@ -339,16 +339,19 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     Raises:
         OSError: the port cannot be bound (EADDRINUSE: it is taken).
     """
+    import torch
     from torch.distributed import TCPStore
 
     with listening_socket(address, port) as listener:
+        _, port = listener.getsockname()
         return TCPStore(
             address,
-            listener.getsockname()[1],
+            port,
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listener.detach(),  # the store closes it
+            use_libuv=torch.__version__ >= "2.8",  # with it torch 2.6 takes no socket
         )
 
 

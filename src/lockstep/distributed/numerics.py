@@ -84,7 +84,11 @@ def read_numerics(device: torch.device) -> dict[str, str]:
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
     for part in FP32_PRECISIONS.get(device.type, ()):
         setting = f"{part}.fp32_precision"
-        numerics[f"setting of {setting}"] = str(attrgetter(setting)(torch.backends))
+        try:
+            value = str(attrgetter(setting)(torch.backends))
+        except AttributeError:  # torch 2.6 has no such setting
+            value = "none"
+        numerics[f"setting of {setting}"] = value
     for variable in VARIABLES:
         numerics[f"value of {variable}"] = os.environ.get(variable, "none")
     return numerics

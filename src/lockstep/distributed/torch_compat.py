@@ -1,12 +1,13 @@
 """The only module that uses private names of torch, one function for each purpose.
 
-Each name was read in the sources of torch 2.11, 2.13 and 2.14, unless a comment says otherwise.
+Each name was read in the sources of torch 2.6, 2.9, 2.11, 2.13 and 2.14, unless a comment says
+otherwise.
 `tests/distributed/test_torch_compat.py` fails if one of them changes. The launcher uses this module
 before torch is imported, so torch is imported inside the functions.
 
-Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, data
-loaders, optimizers, state dicts and DTensors, stores, process groups and their Flight Recorder,
-launching ranks.
+Sections: what an older torch lacks, classes without a public name, the compiler, DDP, FSDP, modules
+and autograd, data loaders, optimizers, state dicts and DTensors, stores, process groups and their
+Flight Recorder, launching ranks.
 """
 
 from __future__ import annotations
@@ -50,6 +51,64 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# What an older torch lacks
+
+
+def accepted(function: Callable[..., object], **options: Any) -> dict[str, Any]:
+    """Returns those of the options that a function or class has in this version of torch.
+
+    Args:
+        function: a function or class of torch.
+        options: arguments that some versions do not have, and without which the call does the same.
+    """
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def dtypes_named(*names: str) -> list[torch.dtype]:
+    """Returns the dtypes of these names that this version of torch has.
+
+    Torch 2.6 has neither `float8_e8m0fnu` nor `float4_e2m1fn_x2`.
+    """
+    import torch
+
+    return [getattr(torch, name) for name in names if hasattr(torch, name)]
+
+
+def list_keys(store: Any) -> list[str] | None:
+    """Returns the keys in a TCPStore; None: a torch before 2.10 does not tell them."""
+    if not hasattr(store, "list_keys"):
+        return None
+    keys: list[str] = store.list_keys()
+    return keys
+
+
+def separate_attempts(attempt: int) -> None:
+    """Keeps the keys of each attempt of a run apart, in a torch that does not tell them.
+
+    The launcher's store outlives the ranks. It deletes what the ranks of an earlier attempt have
+    left (`list_keys`). Where that cannot be done, each attempt puts its number before its keys, or
+    its ranks would connect to addresses of ranks that are gone. `lockstep.init` does so by itself.
+
+    Args:
+        attempt: how often the ranks of the run have been started before.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    if hasattr(TCPStore, "list_keys"):
+        return
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+    original = rendezvous._create_c10d_store
+
+    def create_store(*args: Any, **kwargs: Any) -> Any:
+        store = original(*args, **kwargs)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of the script's own
+            return store
+        return PrefixStore(f"attempt_{attempt}", store)
+
+    rendezvous._create_c10d_store = create_store
+
 
 # Classes and modules without a public name
 
@@ -109,6 +168,9 @@ def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
     from torch._C._dynamo import eval_frame
 
     frame_api: Any = eval_frame
+    if not hasattr(frame_api, "_FrameExecStrategy"):  # torch 2.6
+        frame_api.skip_code(function.__code__)
+        return function
     skip_this_frame_only = frame_api._FrameExecStrategy(
         frame_api._FrameAction.SKIP, frame_api._FrameAction.DEFAULT
     )
@@ -987,15 +1049,24 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
 
     Raises:
         SettingError: there is no such GPU or no numactl, or the kernel does not say which
-            processors are near.
+            processors are near, or torch is older than 2.11.
     """
-    from torch.numa import binding
+    try:
+        from torch.numa import binding
 
+        wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
+    except (ImportError, AttributeError):
+        import torch
+
+        raise SettingError(
+            f"--numa-binding {mode}",
+            f"torch {torch.__version__} cannot bind a command to processors",
+            "leave the flag out, or install a newer torch",
+        ) from None
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     logger = logging.getLogger(binding.__name__)
     was_disabled = logger.disabled
     logger.disabled = True  # it would print the traceback
-    wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
     try:
         if "device_index" in inspect.signature(wrap).parameters:  # since torch 2.14
             return tuple(wrap(line, numa_options=options, device_index=gpu))

@@ -16,7 +16,7 @@ from lockstep import __version__
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 
 MIN_PYTHON = (3, 11)
-MIN_TORCH = (2, 11)
+MIN_TORCH = (2, 6)
 
 
 def gather(folder: Path) -> Facts:
@@ -92,7 +92,8 @@ def judge(facts: Facts) -> Finding:
         if facts[library]:
             versions.append(f"{name} {facts[library]}")
     if _major_and_minor(facts["torch"]) < MIN_TORCH:
-        problems.append(Finding(ERROR, "torch is older than 2.11", "install a newer torch"))
+        found = f"torch is older than {'.'.join(map(str, MIN_TORCH))}"
+        problems.append(Finding(ERROR, found, "install a newer torch"))
     if facts["driver"] and not facts["cuda"]:
         found = "there is an NVIDIA driver, and this torch is built without CUDA"
         problems.append(Finding(WARNING, found, "install a build of torch for CUDA"))

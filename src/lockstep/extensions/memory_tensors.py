@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -199,7 +199,12 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def total(self) -> int:
         """The bytes alive now. FSDP may have freed the memory of a storage that still exists."""
-        return sum(storage.nbytes() for storage in self._sizes)
+        total = 0
+        for storage in self._sizes:
+            # In torch 2.9 the Python object may exist a little longer than the storage.
+            with suppress(RuntimeError):
+                total += storage.nbytes()
+        return total
 
     def count(self, alive: Iterable[torch.UntypedStorage]) -> None:
         """Counts storages that are alive, and raises `peak` if more bytes are alive than before.

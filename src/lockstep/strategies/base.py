@@ -120,19 +120,25 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     )
 
 
-def refuse_virtual_ranks(run: Run, strategy: str, reason: str) -> None:
+def refuse_virtual_ranks(
+    run: Run,
+    strategy: str,
+    reason: str,
+    do: str = "use strategy='single', 'ddp', 'fsdp' or 'hsdp', or leave virtual_ranks out",
+) -> None:
     """Raises SettingError if virtual ranks were asked for, under a strategy without them.
 
     Args:
         run: of this process.
         strategy: its name.
         reason: why it cannot have them.
+        do: what to do.
     """
     if run.settings.virtual_ranks is not None:
         raise SettingError(
             f"virtual_ranks={run.settings.virtual_ranks} with strategy={strategy!r}",
             reason,
-            "use strategy='single', 'ddp', 'fsdp' or 'hsdp', or leave virtual_ranks out",
+            do,
         )
 
 

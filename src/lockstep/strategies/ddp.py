@@ -32,6 +32,7 @@ from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import (
+    accepted,
     await_another_backward,
     enclosing_ddp,
     never_compiled,
@@ -161,7 +162,8 @@ class DDP(base.Strategy):
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
-            init_sync=False,
+            # Torch 2.6 does not have it, and sends once more what is equal already.
+            **accepted(DistributedDataParallel, init_sync=False),
         )
         num_bytes = _gradient_bytes(module)
         reason = "averaged in buckets during backward, in place"

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,12 @@ class FSDP(Strategy):
                 found,
                 "leave cpu_offload out, or use several GPUs",
             )
+        if run.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise SettingError(
+                f"strategy={self.name!r} on the CPU",
+                f"torch {torch.__version__} cannot do that",
+                "use strategy='ddp', or torch 2.8 or later",
+            )
         if self.find_unused_parameters:
             refuse_virtual_ranks(
                 run,
@@ -161,7 +167,12 @@ class FSDP(Strategy):
                 "whole gradients of virtual ranks are added up before they are sent",
             )
         if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
-            refuse_virtual_ranks(run, self.name, f"torch {torch.__version__} cannot do that")
+            refuse_virtual_ranks(
+                run,
+                self.name,
+                f"torch {torch.__version__} cannot do that",
+                "use torch 2.9 or later, or strategy='ddp'",
+            )
         return replace(super().plan(run), evaluation_is_collective=True)
 
     def computes_in_half(self, module: nn.Module, run: Run) -> bool:
@@ -315,11 +326,15 @@ class FSDP(Strategy):
         """Replaces those parameters of a unit that are not sharded yet by shards of rank 0's."""
         parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
         _take_from_first([p for p in parameters if not p.is_meta], run.device)
+        options: dict[str, Any] = {}
+        if not self.reshard_after_forward:
+            # By default torch frees a unit after its forward pass, but not the root: backward
+            # begins with it.
+            options["reshard_after_forward"] = False
         fully_shard(
             unit,
             mesh=mesh,
-            # None frees a unit after its forward pass, but not the root: backward begins with it.
-            reshard_after_forward=None if self.reshard_after_forward else False,
+            **options,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )

@@ -54,6 +54,24 @@ FOREACH_MAX_MEAN_ELEMENTS = 2**14
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
 
+def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
+    """Raises UsageError for an optimizer that torch computes wrongly with shards, without an error.
+
+    Adafactor takes means over the rows and columns of a parameter. Torch 2.11 and later refuse that
+    for shards; with torch 2.9 the numbers are not those of whole parameters.
+    """
+    if torch.__version__ >= "2.11" or not isinstance(optimizer, torch.optim.Adafactor):
+        return
+    if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"{kind} on the shards of a model, with torch {torch.__version__}",
+            "torch 2.9 computes it wrongly with parameters that are spread over the ranks, and "
+            "does not say so; versions before 2.11 are not used with it",
+            f"use strategy='ddp' with {kind}, or another optimizer",
+        )
+
+
 class _DelegatesToInner:
     """Has the attributes of the object in its attribute `inner`."""
 

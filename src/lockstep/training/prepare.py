@@ -59,7 +59,12 @@ from lockstep.strategies.virtual_ranks import note_single_sample
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
-from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
+from lockstep.training.optimizer import (
+    PreparedOptimizer,
+    PreparedScheduler,
+    choose_foreach,
+    refuse_wrong_on_shards,
+)
 from lockstep.training.virtual_rank_states import VirtualRankStates
 from lockstep.training.virtual_rank_streams import VirtualRankStreams
 from lockstep.wording import describe_type, join_first
@@ -530,11 +535,13 @@ class Preparer:
         """Returns an optimizer that steps once per global batch, on the prepared parameters.
 
         Raises:
-            UsageError: it has parameters of no prepared module, or has stepped already.
+            UsageError: it has parameters of no prepared module, or has stepped already, or torch
+                computes it wrongly with shards.
         """
         modules = self._modules_of(optimizer)
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
         places = self._replace_parameters(optimizer)
+        refuse_wrong_on_shards(optimizer)
         reason = choose_foreach(optimizer, self.run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK
+from lockstep.distributed.torch_compat import list_keys
 from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import HERE, LEFT, Node, Peers, without_replaced
 
@@ -220,5 +221,5 @@ def delete_keys_of_ranks(store: TCPStore) -> None:
     Only the server may call it: `list_keys` holds the interpreter's lock while it waits for the
     answer, and on other nodes the answer comes through the forwarder, a thread of this process.
     """
-    for key in store.list_keys():
+    for key in list_keys(store) or ():  # None: see `torch_compat.separate_attempts`
         store.delete_key(key)

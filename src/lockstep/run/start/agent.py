@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
 from lockstep.distributed.network import running_interfaces, wait_until
-from lockstep.distributed.torch_compat import skip_exit_barrier
+from lockstep.distributed.torch_compat import accepted, skip_exit_barrier
 from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import Node
 from lockstep.run.machines.open_rendezvous import open_rendezvous
@@ -240,15 +240,18 @@ class Agent(api.SimpleElasticAgent):
                 max_restarts=flags.max_restarts,
                 monitor_interval=min(flags.monitor_interval, _MAX_MONITOR_INTERVAL_S),
                 local_addr=flags.local_addr,
-                event_log_handler=flags.event_log_handler,
-                virtual_local_rank=flags.virtual_local_rank,
+                **accepted(
+                    api.WorkerSpec,
+                    event_log_handler=flags.event_log_handler,  # torch 2.6 does not have it
+                    virtual_local_rank=flags.virtual_local_rank,  # nor torch 2.9 this one
+                ),
             )
         )
         if rendezvous.can_publish:
             # torch's barrier waits up to 300 s in C++, where Ctrl-C is not heard. With a rendezvous
             # of our own `_monitor_workers` has waited for the other machines by then.
             skip_exit_barrier(self)
-        self._grace_s = shutdown_timeout(getattr(flags, "shutdown_timeout", None), os.environ)
+        self._grace_s = shutdown_timeout(flags.shutdown_timeout, os.environ)
         self._plan = plan
         self._flags = flags
         self._devices: list[str] = []
@@ -639,10 +642,14 @@ class Agent(api.SimpleElasticAgent):
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
         return wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
 
-    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup, is_restart: bool = False) -> None:
         """Ends the ranks; torch elastic calls this before each restart and after the last failure.
 
         Before a restart it also announces why the ranks are started again.
+
+        Args:
+            worker_group: the ranks of this machine (*workers*).
+            is_restart: passed by torch 2.5 to 2.8 only, so it is not used.
         """
         # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY

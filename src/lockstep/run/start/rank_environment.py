@@ -39,7 +39,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
-    if spec.virtual_local_rank:
+    if getattr(spec, "virtual_local_rank", False):  # torch 2.9 does not have it
         # Each rank sees its own GPU alone, as device 0.
         local_rank = worker.local_rank
         visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -38,6 +38,15 @@ _FLAGS_OF_ONE_NODE = (
 _DEFAULT_MASTER_PORT = 29500
 """torchrun's own default."""
 _MAX_PORT = (1 << 16) - 1
+_DEFAULTS_OF_NEWER_FLAGS: dict[str, Any] = {
+    "event_log_handler": "null",
+    "numa_binding": None,
+    "shutdown_timeout": None,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "virtual_local_rank": False,
+}
+"""Flags that an older torchrun does not know, with their defaults: torch 2.6 lacks all of them,
+torch 2.9 has the first two."""
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 10.0
 
@@ -67,11 +76,15 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         # The default of torch 2.11 is 29500, where two runs on one machine would meet.
         parser.set_defaults(master_port=None)
     try:
-        return parser.parse_args(list(arguments))
+        flags = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
         raise SettingError(
             f"{error.argument_name}", error.message, "torchrun --help says what it takes"
         ) from None
+    for name, default in _DEFAULTS_OF_NEWER_FLAGS.items():
+        if not hasattr(flags, name):
+            setattr(flags, name, default)
+    return flags
 
 
 def _is_pet(variable: str) -> bool:
@@ -251,7 +264,7 @@ def _check_numbers(flags: argparse.Namespace) -> None:
         raise SettingError(
             f"--monitor-interval {flags.monitor_interval}", out_of_range, "give a number above 0"
         )
-    timeout = getattr(flags, "shutdown_timeout", None)  # since torch 2.12
+    timeout = flags.shutdown_timeout
     if timeout is not None and not timeout >= 0:
         raise SettingError(f"--shutdown-timeout {timeout}", out_of_range, "give a number 0 or more")
 

@@ -153,6 +153,11 @@ def _run_watched(script: Script, folder: Path) -> None:
     if is_only_rank:  # it may start ranks itself
         _give_address_to_script_processes()
         script_processes.watch_script_processes(folder)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts > 0:
+        from lockstep.distributed.torch_compat import separate_attempts
+
+        separate_attempts(restarts)
     run_as_main(script)
 
 
