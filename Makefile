@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house docs gpu gpu-table clean
+.PHONY: train test check thorough real clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -27,6 +27,9 @@ real: .venv-real/.installed
 
 clusters: $(VENV)/.installed-clusters
 	$(BIN)/python -m pytest -rs tests/clusters  # needs root, openssh-server, rsync, nftables, slurm-wlm, munge
+
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -rs tests/report/test_browser.py  # needs chromium and fonts-noto-cjk of Debian
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -120,6 +123,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 $(VENV)/.installed-clusters: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[clusters]'
+	touch $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[browser]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -11,6 +11,7 @@ from lockstep.errors import SettingError
 
 KIB = 2**10
 MIB = 2**20
+GIB = 2**30
 
 # A number, a prefix, an "i" for powers of 1024, and the letter B: "5GB", "500 mb", "2GiB", "1.5k".
 SIZE_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d*)?)\s*(?P<prefix>[kmgt]?)(?P<binary>i?)b?")
@@ -18,7 +19,9 @@ EXPONENT_OF_PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def format_bytes(size: float) -> str:
-    """Writes a number of bytes as "42.7 MiB", or as "13.2 KiB" below a tenth of a MiB."""
+    """Writes a number of bytes as "42.7 MiB", "1.38 GiB", or "13.2 KiB" below a tenth of a MiB."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
     if size >= MIB / 10:
         return f"{size / MIB:.1f} MiB"
     return f"{size / KIB:.1f} KiB"

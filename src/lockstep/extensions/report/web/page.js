@@ -29,13 +29,18 @@
   }
 
   function formatBytes(value) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let index = 0;
-    while (Math.abs(value) >= 1024 && index < units.length - 1) {
-      value /= 1024;
-      index += 1;
-    }
-    return `${Number(value.toPrecision(3))} ${units[index]}`;
+    if (value >= 2 ** 30) return `${(value / 2 ** 30).toFixed(2)} GiB`;
+    if (value >= 2 ** 20 / 10) return `${(value / 2 ** 20).toFixed(1)} MiB`;
+    return `${(value / 2 ** 10).toFixed(1)} KiB`;
+  }
+
+  // The labels of an axis have the largest unit in which all of them are whole numbers.
+  function bytesLabels(values) {
+    const least = Math.min(...values.filter((value) => value !== null && value > 0), 2 ** 40);
+    const step = values.length > 1 ? Math.min(least, Math.abs(values[1] - values[0])) : least;
+    const units = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+    const [size, name] = units.find(([unit]) => step >= unit) ?? [1, "B"];
+    return values.map((value) => (value === null ? "" : `${formatNumber(value / size)} ${name}`));
   }
 
   function formatSeconds(seconds) {
@@ -295,7 +300,10 @@
   function drawCurve(curve, host) {
     host.plot.replaceChildren();
     const log = isLog(curve);
-    const labels = (chart, values) => values.map((value) => (value === null ? "" : formatValue(value, curve.unit)));
+    const labels = (_, values) => {
+      if (curve.unit === "bytes") return bytesLabels(values);
+      return values.map((value) => (value === null ? "" : formatValue(value, curve.unit)));
+    };
     const bytes = curve.unit === "bytes" ? { incrs: Array.from({ length: 45 }, (_, power) => 2 ** power) } : {};
     const chart = new uPlot(options(host.plot, CURVE_HEIGHT, {
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
