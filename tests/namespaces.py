@@ -106,6 +106,36 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             _ip("netns", "del", str(machine.name))
 
 
+@contextlib.contextmanager
+def three_machines() -> Iterator[list[Machine]]:
+    """Three network namespaces whose interfaces `lan` are joined by a switch."""
+    with two_machines() as (first, second):
+        # The cable between the two is replaced by three to a bridge in a namespace of its own.
+        third = Machine(f"lockstep-{os.getpid()}-2", "10.99.0.3")
+        switch = f"lockstep-{os.getpid()}-switch"
+        machines = [first, second, third]
+        _ip("-n", str(first.name), "link", "del", "lan")
+        made = []
+        try:
+            for name in (str(third.name), switch):
+                _ip("netns", "add", name)
+                made.append(name)
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge", "up")
+            for number, machine in enumerate(machines):
+                name = str(machine.name)
+                cable = f"-n {switch} link add port{number} type veth peer name lan netns {name}"
+                _ip(*cable.split())
+                _ip(*f"-n {switch} link set port{number} master bridge up".split())
+                _ip("-n", name, "addr", "add", f"{machine.address}/24", "dev", "lan")
+                _ip("-n", name, "link", "set", "lan", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+            yield machines
+        finally:
+            for name in made:
+                _ip("netns", "del", name)
+
+
 def _ip(*arguments: str, may_be_refused: bool = False) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode and may_be_refused:

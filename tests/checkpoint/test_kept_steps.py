@@ -65,7 +65,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
     facts = {
         "rank": rank,
         "world_size": size,
-        "folder": "x",
+        "folders": ["x"],
         "machine": 0,
         "ranks_on_machine": size,
         "is_replica": False,
@@ -132,21 +132,22 @@ def report(
         "holder": rank,
         "machine": 0,
     }
-    where = (path, attempt, serial, 10 * serial, rank, size, "folder")
+    where = (path, attempt, serial, 10 * serial, rank, size, ["folder", "its other path"])
     return PartReport(*where, **{**usual, **more})
 
 
 def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
     parts = [report("a", 4, 0), report("b", 5, 0), report("c", 4, 1), report("d", 3, 1)]
-    chosen = choose_step(parts, "folder")
+    chosen = choose_step(parts, ["folder"])
     assert chosen is not None
     assert (chosen.attempt, chosen.serial, chosen.step) == (1, 4, 40)
     assert chosen.paths_on(0) == {"a", "c"}
     assert chosen.choices == ((0, 1),)
-    assert choose_step(parts, "another folder") is None
+    assert choose_step(parts, ["another folder"]) is None
+    assert choose_step(parts, ["another folder", "its other path"]) == chosen
     # A part of another attempt makes no step complete.
     others = [report("a", 5, 1), report("b", 5, 0, attempt=2)]
-    assert choose_step(others, "folder") is None
+    assert choose_step(others, ["folder"]) is None
 
 
 def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
@@ -154,17 +155,17 @@ def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
     here = {"writer_machine": 0, "writers_on_machine": 2}
     there = {"writer_machine": 1, "writers_on_machine": 2}
     shards = [report(f"own {rank}", 4, rank, size=4, **here) for rank in range(2)]
-    assert choose_step(shards, "folder") is None
+    assert choose_step(shards, ["folder"]) is None
     copies = [report(f"copy {rank}", 4, rank, size=4, **there) for rank in (2, 3)]
-    chosen = choose_step(shards + copies, "folder")
+    chosen = choose_step(shards + copies, ["folder"])
     assert chosen is not None
     assert chosen.choices == ((0, 1, 2, 3),)
     equal = {**here, "is_replica": True}
     replicas = [report(f"own {rank}", 4, rank, size=4, **equal) for rank in range(2)]
-    chosen = choose_step(replicas, "folder")
+    chosen = choose_step(replicas, ["folder"])
     assert chosen is not None
     assert chosen.choices == ((0, 1),)
-    assert choose_step(replicas[:1], "folder") is None
+    assert choose_step(replicas[:1], ["folder"]) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], si
             copy_to_each(layout.places(areas[rank]), layout.sources)
             areas[rank].set_seal(1, serial, serial, header)
         reports = [PartReport(**part) for part in reports_of(areas)]
-        chosen = choose_step(reports, "x")
+        chosen = choose_step(reports, ["x"])
         assert chosen is not None
         saved = read_all(chosen)
         assert [each["rank"] for each in saved.pop("random")] == list(range(size))
@@ -318,6 +319,7 @@ def train(strategy: str, folder: str, until: int) -> tuple[dict[str, Tensor], st
         prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)
         loader = world.loader(data(), BATCH, shuffle=True)
         state = {"model": prepared, "optimizer": optimizer, "scheduler": scheduler}
+        folder += os.environ.get("MACHINE", "")  # its path may differ between machines
         checkpoint = world.checkpoint(folder, **state, loader=loader, memory=True)
         checkpoint.resume()
         for _epoch in world.epochs(100):
@@ -396,13 +398,26 @@ MANY_MACHINES = [
 ]
 
 
+# Machine 1 comes back as the first of the machines, with the memory of step 3.
+MACHINES_THAT_COME_BACK = [
+    *(("fsdp", {0: 1, 1: 1}), ("fsdp", {0: 1}), ("fsdp", {1: 1, 0: 1}), ("ddp", {2: 1, 0: 1})),
+    *(("ddp", {1: 1, 2: 1}), ("fsdp", {0: 1, 1: 1})),
+]
+
+
 @pytest.mark.parametrize(
-    "pieces", [FEW_MACHINES, pytest.param(MANY_MACHINES, marks=THOROUGH)], ids=len
+    ("pieces", "forget"),
+    [
+        (FEW_MACHINES, True),
+        pytest.param(MANY_MACHINES, True, marks=THOROUGH),
+        pytest.param(MACHINES_THAT_COME_BACK, False, marks=THOROUGH),
+    ],
+    ids=str,
 )
 def test_machines_are_lost_and_join(
-    tmp_path: Path, pieces: list[tuple[str, dict[int, int]]]
+    tmp_path: Path, pieces: list[tuple[str, dict[int, int]]], forget: bool
 ) -> None:
-    """A machine that is not in a piece has lost its memory."""
+    """A machine that is not in a piece has lost its memory, or comes back with what is old."""
     folder = str(tmp_path / "checkpoints")
     until = 0
     weights: dict[str, Tensor] = {}
@@ -410,7 +425,7 @@ def test_machines_are_lost_and_join(
     for number, (strategy, machines) in enumerate(pieces):
         before = until
         until += 3
-        for lost in held.keys() - machines.keys():
+        for lost in held.keys() - machines.keys() if forget else ():
             held.pop(lost).close()
         for machine in machines.keys() - held.keys():
             held[machine] = StepMemory(2)
@@ -426,6 +441,7 @@ def test_machines_are_lost_and_join(
                 "GROUP_RANK": str(list(machines).index(machine)),  # noqa: B023
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(machines[machine]),  # noqa: B023
+                "MACHINE": str(machine),
             }
 
         parts = run_ranks(train, size, *(strategy, folder, until), environment=environment)
@@ -436,7 +452,7 @@ def test_machines_are_lost_and_join(
                 assert f"resumed from step {before} in memory" in note
     for memory in held.values():
         memory.close()
-    assert not os.path.exists(folder)
+    assert list(tmp_path.iterdir()) == []
     ((expected, _),) = run_ranks(train, 1, "single", folder, until, environment=alone)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -613,7 +629,7 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
         kept._wait_for_copy()
         reports = [PartReport(**part) for part in kept.report()]
         steps = sorted(report.step for report in reports)
-        chosen = choose_step(reports, kept.folder)
+        chosen = choose_step(reports, [kept.folder])
         assert chosen is not None
         saved = read_all(chosen)
         assert torch.equal(saved["model"]["weight"], model.weight.detach())
@@ -917,7 +933,7 @@ def train_with_two_checkpoints(folder: str) -> list[tuple[int, str, str]]:
                 again.step()
                 kept = again._kept
                 assert kept is not None
-                chosen = choose_step([PartReport(**part) for part in kept.report()], kept.folder)
+                chosen = choose_step([PartReport(**part) for part in kept.report()], [kept.folder])
                 assert chosen is not None
                 assert chosen.step == world.step
                 saved = read_all(chosen)

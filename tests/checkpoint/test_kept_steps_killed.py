@@ -1,12 +1,15 @@
-"""Ranks, loader workers and the process that starts the ranks are killed at random moments.
+"""Ranks, loader workers and the process that starts the ranks are killed at random moments, and
+ranks also when they have copied half of a step.
 
-`LOCKSTEP_KILLS=200` kills as often as that.
+`TEST_KILLS=200` kills as often as that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -20,15 +23,37 @@ from lockstep.extensions.ledger.judge import judge
 
 pytestmark = [pytest.mark.launcher, pytest.mark.thorough]
 
-KILLS = int(os.environ.get("LOCKSTEP_KILLS", "6"))
+KILLS = int(os.environ.get("TEST_KILLS", "6"))
 MAX_DELAY_S = 0.7
+NOT_OURS = re.compile(r"lockstep-logs-.*|pymp-.*|(tmp)?[a-z0-9_]{8}")
+"""Files that are kept, or that processes leave in the temporary folder when they are killed: the
+socket of a loader worker; the file by which Python tries whether it can write there; those by which
+torch's DataLoader tries, when a worker has died, whether files can be opened at all."""
+STEPS_AHEAD = 20
+"""More than a loader worker reads ahead: if the training makes them, it goes on without it."""
 
 SCRIPT = """
-import hashlib, os, sys
+import hashlib, os, signal, sys
 import torch, torch.nn.functional as F, lockstep
 from torch.utils.data import DataLoader, TensorDataset
+from lockstep.checkpoint import kept_steps
 
 torch.set_num_threads(1)
+copy_all = kept_steps.copy_to_each
+
+
+def copy_or_die(places, sources):
+    half = len(places) // 2
+    copy_all(places[:half], sources[:half])
+    try:
+        os.unlink("kill one that copies")
+    except FileNotFoundError:
+        copy_all(places[half:], sources[half:])
+    else:  # this rank was the first to see the file
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+kept_steps.copy_to_each = copy_or_die
 random = torch.Generator().manual_seed(0)
 data = TensorDataset(
     torch.randn(960, 32, generator=random), torch.randint(5, (960,), generator=random)
@@ -69,6 +94,19 @@ def descendants(pid: int) -> dict[str, list[psutil.Process]]:
     return {"zygote": [zygote], "ranks": ranks, "workers": workers}
 
 
+def num_files(process: psutil.Process) -> dict[str, int]:
+    """How many files a process has open, of each kind: files in memory, sockets, pipes."""
+    counted: dict[str, int] = {}
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            target = os.readlink(descriptor)  # such as "socket:[123]", or the path of a log
+            kind = target.partition(":[")[0].partition(" ")[0]
+            if kind.endswith(".log"):  # each attempt has its own
+                kind = "log"
+            counted[kind] = counted.get(kind, 0) + 1
+    return counted
+
+
 def attempt_and_step(folder: Path) -> tuple[int, int]:
     """The last line that rank 0 has written."""
     lines = (folder / "steps").read_text().splitlines() if (folder / "steps").exists() else []
@@ -81,7 +119,7 @@ def attempt_and_step(folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (3, "fsdp")])
 def test_kills_at_random_moments(tmp_path: Path, size: int, strategy: str) -> None:
     drawn = random.Random(size)
-    epochs = str(max(4, 2 * KILLS))
+    epochs = str(5 * KILLS)  # of 20 steps each: more than are made until the last kill
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "script.py").write_text(SCRIPT)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -91,27 +129,51 @@ def test_kills_at_random_moments(tmp_path: Path, size: int, strategy: str) -> No
 
     flags = [f"--nproc={size}", f"--strategy={strategy}", "--ledger=ledger"]
     flags += [f"--max-restarts={KILLS}"]
-    descriptors: list[int] = []
+    files_of_launcher = []
+    files_of_zygotes: dict[int, list[dict[str, int]]] = {}
+    kinds: list[str] = []
     kept: list[int] = []
-    with Launched([*run, *flags, "script.py", epochs], cwd=tmp_path) as launched:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    with Launched([*run, *flags, "script.py", epochs], cwd=tmp_path, env=env) as launched:
         for number in range(KILLS):
             deadline = time.monotonic() + HANG_S
             while attempt_and_step(tmp_path)[0] < number:  # this attempt has finished a step
                 assert time.monotonic() < deadline, launched.said
                 assert launched.wait(0.01) is None, launched.said
-            descriptors.append(psutil.Process(launched.pid).num_fds())
+            found = descendants(launched.pid)
+            # Nothing of the attempt before is left: neither processes nor open files.
+            assert len(found["ranks"]) == size
+            assert len(found["workers"]) <= size
+            files_of_launcher.append(num_files(psutil.Process(launched.pid)))
+            (zygote,) = found["zygote"]
+            files_of_zygotes.setdefault(zygote.pid, []).append(num_files(zygote))
             time.sleep(drawn.uniform(0, MAX_DELAY_S))
             found = descendants(launched.pid)
-            kind = drawn.choice(["rank", "rank", "two ranks", "worker", "zygote"])
+            kinds.append(drawn.choice(["rank", "copying", "two ranks", "worker", "zygote"]))
+            if kinds[-1] == "copying":
+                kept.append(attempt_and_step(tmp_path)[1])
+                (tmp_path / "kill one that copies").touch()
+                continue
             victims = {
                 "rank": drawn.sample(found["ranks"], 1),
                 "two ranks": found["ranks"][:2],
                 "worker": found["workers"][:1],
                 "zygote": found["zygote"],
-            }[kind]
+            }[kinds[-1]]
             kept.append(attempt_and_step(tmp_path)[1])
-            for victim in victims or found["ranks"][:1]:
-                victim.send_signal(signal.SIGKILL)
+            for victim in victims:
+                with contextlib.suppress(psutil.NoSuchProcess):  # the epoch of a worker has ended
+                    victim.send_signal(signal.SIGKILL)
+            # A worker that has nothing more to do is not missed.
+            while kinds[-1] == "worker" and attempt_and_step(tmp_path)[0] == number:
+                step = attempt_and_step(tmp_path)[1]
+                if step > kept[-1] + STEPS_AHEAD:
+                    kept[-1] = step
+                    found["ranks"][0].send_signal(signal.SIGKILL)
+                    break
+                time.sleep(0.01)
         done = launched.finish()
     assert done.returncode == 0, done.stderr
     (weights,) = [line.split()[-1] for line in done.stdout.splitlines() if "WEIGHTS" in line]
@@ -123,4 +185,8 @@ def test_kills_at_random_moments(tmp_path: Path, size: int, strategy: str) -> No
     assert len(begun) == KILLS
     for step, seen in zip(begun, kept, strict=True):
         assert step >= seen - 1, (begun, kept)
-    assert len(set(descriptors)) == 1
+    assert all(files == files_of_launcher[0] for files in files_of_launcher), files_of_launcher
+    for files_of_one in files_of_zygotes.values():
+        assert all(files == files_of_one[0] for files in files_of_one), files_of_one
+    left = {path.name for path in temporary.iterdir()}
+    assert {name for name in left if not NOT_OURS.fullmatch(name)} == set()

@@ -172,6 +172,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--nproc", "gpus", "t.py"), "--nproc gpus"),
         (("--nnodes", "x", "t.py"), "not a number of machines"),
         (("--max-restarts", "x", "t.py"), "invalid int value"),
+        (("--keep-in-memory", "t.py"), "nothing would read what is kept"),
+        (("--slurm", "--keep-in-memory", "t.py"), "nothing would read what is kept"),
         (("--start-method", "magic", "t.py"), "invalid choice"),
         pytest.param(
             ("--signals-to-handle", "SIGFOO", "t.py"),
@@ -193,6 +195,15 @@ def test_wrong_use(arguments: tuple[str, ...], text: str) -> None:
     assert result.exit_code == 2
     assert text in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_job_of_slurm_keeps_steps_in_memory() -> None:
+    result = run(
+        "--slurm", "--nproc=2", "--keep-in-memory", "--max-restarts=3", "--dry-run", "t.py"
+    )
+    assert result.exit_code == 0, result.output
+    assert "lockstep run --nproc=2 --keep-in-memory --max-restarts 3 t.py" in result.output
 
 
 @pytest.mark.usefixtures("folder")

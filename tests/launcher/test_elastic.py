@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from launched import Launched, launch
+from namespaces import Machine, enter, three_machines
 from problems import difference
 from safetensors.torch import load_file
 
@@ -192,5 +195,104 @@ def test_one_of_three_machines_is_lost_and_one_joins_and_every_bit_is_the_same(
     assert whole.returncode == 0, whole.stderr
     disturbed = load_file(tmp_path / "disturbed.safetensors")
     undisturbed = load_file(tmp_path / "undisturbed.safetensors")
+    for name, value in undisturbed.items():
+        assert torch.equal(disturbed[name], value), name
+
+
+# Each machine has a disk of its own. In step 6 the first one, which has rank 0, is cut off.
+CUT_OFF = """
+import os, sys, time
+import torch, torch.nn.functional as F, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+random = torch.Generator().manual_seed(0)
+data = TensorDataset(
+    torch.randn(96, 8, generator=random), torch.randint(3, (96,), generator=random)
+)
+world = lockstep.init(seed=0, virtual_ranks=6)
+torch.manual_seed(1)
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=12, shuffle=True)
+model, optimizer, loader = world.prepare(model, optimizer, loader)
+state = {"model": model, "optimizer": optimizer, "loader": loader}
+checkpoint = world.checkpoint("checkpoints", every=4, **state)
+resumed = checkpoint.resume()
+for epoch in world.epochs(5):
+    for x, y in loader:
+        world.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint.step()
+        if world.step == 6 and not resumed and sys.argv[2:]:
+            world.print("NOW")
+            while not os.path.exists(sys.argv[2]):
+                time.sleep(0.01)
+        while world.step == 20 and world.size == 2:  # until all start again
+            time.sleep(0.01)
+lockstep.save_weights(model, sys.argv[1])
+world.close()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [5, 60])
+def test_one_of_three_machines_is_cut_off_for_a_while(tmp_path: Path, seconds: int) -> None:
+    """For 5 s: all wait. For 60 s: it is lost, and comes back with an old state on its disk."""
+    (tmp_path / "script.py").write_text(CUT_OFF)
+    script = [str(tmp_path / "script.py"), str(tmp_path / "disturbed"), str(tmp_path / "go on")]
+    flags = ["run", "--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-id=x", "--keep-in-memory"]
+    flags += ["--max-restarts=3", f"--ledger={tmp_path}/ledger"]
+    names = ["alpha", "beta", "gamma"]  # in their order, machines get their ranks
+
+    def node(machines: list[Machine], number: int) -> Launched:
+        last_call = 600 if number == 2 else 1
+        where = [f"--rdzv-endpoint={machines[2].address}:29888"]
+        where += [f"--rdzv-conf=last_call_timeout={last_call}"]
+        folder = tmp_path / names[number]
+        folder.mkdir(exist_ok=True)
+        return Launched(
+            [*flags, *where, *script],
+            cwd=folder,
+            env={**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"},
+            first=[partial(enter, machines[number].name, names[number])],
+            merged=True,
+        )
+
+    with (
+        three_machines() as machines,
+        node(machines, 2) as server,
+        node(machines, 1) as second,
+        node(machines, 0) as cut_off,
+    ):
+        cut_off.until("NOW")
+        with machines[0].unplugged():
+            (tmp_path / "go on").touch()
+            time.sleep(seconds)
+        if seconds == 5:
+            codes = [each.wait() for each in (server, second, cut_off)]
+            assert codes == [0, 0, 0], server.said
+        else:
+            assert "nothing heard from it for 10 s" in server.said
+            assert "starting the ranks of the other machines again" in server.said
+            assert "resumed from step 6 in memory" in second.said
+            assert cut_off.wait() not in (None, 0)
+            with node(machines, 0) as back:
+                codes = [each.wait() for each in (server, second, back)]
+                assert codes == [0, 0, 0], server.said
+            # Step 20 would have been kept with the next batch.
+            assert "resumed from step 19 in memory" in back.said, back.said
+            assert "the last checkpoint on disk is of step 4" in back.said
+    report = judge(tmp_path / "ledger")
+    assert [finding.code for finding in report.findings] == []
+    ranks = [3] if seconds == 5 else [3, 2, 3]
+    assert [each["ranks"] for each in report.attempts] == ranks
+
+    alone = ["run", "--nproc=1", str(tmp_path / "script.py"), str(tmp_path / "undisturbed")]
+    whole = launch(alone, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    disturbed = load_file(tmp_path / "disturbed")
+    undisturbed = load_file(tmp_path / "undisturbed")
     for name, value in undisturbed.items():
         assert torch.equal(disturbed[name], value), name

@@ -28,7 +28,7 @@ from lockstep.distributed.control_groups import available_memory
 from lockstep.errors import CheckpointError
 from lockstep.units import format_bytes
 
-ACTION = "resuming from memory"
+RESUMING_FROM_MEMORY = "resuming from memory"
 MAX_SHARE_OF_FREE_MEMORY = 0.8
 """What is sent to a machine may take this part of its free memory."""
 
@@ -74,7 +74,9 @@ def fetch_step(
     reading_of: dict[int, _Reading] = {}
     for each in sorted(set(machine_of_rank)):
         reading_of[each] = _plan_reading(kept, machine_of_rank, each)
-    run_on_all_ranks(collectives, ACTION, lambda: _check_memory(reading_of[machine], machine))
+    run_on_all_ranks(
+        collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(reading_of[machine], machine)
+    )
     random_states = _gather_random_states(collectives, kept)
     path_of_part: dict[str, str] = {}
     """Where the parts are that were sent to this machine. The keys are the ranks that have written
@@ -84,7 +86,7 @@ def fetch_step(
             _send(transfer)
         if topology.rank == transfer.receiver:
             path_of_part[str(transfer.part.rank)] = _receive(transfer, received)
-    paths_of_rank = gather_answers(collectives, ACTION, lambda: path_of_part)
+    paths_of_rank = gather_answers(collectives, RESUMING_FROM_MEMORY, lambda: path_of_part)
     for rank, paths in enumerate(paths_of_rank):
         if machine_of_rank[rank] == machine:
             path_of_part |= paths
@@ -95,7 +97,7 @@ def fetch_step(
         paths_here.append(part.path if is_here else path_of_part[str(part.rank)])
     return run_on_all_ranks(
         collectives,
-        ACTION,
+        RESUMING_FROM_MEMORY,
         lambda: read_step(
             paths_here, module_names, random_states, lacks_shards=reading.lacks_shards
         ),
@@ -157,7 +159,7 @@ def _check_memory(reading: _Reading, machine: int) -> None:
     available = available_memory()
     if available is not None and needed > MAX_SHARE_OF_FREE_MEMORY * available:
         raise CheckpointError(
-            ACTION,
+            RESUMING_FROM_MEMORY,
             f"{format_bytes(needed)} would have to be sent to this machine, which has "
             f"{format_bytes(available)} of free memory",
             "resume from the last checkpoint on disk",
@@ -178,7 +180,7 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
         return texts
 
     states: list[Any] = [None] * kept.copies[0].world_size
-    for texts in gather_answers(collectives, ACTION, read_held):
+    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_held):
         for rank, text in texts.items():
             states[int(rank)] = rng_state_from_text(text)
     return states

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,9 @@ class PartReport:
     rank: int
     """The rank that has written it."""
     world_size: int
-    folder: str
-    """The folder of the checkpoint that it belongs to."""
+    folders: list[str]
+    """The folder of the checkpoint that it belongs to. Its path may differ between machines: these
+    are all that it had."""
     writer_machine: int
     """The number that the machine of the rank that has written it had then."""
     writers_on_machine: int
@@ -112,7 +113,7 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
             step=seal.step,
             rank=facts["rank"],
             world_size=facts["world_size"],
-            folder=facts["folder"],
+            folders=facts["folders"],
             writer_machine=facts["machine"],
             writers_on_machine=facts["ranks_on_machine"],
             is_replica=facts["is_replica"],
@@ -126,16 +127,18 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
     return reports
 
 
-def choose_step(reports: Sequence[PartReport], folder: str) -> KeptStep | None:
+def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> KeptStep | None:
     """Returns the newest step that is complete; None: there is none.
 
     Args:
         reports: the parts in all areas.
-        folder: parts that belong to the checkpoints of another folder are left out.
+        folders: the paths of the folder of the checkpoint on the machines of the run, the same on
+            all ranks. Parts of which no path is among them belong to another checkpoint, and are
+            left out.
     """
     copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
-        if report.folder == folder:
+        if not set(report.folders).isdisjoint(folders):
             copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
     newest: KeptStep | None = None
     for (attempt, serial), copies in copies_of_step.items():

@@ -50,6 +50,7 @@ from lockstep.checkpoint.memory_area import Area, Seal
 from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.control_groups import available_memory
+from lockstep.distributed.topology import AREAS_PER_RANK, OWN_AREAS_PER_RANK
 from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.errors import CheckpointError, LockstepError, warn
 from lockstep.session.extension import Extension
@@ -63,9 +64,6 @@ MAX_SHARE_OF_FREE_MEMORY = 0.8
 MAX_SHARE_OF_LINK = 0.1
 """The part of the time that copies to another machine may take on the link between the machines,
 which the training itself uses too."""
-OWN_AREAS = 2
-AREAS_PER_RANK = 4
-"""Besides its own areas, a rank has two for copies of what a rank of another machine keeps."""
 NUM_WARM_UP_STEPS = 3
 """The first steps are slow, and in the second the layout may change: they are not measured."""
 NUM_MEASURED_STEPS = 8
@@ -116,6 +114,8 @@ class KeptSteps(Extension):
     ) -> None:
         topology = collectives.topology
         self.folder = str(folder.absolute())
+        self._folders: list[str] = []
+        """The paths that the folder has on the machines of the run."""
         self._collectives = collectives
         self._topology = topology
         self._step = step
@@ -180,7 +180,7 @@ class KeptSteps(Extension):
         areas = [Area(path) for path in self._topology.memory]
         for begin in range(0, len(areas), AREAS_PER_RANK):
             self._slots.append(areas[begin : begin + AREAS_PER_RANK])
-        self._own = self._slots[self._topology.local_rank][:OWN_AREAS]
+        self._own = self._slots[self._topology.local_rank][:OWN_AREAS_PER_RANK]
 
     def report(self) -> list[dict[str, Any]]:
         """Returns the reports of the areas that this rank looks after."""
@@ -194,14 +194,16 @@ class KeptSteps(Extension):
         """Returns the slots that this rank looks after: its own, and some that no rank has now."""
         return self._slots[self._topology.local_rank :: self._topology.local_size]
 
-    def start(self, attempt: int, resumed: KeptStep | None) -> None:
+    def start(self, attempt: int, folders: list[str], resumed: KeptStep | None) -> None:
         """Begins to keep steps; to be called when the training has its state.
 
         Args:
             attempt: a random number, the same on all ranks.
+            folders: the paths that the folder of the checkpoints has on the machines of the run.
             resumed: the step in memory that was resumed. None: the training goes on from elsewhere.
         """
         self._attempt = attempt
+        self._folders = folders
         self._serial = 0 if resumed is None else resumed.serial
         self._protected = set()
         if resumed is not None:
@@ -326,7 +328,7 @@ class KeptSteps(Extension):
         topology = self._topology
         all_facts = {
             **facts,
-            "folder": self.folder,
+            "folders": self._folders,
             "rank": topology.rank,
             "world_size": topology.size,
             "machine": topology.node_rank,
@@ -476,7 +478,7 @@ class KeptSteps(Extension):
         self._is_replica = all(answer["is_replica"] for answer in answers)
         places = [(answer["machine"], answer["local_rank"]) for answer in answers]
         partners = None if self._is_replica else find_partners(places, self._topology.rank)
-        num_areas = OWN_AREAS if partners is None else AREAS_PER_RANK
+        num_areas = OWN_AREAS_PER_RANK if partners is None else AREAS_PER_RANK
         answers_of_machine: dict[int, list[dict[str, Any]]] = {}
         for answer in answers:
             answer["needed"] = num_areas * answer["bytes"]
@@ -489,7 +491,9 @@ class KeptSteps(Extension):
         self._bytes_on_machine = sum(answer["bytes"] for answer in on_this_machine)
         if partners is not None:
             receiver, sender = partners
-            self._partner = self._open_partner_copies(own_slot[OWN_AREAS:], receiver, sender)
+            self._partner = self._open_partner_copies(
+                own_slot[OWN_AREAS_PER_RANK:], receiver, sender
+            )
         if self._serial > 1:
             return  # an earlier attempt has said it
         most = max(answer["needed"] for answer in answers)

@@ -44,7 +44,7 @@ from lockstep.checkpoint.find_latest import (
 )
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.host_copies import HostCopies
-from lockstep.checkpoint.kept_fetching import fetch_step
+from lockstep.checkpoint.kept_fetching import RESUMING_FROM_MEMORY, fetch_step
 from lockstep.checkpoint.kept_layout import Section, sections_of
 from lockstep.checkpoint.kept_reading import (
     RANDOM,
@@ -499,15 +499,20 @@ class Checkpoint:
         self.wait()
         if not self._all_ranks_keep_steps():
             self._kept = None
-        if self._kept is None:
+        kept = self._kept
+        if kept is None:
             return self._resume_from_disk()
-        self._attach(self._kept)
+        self._attach(kept)
         goes_back = self._has_resumed
-        attempt, resumed, note = self._resume_kept_step(self._kept)
+        answers = gather_answers(
+            self._collectives, RESUMING_FROM_MEMORY, lambda: self._report_memory(kept)
+        )
+        folders = sorted({answer["folder"] for answer in answers})
+        resumed, note = self._resume_kept_step(answers, folders)
         found = resumed is not None or self._resume_from_disk(note)
-        self._kept.start(attempt, resumed)
+        kept.start(int(answers[0]["attempt"]), folders, resumed)
         if goes_back:
-            self._kept.forget_others()
+            kept.forget_others()
         return found
 
     def _resume_from_disk(self, more: str = "") -> bool:
@@ -566,32 +571,35 @@ class Checkpoint:
 
     # Steps in memory
 
-    def _resume_kept_step(self, kept: KeptSteps) -> tuple[int, KeptStep | None, str]:
+    def _resume_kept_step(
+        self, answers: Sequence[Mapping[str, Any]], folders: Sequence[str]
+    ) -> tuple[KeptStep | None, str]:
         """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
 
+        Args:
+            answers: of all ranks, see `_report_memory`.
+            folders: the paths of the folder of the checkpoints, see `choose_step`.
+
         Returns:
-            A random number for this attempt, the same on all ranks; the step that was resumed, or
-            None; and if there was one that was not resumed, the end of a sentence that says why.
+            The step that was resumed, or None; and if there was one that was not resumed, the end
+            of a sentence that says why.
         """
-        action = "resuming from memory"
-        answers = gather_answers(self._collectives, action, lambda: self._report_memory(kept))
-        attempt = int(answers[0]["attempt"])
         reports = []
         for answer in answers:
             reports += [PartReport(**part) for part in answer["parts"]]
-        chosen = choose_step(reports, kept.folder)
+        chosen = choose_step(reports, folders)
         if chosen is None:
-            return attempt, None, ""
+            return None, ""
         step_on_disk, epoch_on_disk = answers[0]["disk"]
         # Of one step there may be two states: before and after what a loop does after an epoch.
         if (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch):
-            return attempt, None, f"; it is newer than step {chosen.step} in memory"
+            return None, f"; it is newer than step {chosen.step} in memory"
         where = f"step {chosen.step} in memory"
         with ExitStack() as received:
             try:
                 loaded = fetch_step(self._collectives, chosen, self._module_names(), received)
             except CheckpointError as error:
-                return attempt, None, f"; {where} cannot be read: {error.found}"
+                return None, f"; {where} cannot be read: {error.found}"
 
             def load() -> str:
                 """Loads the states if they fit; returns a sentence for the user."""
@@ -599,20 +607,21 @@ class Checkpoint:
                 check_fits(where, self._state, loaded)
                 return self._load_states(where, loaded)
 
-            note = run_on_all_ranks(self._collectives, action, load)
+            note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, load)
         if step_on_disk < 0:
             note += "; there is no checkpoint on disk"
         else:
             note += f"; the last checkpoint on disk is of step {step_on_disk}"
         self._announce_resumed(note)
-        return attempt, chosen, ""
+        return chosen, ""
 
     def _report_memory(self, kept: KeptSteps) -> dict[str, Any]:
         """Returns what this rank tells the others before they choose a step in memory.
 
         Returns:
-            "parts" has the parts that it has looked at (`PartReport`), "disk" step and epoch of the
-            latest checkpoint that it sees, -1 if it sees none, "attempt" a random number.
+            "parts" has the parts that it has looked at (`PartReport`), "folder" the path of the
+            folder here, "disk" step and epoch of the latest checkpoint in it, -1 if there is none,
+            "attempt" a random number.
         """
         latest = layout.latest(self.folder)
         kept.open()
@@ -621,6 +630,7 @@ class Checkpoint:
         self._has_resumed = True
         return {
             "parts": kept.report() if is_first else [],
+            "folder": kept.folder,
             "disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
             "attempt": secrets.randbits(63),
         }

@@ -39,6 +39,7 @@ from lockstep.run.machines.hosts import (
 from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
+from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
@@ -599,6 +600,9 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
     """
     from lockstep.run.start.script import check_script
 
+    # A job that waits in the queue for hours should not end with this error.
+    if ctx.params["keep_in_memory"]:
+        check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
     request = slurm_batch.JobRequest(
         nodes=options["nodes"] or 1,
         gpus_per_node=options["gpus_per_node"],

@@ -31,6 +31,11 @@ from lockstep.errors import SettingError
 Environ = Mapping[str, str]
 DEFAULT_PORT = 29500
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
+OWN_AREAS_PER_RANK = 2
+"""Files in memory in which a rank keeps steps: while one is being written, the other one holds the
+step before."""
+AREAS_PER_RANK = 2 * OWN_AREAS_PER_RANK
+"""As many again for what a rank of another machine keeps, in case that machine is lost."""
 
 # Of the ports that jobs get: below those that the kernel hands out.
 FIRST_JOB_PORT = 12288
@@ -85,8 +90,8 @@ class Topology:
     source: str = "one process"
     """What the place was read from, for messages: `torchrun`, `Slurm`, ..."""
     memory: tuple[str, ...] = ()
-    """Files in memory that the launcher keeps open: four for each rank that it has started on this
-    machine, in the order of their local ranks."""
+    """Files in memory that the launcher keeps open: AREAS_PER_RANK for each rank that it has
+    started on this machine, in the order of their local ranks."""
     keeps_every_step: bool = False
     """True if the user has asked the launcher that each step is kept in memory."""
     unknown: frozenset[str] = frozenset()

@@ -127,12 +127,10 @@ def launch_agent(
         JoinError: the machines of the run did not come together.
     """
     parameters = rendezvous_parameters(flags)
-    is_elastic = parameters.min_nodes < parameters.max_nodes
-    may_restart = flags.max_restarts > 0 or is_elastic
     with (
         explain_scarcity(plan.nproc),
         console_for(flags, plan.nproc) as console,
-        contextlib.closing(step_memory_for(plan, may_restart=may_restart)) as step_memory,
+        contextlib.closing(step_memory_for(plan, flags)) as step_memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
         contextlib.ExitStack() as at_end,
     ):

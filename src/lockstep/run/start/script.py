@@ -34,6 +34,7 @@ from lockstep.run.start.plan import (
 from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_collection
 from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, hidden_by, read_script
+from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
 from lockstep.run.start.worker import MACRO, Command, Script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
@@ -308,6 +309,8 @@ def _plan_on_this_machine(
     machine = read_machine()
     nproc = choose_nproc(flags.nproc_per_node, machine.cores, machine.gpus)
     check_flags(flags, nproc)
+    if spec.keep_in_memory:
+        check_keep_in_memory(flags)
     _, most_nodes = node_numbers(flags.nnodes)
     return make_plan(spec, machine, environ, nproc, one_node=most_nodes == 1), flags
 

@@ -6,15 +6,15 @@ the memory, so ranks that it starts again after a failure find the last complete
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
+from lockstep.distributed.topology import AREAS_PER_RANK
 from lockstep.errors import SettingError
 from lockstep.run.start.plan import LaunchPlan
+from lockstep.run.start.torchrun_flags import may_restart
 
-AREAS_PER_RANK = 4
-"""Two for what the rank keeps: while one is being written, the other one holds the step before. Two
-for what a rank of another machine keeps, in case that machine is lost."""
 AREA_BYTES_AT_FIRST = 4096
 """Ranks make an area larger as they need."""
 
@@ -70,28 +70,37 @@ class StepMemory:
             os.close(self._descriptors.pop())
 
 
-def step_memory_for(plan: LaunchPlan, *, may_restart: bool) -> StepMemory:
+def step_memory_for(plan: LaunchPlan, flags: argparse.Namespace) -> StepMemory:
     """Returns the memory for the ranks of this machine; without areas if nobody would read them.
 
     Args:
         plan: what is started here.
-        may_restart: True if the ranks may be started again.
-
-    Raises:
-        SettingError: the user has asked for it, and it is of no use or not possible.
+        flags: torchrun's flags.
     """
-    problem = _why_nothing_is_kept(plan, may_restart=may_restart)
-    if plan.keep_in_memory is True and problem is not None:
-        found, advice = problem
-        raise SettingError("--keep-in-memory", found, advice)
-    if plan.keep_in_memory is False or problem is not None:
+    is_refused = plan.keep_in_memory is False
+    if is_refused or _why_nothing_is_kept(flags) is not None:
         return StepMemory(0)
     return StepMemory(plan.nproc, keeps_every_step=plan.keep_in_memory is True)
 
 
-def _why_nothing_is_kept(plan: LaunchPlan, *, may_restart: bool) -> tuple[str, str] | None:
+def check_keep_in_memory(flags: argparse.Namespace) -> None:
+    """Checks that `--keep-in-memory`, which the user has given, can be done and is of use.
+
+    Args:
+        flags: torchrun's flags.
+
+    Raises:
+        SettingError: it cannot be done, or nothing would read what is kept.
+    """
+    problem = _why_nothing_is_kept(flags)
+    if problem is not None:
+        found, advice = problem
+        raise SettingError("--keep-in-memory", found, advice)
+
+
+def _why_nothing_is_kept(flags: argparse.Namespace) -> tuple[str, str] | None:
     """Returns why steps cannot be kept, or why that would be of no use, and what to do."""
-    if not may_restart:
+    if not may_restart(flags):
         return (
             "nothing would read what is kept: ranks that fail are not started again",
             "add --max-restarts 3, for example",

@@ -162,6 +162,16 @@ def node_numbers(nnodes: str) -> tuple[int, int]:
     return fewest, most
 
 
+def may_restart(flags: argparse.Namespace) -> bool:
+    """True if ranks are started again when one fails, or when machines leave or join.
+
+    Args:
+        flags: the flags that `parse_flags` returned.
+    """
+    fewest_nodes, most_nodes = node_numbers(flags.nnodes)
+    return flags.max_restarts > 0 or fewest_nodes < most_nodes
+
+
 def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     """Returns the rendezvous that torchrun's flags ask for.
 
