@@ -183,7 +183,12 @@ def with_files(count: int) -> None:
 
 def with_shared_memory(size: str) -> None:
     """It and its children have a /dev/shm of their own, such as `4k`; this takes root."""
-    libc, options = ctypes.CDLL(None), f"size={size}".encode()
+    with_disk(Path("/dev/shm"), f"size={size}")
+
+
+def with_disk(folder: Path, options: str) -> None:
+    """It and its children find a disk of their own (tmpfs(5)) at a folder; this takes root."""
+    libc = ctypes.CDLL(None)
     assert libc.unshare(_CLONE_NEWNS) == 0
     assert libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-    assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options) == 0
+    assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, options.encode()) == 0

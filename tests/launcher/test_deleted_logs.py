@@ -1,12 +1,14 @@
-"""A run whose logs are deleted while it goes on: its failures are told as of any other."""
+"""A run whose logs are deleted, or fill the disk: its failures are told as of any other."""
 
 from __future__ import annotations
 
+import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launched import launch, with_disk
 
 pytestmark = pytest.mark.launcher
 
@@ -71,3 +73,34 @@ def test_a_hang_is_reported_although_the_logs_are_deleted(tmp_path: Path) -> Non
     assert "deadlock: ranks 0-1 wait in collectives that do not match" in said
     assert "script.py:12: dist.barrier() if rank == 1" in said
     assert list(tmp_path.glob("logs/*/attempt_0/hang.txt"))
+
+
+FILL = """
+import os
+restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+for _ in range(200):
+    print("x" * 2000, flush=True)
+if restarts == "0" and os.environ["RANK"] == "1":
+    raise ValueError("its first life")
+print("END", restarts)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+@pytest.mark.parametrize("disk", ["size=500k", "nr_inodes=12"])
+def test_logs_that_fill_the_disk_keep_no_run_from_going_on(tmp_path: Path, disk: str) -> None:
+    """Neither the present attempt nor the next one."""
+    (tmp_path / "script.py").write_text(FILL)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    run = ["run", "--nproc=3", "--max-restarts=1", "script.py"]
+    env = {**os.environ, "TMPDIR": str(logs)}
+    done = launch(run, tmp_path, env=env, first=[partial(with_disk, logs, disk)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("END 1") == 3
+    full = re.findall("attempt_(.): No space left on device: the logs there end", done.stderr)
+    assert full == ["0", "1"]
+    assert "FIRST FAILURE: rank 1" in done.stderr
+    assert "  ValueError: its first life\n" in done.stderr
+    assert done.stderr.count("Traceback") == 1

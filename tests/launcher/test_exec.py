@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from lockstep.run.start.exec_hook import EXECUTED, with_hook
+from lockstep.run.start.exec_hook import EXECUTED, option_without_hook, with_hook
 
 pytestmark = pytest.mark.launcher
 
@@ -77,6 +77,7 @@ def test_what_the_new_program_raises_is_recorded(tmp_path: Path) -> None:
         "os.execv(sys.executable, [sys.executable, *sys.argv])",
         "os.execve(sys.executable, [sys.executable, '-u', *sys.argv], os.environ)",
         "os.execlp(sys.executable, sys.executable, *sys.argv)",
+        "__import__('posix').execv(sys.executable, [sys.executable, *sys.argv])",
         "os.execv('/bin/sh', ['sh', '-c', 'exec \"$0\" \"$@\"', sys.executable, *sys.argv])",
     ],
 )
@@ -88,6 +89,40 @@ def test_a_hang_of_the_new_program_is_reported(tmp_path: Path, execute: str) -> 
     assert done.returncode == 70, done.stderr
     assert "deadlock: ranks 0-1 wait in collectives that do not match" in done.stderr
     assert "script.py:9: dist.barrier() if rank == 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        (["/usr/bin/python3.11", "-I", "train.py"], "-I"),
+        (["python", "-u", "-sE", "train.py", "-x"], "-sE"),
+        (["python", "-W", "E", "-X", "utf8", "-S"], "-S"),
+        (["python", "-WE", "-Xint_max_str_digits=0", "-u", "train.py", "-I"], ""),
+        (["python", "-m", "pkg", "-I"], ""),
+        (["python", "-c", "pass", "-I"], ""),
+        (["grep", "-E", "x"], ""),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_options_with_which_an_interpreter_would_not_be_watched(
+    line: list[str], option: str
+) -> None:
+    assert option_without_hook(line) == option
+
+
+@pytest.mark.thorough
+def test_an_interpreter_that_cannot_be_watched_is_told_and_what_it_raises_is_read(
+    tmp_path: Path,
+) -> None:
+    again = AGAIN.replace("[sys.executable, *sys.argv]", "[sys.executable, '-I', *sys.argv]")
+    (tmp_path / "script.py").write_text(again + "{}['key'] if rank == 1 else dist.barrier()\n")
+    done = launch(["run", "--nproc", "2", "script.py"], tmp_path)
+    assert done.returncode == 1
+    assert "os.exec*: python -I" in done.stderr
+    assert "neither notices when it hangs" in done.stderr
+    assert "FIRST FAILURE: rank 1" in done.stderr
+    assert "The last traceback in its standard error: KeyError: 'key'" in done.stderr
 
 
 def test_a_program_that_cannot_be_executed_leaves_the_rank_as_it_was(tmp_path: Path) -> None:

@@ -59,7 +59,11 @@ from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
 from lockstep.run.start.zygote import Event, Zygote
 from lockstep.run.watch.dataclass_json import from_values
-from lockstep.run.watch.error_record import TORCH_ERROR_FILE_VARIABLE, read_error
+from lockstep.run.watch.error_record import (
+    TORCH_ERROR_FILE_VARIABLE,
+    read_error,
+    readable_torch_file,
+)
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, create_evidence_memory
 from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
 from lockstep.run.watch.failure_report import render_briefly, render_failure
@@ -377,7 +381,8 @@ class Agent(api.SimpleElasticAgent):
         """Asks the zygote for a rank and adds it to the attempt; does not wait until it runs."""
         rank = worker.global_rank
         process = Process(rank, worker.local_rank, attempt.folder / f"rank_{rank}")
-        process.folder.mkdir(parents=True)
+        with contextlib.suppress(OSError):  # the disk is full, which the console says
+            process.folder.mkdir(parents=True)
         if can_hold_evidence(self._plan.nproc):
             process.evidence_memory = create_evidence_memory(process.folder)
         is_only_rank = attempt.world_size == 1
@@ -862,15 +867,21 @@ class Agent(api.SimpleElasticAgent):
 
         Evidence are the files in which a rank notes its steps, and the exception that ends it.
         """
+        ranks_of_problem: dict[str, list[int]] = {}
         for process in attempt.processes:
             if process.evidence_memory is None:
                 continue
             try:
                 process.evidence_memory.keep()
             except OSError as error:
-                self._announce(f"rank {process.rank}: {process.folder}: {error.strerror}")
+                ranks_of_problem.setdefault(str(error.strerror), []).append(process.rank)
             process.evidence_memory.close()
             process.evidence_memory = None
+        for problem, ranks in ranks_of_problem.items():
+            self._announce(
+                f"{attempt.folder}: {problem}: the stacks and exceptions of {format_ranks(ranks)} "
+                "are not kept there"
+            )
 
     # What the user asks for by signals
 
@@ -1127,7 +1138,7 @@ def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
             local_rank=process.local_rank,
             pid=process.pid or 0,
             exitcode=process.code,
-            error_file=str(process.folder / _ELASTIC_ERROR_FILE_NAME),
+            error_file=readable_torch_file(process.folder / _ELASTIC_ERROR_FILE_NAME),
         )
     return failures
 

@@ -169,6 +169,8 @@ class Console:
         self._sinks = open_sinks(environ, stdout, stderr)
         self._streams: list[_Stream] = []
         self._announcements: deque[str] = deque()
+        self._full_folders: set[Path] = set()
+        """Those for which it was announced that nothing more can be written."""
         self._ranks_by_last_words: dict[bytes, list[int]] = {}
         """The keys are last words without their numbers."""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -265,10 +267,25 @@ class Console:
                 error_file=error_file or Evidence.in_folder(folder).error,
                 recent=recent if name == "stderr" else None,
             )
+            try:
+                stream.open_log()
+            except OSError as os_error:
+                self._note_full_disk(stream, os_error)
             self._streams.append(stream)
         self._wake_up()
         output, error = rank_descriptors
         return _copy_standard_input(), output, error
+
+    def _note_full_disk(self, stream: _Stream, error: OSError) -> None:
+        """Announces that a log cannot be written; once for the logs of an attempt."""
+        folder = stream.log.parent.parent
+        if folder not in self._full_folders:
+            self._full_folders.add(folder)
+            self._announcements.append(
+                f"lockstep: {folder}: {error.strerror}: the logs there end where nothing more can "
+                f"be written, the first of them is {stream.log.name} of rank {stream.rank}; the "
+                "training goes on. --log-dir names another folder"
+            )
 
     def announce(self, text: str) -> None:
         """Writes lines of the launcher itself, above the status row; from any thread."""
@@ -392,9 +409,7 @@ class Console:
             stream.write_files(data, lines)
         except OSError as error:
             stream.close_files()
-            self._announcements.append(
-                f"lockstep: rank {stream.rank}: {stream.log.name} ends here: {error.strerror}"
-            )
+            self._note_full_disk(stream, error)
         if stream.sink is None:
             return
         if stream.prefix:
@@ -521,8 +536,17 @@ class _Stream:
     """When something came last (monotonic): last words are shown when no more come."""
 
     def __post_init__(self) -> None:
-        self._file: IO[bytes] | None = open(self.log, "ab", buffering=0)  # noqa: SIM115
+        self._file: IO[bytes] | None = None
         self._filtered_log = self.log.parent.with_name(f"filtered_{self.log.name}")
+
+    def open_log(self) -> None:
+        """Opens the files that it is written to.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.log, "ab", buffering=0)  # noqa: SIM115
         if self.filters:
             self._filtered_log.touch()
 

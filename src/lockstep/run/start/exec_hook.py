@@ -7,6 +7,7 @@ to the launcher (heartbeat, stacks, exceptions).
 So `os.execv` and `os.execve`, which all functions `os.exec*` call, put the folder `executed` at the
 front of PYTHONPATH. A Python interpreter imports `sitecustomize` from there at its start (see the
 module `site`). That takes the folder away again, and installs the probe once torch is imported.
+With some of its options the interpreter does not do that, which is said.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import posix
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import warn
 from lockstep.run.watch.evidence import EVIDENCE_VARIABLE, FOLDER_VARIABLE, Evidence
 
 EXECUTED = "LOCKSTEP_EXECUTED"
@@ -27,6 +31,11 @@ _HOOK_FOLDER = str(Path(__file__).with_name("executed"))
 _PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 _HEARTBEAT_MAGIC_BYTES = 8
+_PYTHON_PATTERN = re.compile(r"python[\d.]*")
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_OPTIONS_BEFORE_PROGRAM = ("-c", "-m")
+_OPTIONS_WITHOUT_HOOK = frozenset("EIS")
+"""Python's options to ignore its environment variables (E, I), and not to import `site` (S)."""
 
 
 def watch_executed(evidence: Evidence) -> None:
@@ -47,6 +56,16 @@ def watch_executed(evidence: Evidence) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
             original_execve(path, argv, env)
+        option = option_without_hook(argv)
+        if option:
+            warn(
+                f"os.exec*: python {option}",
+                "this option keeps the interpreter from importing what watches a rank, so that "
+                "lockstep run neither notices when it hangs nor knows its steps",
+                f"leave out {option}; variables that it is to ignore, such as PYTHONPATH, can be "
+                "taken out of os.environ",
+                on_this_rank=True,
+            )
         # The heartbeat of this program says nothing about the new one, which has none at first.
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
@@ -60,6 +79,33 @@ def watch_executed(evidence: Evidence) -> None:
 
     os.execv = execv  # type: ignore[assignment]
     os.execve = execve  # type: ignore[assignment]
+    # `os` has them from there.
+    posix.execv = execv  # type: ignore[assignment]
+    posix.execve = execve  # type: ignore[assignment]
+
+
+def option_without_hook(argv: Sequence[Any]) -> str:
+    """Returns the option with which a Python interpreter would not import the hook; empty: none.
+
+    Args:
+        argv: a command line; of any program.
+    """
+    program, *words = [os.fsdecode(word) for word in argv] or [""]
+    if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
+        return ""
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+            continue
+        is_option = word.startswith("-") and word != "-"
+        if not is_option or word.startswith(_OPTIONS_BEFORE_PROGRAM):
+            return ""
+        is_value = word in _OPTIONS_WITH_VALUE
+        has_value_inside = word.startswith(_OPTIONS_WITH_VALUE)
+        if not has_value_inside and not _OPTIONS_WITHOUT_HOOK.isdisjoint(word):
+            return word
+    return ""
 
 
 def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:

@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from lockstep.run.start.process_exit import exit_now, exit_process
 from lockstep.run.start.rank_imports import import_for_ranks
 from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import large_modules, read_script
-from lockstep.run.start.zygote import FreshZygote, Zygote, serve
+from lockstep.run.start.zygote import FreshZygote, Zygote, serve, unnamed_file
 from lockstep.wording import count_noun, format_ranks
 
 if TYPE_CHECKING:
@@ -287,7 +286,7 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     # starts. As plain bytes it can be pickled. Nobody else can read it: the file has no name.
     preparation["authkey"] = bytes(preparation["authkey"])
     path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
-    with tempfile.TemporaryFile() as file:
+    with unnamed_file() as file:
         pickle.dump(preparation, file)
         file.write(pickled_call)
         file.flush()

@@ -40,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
 from lockstep.run.start.job_control import set_foreground_group
@@ -154,7 +154,7 @@ class Zygote:
             "own_session": own_session,
             "command": list(command),
         }
-        with tempfile.TemporaryFile() as file:  # the request may be too long for a message
+        with unnamed_file() as file:  # the request may be too long for a message
             file.write(json.dumps(request).encode())
             file.flush()
             try:
@@ -705,6 +705,16 @@ def _read_request(files: list[int]) -> dict[str, Any]:
     size = os.fstat(request_file).st_size
     request: dict[str, Any] = json.loads(os.pread(request_file, size, 0))
     return request
+
+
+def unnamed_file() -> IO[bytes]:
+    """Returns an empty file that other processes get by its descriptor alone.
+
+    It is in memory if the system has such files: the disk with the temporary folder may be full.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("lockstep-request"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def control_sockets() -> tuple[socket.socket, socket.socket]:

@@ -120,6 +120,22 @@ def _write_for_torch(record: ErrorRecord, path: Path) -> None:
     write_in_place(path, json.dumps({"message": message}))
 
 
+def readable_torch_file(path: Path) -> str:
+    """Returns the path of a file in the form of torch's `record` decorator.
+
+    Returns:
+        An empty text if torch could not read it: there is none, or only a part of it, because the
+        disk was full.
+    """
+    try:
+        message = json.loads(path.read_text())["message"]
+        if not isinstance(message, str):
+            int(message["extraInfo"]["timestamp"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+    return str(path)
+
+
 def read_error(evidence: Evidence) -> ErrorRecord | None:
     """Reads what `record_error` wrote into a rank's files; None if it wrote nothing."""
     try:
