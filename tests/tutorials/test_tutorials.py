@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import namespaces
 import pytest
 import torch
 from launched import launch
@@ -146,6 +147,40 @@ def test_the_commands_of_two_machines(
     printed, _ = finish(python(tmp_path, *line, "0"))
     finish(second)
     assert "epoch 1: loss " in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["python", "lockstep run"])
+def test_two_machines_whose_names_mean_loopback(launcher: str, tmp_path: Path) -> None:
+    """As many systems are installed; of several interfaces, the address in `tcp://` says which."""
+    command = {"python": [], "lockstep run": ["-m", "lockstep", "run"]}[launcher]
+    processes = []
+    with namespaces.two_machines() as machines, machines[0].with_container():
+        for rank, machine in enumerate(machines):
+            hosts = tmp_path / f"hosts-{rank}"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
+            named = f'hostname {machine.name} && mount --bind {hosts} /etc/hosts && exec "$0" "$@"'
+            there = ["ip", "netns", "exec", str(machine.name), "unshare", "--mount", "--uts"]
+            where = f"tcp://{machines[0].address}:12345"
+            line = [listing("distributed_with_lockstep.py"), *BY_HAND[:2], "-im", where, "-ws", "2"]
+            processes.append(
+                subprocess.Popen(
+                    [*there, "sh", "-c", named, sys.executable, *command, *line, "-rn", str(rank)],
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            (printed, said), _ = [finish(process) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert "2 processes on 2 hosts" in printed
+    assert "epoch 1: loss " in printed, said
+    assert f"lan ({machines[0].address}) reaches the master" in printed
 
 
 # One script for many listings

@@ -96,6 +96,8 @@ def open_group(
     timeout_or_default = timeout or default_pg_timeout
     store.set_timeout(timeout_or_default)  # it has the timeout of the join, which may be too short
     addresses = network.local_addresses()
+    if topology.is_set_by_hand and not topology.one_node:
+        interface.forget_loopback_of_launcher(addresses)
     name, reason = interface.choose_interface(
         os.environ,
         addresses,

@@ -183,6 +183,21 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
             _variables_set_here.append(variable)
 
 
+def forget_loopback_of_launcher(addresses: Addresses) -> None:
+    """Unsets GLOO_SOCKET_IFNAME if `lockstep run` has set it to loopback.
+
+    It does so for a process that is alone in its run. If the script itself has this process join
+    those of other machines (`tcp://`), Gloo has to reach them.
+
+    Args:
+        addresses: the IP addresses of each interface, by its name.
+    """
+    name = os.environ.get(GLOO_INTERFACE, "")
+    is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
+    if is_loopback and os.environ.get("LOCKSTEP_LAUNCHER"):
+        del os.environ[GLOO_INTERFACE]
+
+
 def use_nccl_interfaces(value: str) -> None:
     """Makes the NCCL of this process talk over some interfaces, until `use_gloo_interface(None)`.
 

@@ -232,7 +232,7 @@ def _find_topology(
         local_rank=rank if all_on_this_machine else 0,
         local_size=world_size if all_on_this_machine else 1,
         node_rank=0 if all_on_this_machine else rank,
-        master_addr=environ.get("MASTER_ADDR"),
+        master_addr=master_host,
         master_port=port(environ),
         source=SET_BY_SCRIPT,
         unknown=frozenset(unknown),
@@ -255,9 +255,13 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
     # A store may outlive this run. The next one must not find the requests of this one there, so
-    # keys contain the launcher's run and restart, and the number of this join.
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    # keys contain the launcher's run and restart, and the number of this join. If the script has
+    # numbered the processes, each may have a launcher of its own, and another run of it.
+    run_id = ""
+    restart_count = ""
+    if not topology.is_set_by_hand:
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+        restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return join(
         topology,
         settings.init_method,
