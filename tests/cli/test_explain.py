@@ -37,7 +37,7 @@ def test_several_are_listed_and_one_is_told():
     listed = explain("batchnorm")
     assert "LS306" in listed
     assert "LS307" in listed
-    assert listed.endswith("\nlockstep explain LS306 says more of one of them.\n")
+    assert listed.endswith("\nTo read one of them: lockstep explain LS306\n")
     assert explain("BatchNorm", "micro-batch").startswith("LS307:")
     assert explain("LS399").startswith("There is no LS399; the nearest is:\nLS309:")
 

@@ -55,7 +55,7 @@ def test_what_stands_between_machines_is_found(made: Cluster, tmp_path: Path) ->
     assert set(wrong) == {"clocks", "links", "folder", "data"}
     assert wrong["clocks"].startswith("node2 is 36")
     assert wrong["data"].startswith("differs: part ")
-    assert wrong["folder"] == "not shared: what is written is not seen on node3"
+    assert wrong["folder"] == "not shared: files written there are not visible on node3"
     _, *ways = sorted(wrong["links"].split("; "))
     assert [way.partition(":")[0] for way in ways] == [
         "node1 to node3",

@@ -128,10 +128,10 @@ _LONG = "packets are longer than the way carries (MTU)"
 _PING = "ping -M do -s 1472 node2"
 BEFORE: dict[str, tuple[Plant, str, str]] = {
     "unreachable": (unplugged, "it does not answer", "ping node2"),
-    "another port": (another_port, "nothing listens for ssh there", "start sshd"),
+    "another port": (another_port, "no ssh server is listening there", "start sshd"),
     "host key changed": (another_host_key, "not the one that this machine knows", "-R node2"),
     "host key unknown": (no_host_key, "its host key is not known here", "config node2`"),
-    "no permission": (no_permission, "lets nobody in without a password", "ssh-copy-id node2"),
+    "no permission": (no_permission, "it requires a password", "ssh-copy-id node2"),
     "other Python": (python_runs(_OTHER_PYTHON), "Python 3.9 there", "install Python"),
     "other torch": (python_runs(_OTHER_TORCH), "torch 1.0 there", "install torch"),
     "no Python": (empty_in_place_of(BIN), "cannot be started there", "same path"),

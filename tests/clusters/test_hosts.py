@@ -212,7 +212,12 @@ def refused(command: Command, found: str, do: str, host: str = "node2") -> None:
 
 def test_several_hosts_are_told_in_one_error(run) -> None:
     command = run(LOOP, hosts="node1,node9,node8")
-    refused(command, "node9: there is no such name; node8: there is no", "spelling", "node9, node8")
+    refused(
+        command,
+        "node9: the name cannot be resolved; node8: the name",
+        "spelling",
+        "node9, node8",
+    )
 
 
 def test_a_folder_that_is_not_there(run, machines: Cluster, tmp_path: Path) -> None:

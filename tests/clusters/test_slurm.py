@@ -168,5 +168,5 @@ def test_a_job_that_slurm_refuses(jobs: Slurm, tmp_path: Path) -> None:
     line = ["run", "--slurm", "--sbatch", "--partition=nowhere", "train.py"]
     command = jobs.run(line, tmp_path)
     assert command.wait() == 2
-    assert "sbatch refuses the job" in command.said
+    assert "sbatch rejected the job" in command.said
     assert "nowhere" in command.said or "invalid partition" in command.said

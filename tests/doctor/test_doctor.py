@@ -68,12 +68,12 @@ PLANTED = [
     ("gpus", {"gpus": [GPU | {"free": 20}]}, WARNING, "free"),
     ("gpus", {"gpus": [GPU | {"ecc": 3}]}, ERROR, "3 memory errors"),
     ("gpus", {"gpus": [GPU | {"throttled": 0x40 | 0x4}]}, WARNING, "too hot (hardware)"),
-    ("gpus", {"gpus": [GPU, GPU | {"name": "T4"}]}, WARNING, "not alike"),
+    ("gpus", {"gpus": [GPU, GPU | {"name": "T4"}]}, WARNING, "of different kinds"),
     ("cores", {"allowed": 2, "quota": 2.5}, WARNING, "the control group allows 2.5"),
     ("cores", {"load": 60.0}, WARNING, "60.0 processes want them"),
-    ("memory", {"available": 1 << 30}, WARNING, "half a GiB"),
+    ("memory", {"available": 1 << 30}, WARNING, "0.5 GiB"),
     ("memory", {"group": 1 << 30}, WARNING, "its control group leaves 1 GiB"),
-    ("memory", {"group": 1 << 20}, ERROR, "no process with torch fits"),
+    ("memory", {"group": 1 << 20}, ERROR, "too little for one process with torch"),
     ("shared_memory", {"total": 64 << 20, "free": 64 << 20}, WARNING, "bus error"),
     ("shared_memory", {"free": 1 << 20}, WARNING, "nearly full"),
     ("shared_memory", {"writable": False}, ERROR, "may not write"),
@@ -84,7 +84,7 @@ PLANTED = [
     ("clock", {"time": 0.0}, ERROR, "1970-01-01"),
     ("disk", {"problem": "Permission denied", "speed": None}, ERROR, "Permission denied"),
     ("disk", {"speed": 1e7}, WARNING, "10 MB/s"),
-    ("disk", {"free": 1 << 30}, WARNING, "little for checkpoints"),
+    ("disk", {"free": 1 << 30}, WARNING, "not much for checkpoints"),
     ("disk", {"files": 10}, WARNING, "no more than 10 files"),
     ("disk", {"temporary_free": 1 << 20}, WARNING, "where logs go"),
     ("hostname", {"addresses": []}, WARNING, "does not resolve"),
@@ -93,12 +93,12 @@ PLANTED = [
     ("network", {"loopback_problem": "it is down"}, ERROR, "loopback does not work: it is down"),
     ("network", {"variables": {"GLOO_SOCKET_IFNAME": "eth7"}}, ERROR, "GLOO_SOCKET_IFNAME=eth7"),
     ("network", {"variables": {"NCCL_SOCKET_IFNAME": "ib"}}, ERROR, "NCCL_SOCKET_IFNAME=ib"),
-    ("network", {"mtu": 576}, WARNING, "packets are so short"),
+    ("network", {"mtu": 576}, WARNING, "packets are so small"),
     ("variables", {"RANK": "0", "WORLD_SIZE": "4"}, WARNING, "RANK=0, WORLD_SIZE=4"),
-    ("variables", {"CUDA_LAUNCH_BLOCKING": "1"}, WARNING, "every kernel is waited for"),
+    ("variables", {"CUDA_LAUNCH_BLOCKING": "1"}, WARNING, "every kernel runs synchronously"),
     ("variables", {"CUDA_VISIBLE_DEVICES": ""}, WARNING, "hides all GPUs"),
     ("token", {"problem": "others may read it", "do": "chmod"}, ERROR, "others may read"),
-    ("token", {"open": True}, WARNING, "whoever reaches the port"),
+    ("token", {"open": True}, WARNING, "anyone who can reach the port"),
     ("leftovers", {"shared": [["/dev/shm/torch_1_2_3", 5 << 20]]}, WARNING, "5 MiB in 1 file of"),
     ("leftovers", {"logs": [["/tmp/lockstep-logs-0/a", 1 << 30]]}, WARNING, "1024 MiB"),
 ]  # fmt: skip
@@ -152,7 +152,10 @@ def test_visible_gpus_that_cuda_cannot_use_are_no_gpus(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("others", "words"),
-    [({}, "no way to other machines"), ({"lan": ["10.0.0.1"]}, "no default route: lan (10.0.0.1)")],
+    [
+        ({}, "no route to other machines"),
+        ({"lan": ["10.0.0.1"]}, "no default route: lan (10.0.0.1)"),
+    ],
 )
 def test_a_machine_without_a_default_route(others: dict[str, list[str]], words: str) -> None:
     facts = SOUND["network"] | {"interface": None, "variables": {}}
@@ -325,7 +328,7 @@ def test_what_cannot_be_mended_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     facts = disk.gather(tmp_path) | {"exists": False, "folder": str(tmp_path / "file" / "runs")}
     [said] = doctor.fix({"disk": facts})
-    assert said.startswith("disk: cannot be mended: ")
+    assert said.startswith("disk: cannot be fixed: ")
     assert "Not a directory" in said
 
 

@@ -83,7 +83,7 @@ PLANTED = [
     ("links", of("a/links/b", {"error": "no answer within 5 s"}), ERROR, "a to b: no answer"),
     ("links", of("c/links/a", {"latency_s": 1, "stalled": True}), ERROR, "c to a: short messages"),
     ("links", of("b/links/c/bandwidth", 1e6), WARNING, "b to c is 120 times as slow as"),
-    ("folder", of("b/shared", False), WARNING, "not shared: what is written is not seen on b"),
+    ("folder", of("b/shared", False), WARNING, "not shared: files written there are not visible"),
     ("folder", of("a/shared", None), WARNING, "not known: a cannot write there"),
     ("script", of("b/script/digest", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
     ("token", of("b/checks/token/digest", None), WARNING, "digest 12ab on a, c, none on b"),
@@ -134,7 +134,7 @@ def test_machines_whose_facts_are_not_known_are_not_compared() -> None:
     found = machines()
     found["b"]["checks"]["software"] = LATE
     assert [judge(found)[name] for name in ("versions", "packages")] == [
-        (WARNING, "not known of b", "see what else is said of that machine")
+        (WARNING, "not known of b", "see the other findings about that machine")
     ] * 2
     found["c"]["checks"]["software"]["torch"] = "2.12.0"
     assert judge(found)["versions"].level == ERROR
@@ -184,7 +184,7 @@ def test_many_closed_ways_are_counted() -> None:
     assert links.level == ERROR
     assert links.found.count("no answer") == 5
     assert links.found.endswith("; and 1 more")
-    assert "not seen on b, c" in judge(found)["folder"].found
+    assert "not visible on b, c" in judge(found)["folder"].found
 
 
 def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
@@ -320,7 +320,7 @@ def test_a_machine_that_ssh_does_not_reach(tmp_path: Path) -> None:
     ended = launch(["doctor", "--hosts", "nowhere.invalid", "--ssh", "./ssh"], tmp_path)
     assert ended.returncode == 1
     assert "nowhere.invalid:\n  error    reached" in ended.stdout
-    assert "there is no such name" in ended.stdout
+    assert "the name cannot be resolved" in ended.stdout
     assert "Traceback" not in ended.stderr
 
 

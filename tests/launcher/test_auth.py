@@ -395,7 +395,7 @@ def test_a_node_that_sends_no_heartbeats_is_lost(
     monkeypatch.setattr(peer_connection, "HEARTBEAT_S", 0.02)
     talk = Talk(thread)  # its client sends no heartbeats
     until(lambda: talk.peers.node(1).state == LOST)
-    assert "nothing heard" in talk.peers.node(1).why
+    assert "no message" in talk.peers.node(1).why
     assert len(talk.said) == 1
     talk.close()
 

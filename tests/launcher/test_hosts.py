@@ -68,19 +68,19 @@ def test_a_hostfile_is_parsed(tmp_path: Path) -> None:
         ("", "a host's name is missing", "write node1,node2:4"),
         ("a,,b", "a host's name is missing", "write node1,node2:4"),
         ("a,", "a host's name is missing", "write node1,node2:4"),
-        ("-oProxyCommand=x", "'-oProxyCommand=x' is no host's name", "write node1,node2:4"),
-        ("a:0", "'0' is no number of processes", "node1:4"),
-        ("a:-1", "'-1' is no number of processes", "node1:gpu"),
-        ("a:", "'' is no number of processes", "node1:4"),
-        ("a b", "'a b' is no host's name", "there is no file 'a b'"),
-        ("a;b", "'a;b' is no host's name", "hostfile's name"),
-        ("my/hosts", "'my/hosts' is no host's name", "there is no file 'my/hosts'"),
-        ("a:4:4", "'a:4' is no host's name", "write node1,node2:4"),
-        ("fe80::1", "'fe80::1' is no host's name", "in brackets: [fe80::1]"),
-        ("2001:db8:0:1", "'2001:db8:0:1' is no host's name", "in brackets: [2001:db8:0:1]"),
-        ("2001:db8::a:abcd", "'2001:db8::a:abcd' is no host's name", "in brackets"),
-        ("::1,b", "'::1' is no host's name", "in brackets: [::1]"),
-        ("me@::1", "'me@::1' is no host's name", "in brackets: me@[::1]"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host name", "write node1,node2:4"),
+        ("a:0", "'0' is not a number of processes", "node1:4"),
+        ("a:-1", "'-1' is not a number of processes", "node1:gpu"),
+        ("a:", "'' is not a number of processes", "node1:4"),
+        ("a b", "'a b' is not a host name", "there is no file 'a b'"),
+        ("a;b", "'a;b' is not a host name", "hostfile's name"),
+        ("my/hosts", "'my/hosts' is not a host name", "there is no file 'my/hosts'"),
+        ("a:4:4", "'a:4' is not a host name", "write node1,node2:4"),
+        ("fe80::1", "'fe80::1' is not a host name", "in brackets: [fe80::1]"),
+        ("2001:db8:0:1", "'2001:db8:0:1' is not a host name", "in brackets: [2001:db8:0:1]"),
+        ("2001:db8::a:abcd", "'2001:db8::a:abcd' is not a host name", "in brackets"),
+        ("::1,b", "'::1' is not a host name", "in brackets: [::1]"),
+        ("me@::1", "'me@::1' is not a host name", "in brackets: me@[::1]"),
         ("a,a:2", "a and a are one machine", "once"),
         ("a,me@a", "a and me@a are one machine", "once"),
     ],
@@ -98,10 +98,10 @@ def test_a_text_that_names_no_host_is_refused(text: str, found: str, do: str) ->
         (b"node1 slots=x", "'slots=x' is not understood"),
         (b"node1 slots=", "'slots=' is not understood"),
         (b"node1 cores=4", "'cores=4' is not understood"),
-        (b"node1:4", "'node1:4' is no host's name"),
+        (b"node1:4", "'node1:4' is not a host name"),
         (b"node1 slots=0", "slots=0: there is no room for so many processes"),
         (b"node1 slots=4 max_slots=2", "slots=4 max_slots=2: there is no room"),
-        (b"-a", "'-a' is no host's name"),
+        (b"-a", "'-a' is not a host name"),
     ],
 )
 def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, line: bytes, found: str) -> None:
@@ -116,7 +116,7 @@ def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, line: bytes, found:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [(b"", "names no host"), (b"node\xff\n", "can't decode byte"), (b"a\na\n", "a and a are one")],
+    [(b"", "lists no hosts"), (b"node\xff\n", "can't decode byte"), (b"a\na\n", "a and a are one")],
 )
 def test_a_file_that_is_no_hostfile_is_refused(tmp_path: Path, text: bytes, found: str) -> None:
     (tmp_path / "hosts").write_bytes(text)
@@ -234,13 +234,17 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
             "ssh-keygen -R node1",
         ),
         ("Host key verification failed.", "not known here", "ssh me@node1"),
-        ("me@node1: Permission denied (publickey).", "without a password", "ssh-copy-id me@node1"),
-        ("ssh: Could not resolve hostname node1: Name", "no such name", "spelling"),
-        ("ssh: connect to host node1 port 22: Connection refused", "nothing listens", "sshd"),
+        ("me@node1: Permission denied (publickey).", "requires a password", "ssh-copy-id me@node1"),
+        ("ssh: Could not resolve hostname node1: Name", "cannot be resolved", "spelling"),
+        (
+            "ssh: connect to host node1 port 22: Connection refused",
+            "no ssh server is listening",
+            "sshd",
+        ),
         ("ssh: connect to host node1 port 22: Connection timed out", "not answer", "ping node1"),
         (
             "channel 0: open failed: connect failed: Connection refused\n" + UNKNOWN,
-            "nothing listens",
+            "no ssh server is listening",
             "sshd",
         ),
         (
@@ -266,17 +270,17 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
             "Connection timed out during banner exchange\n"
             "Connection to UNKNOWN port 65535 timed out",
             "it does not answer, or the jump host",
-            "reached from the jump host",
+            "reachable from the jump host",
         ),
         (
             "Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out",
-            "never says",
-            "sshd hangs",
+            "no ssh server answers",
+            "its sshd works",
         ),
         (
             "banner exchange: Connection to 10.0.0.1 port 22: Connection timed out",
-            "never says",
-            "sshd hangs",
+            "no ssh server answers",
+            "its sshd works",
         ),
         (
             "ssh_dispatch_run_fatal: Connection to 10.0.0.1 port 22: Connection timed out",
@@ -299,24 +303,28 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
             "drops",
             "MaxStartups",
         ),
-        ("nc: connect to 10.0.0.1 port 22: Connection refused\n" + UNKNOWN, "nothing", "sshd"),
+        (
+            "nc: connect to 10.0.0.1 port 22: Connection refused\n" + UNKNOWN,
+            "no ssh server",
+            "sshd",
+        ),
         ("zsh:1: command not found: nc\n" + UNKNOWN, "ProxyCommand", "~/.ssh/config"),
         (
             "2026/11/28 01:00:00 socat[1] E connect(5, AF=2 10.0.0.1:22, 16): Connection refused\n"
             + UNKNOWN,
-            "nothing listens",
+            "no ssh server is listening",
             "sshd",
         ),
         (
             "localhost [127.0.0.1] 2899 (?) : Connection refused\n" + UNKNOWN,
-            "nothing listens",
+            "no ssh server is listening",
             "sshd",
         ),
         (
             "bash: connect: Connection refused\n"
             "bash: line 1: /dev/tcp/10.0.0.1/22: Connection refused\n"
             "bash: line 1: 3: Bad file descriptor\n" + UNKNOWN,
-            "nothing listens",
+            "no ssh server is listening",
             "sshd",
         ),
         (

@@ -299,7 +299,7 @@ def test_a_run_without_a_token_is_announced_as_open(port: int) -> None:
     open_rendezvous(config(**static(port, 0)), said.append, {"LOCKSTEP_TOKEN": "none"}).close(
         "over"
     )
-    assert said == [f"LOCKSTEP_TOKEN=none: whoever reaches 127.0.0.1:{port} may join this run"]
+    assert said == [f"LOCKSTEP_TOKEN=none: anyone who can reach 127.0.0.1:{port} can join this run"]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
         ([node(0, round=1)], "node 1 of 2 has not come; here: node 0 on host host0"),
         (
             [node(0, round=2), node(1, 1, round=1)],
-            "node 1 on host host1 still ends its last start; here: node 0 on host host0, "
+            "node 1 on host host1 is still ending its previous start; here: node 0 on host host0, "
             "node 1 on host host1",
         ),
         (

@@ -238,7 +238,7 @@ def test_a_script_that_knows_only_torch_and_comers_that_are_turned_away(
     came = f"node 1 has already come: process {visitor.pid} on host beta"
     assert came in twin.said
     assert came in server.said
-    assert "the token differs: the node that serves has another one" in stranger.said
+    assert "the token differs: the serving node has another one" in stranger.said
     turned_away = f"a connection from {machines[1].address} was turned away: its token differs"
     assert turned_away in server.said
 

@@ -200,6 +200,6 @@ def test_a_pulled_cable_is_noticed_on_both_sides(
         with pytest.raises(Refusal, match="DistNetworkError"):
             pair[1].result()
         (on_server,), (on_visitor,) = both(pair, "lost")
-        assert re.match(r"node 1 on .*nothing heard", on_server)
-        assert re.match(r"node 0 on .*nothing heard", on_visitor)
+        assert re.match(r"node 1 on .*no message", on_server)
+        assert re.match(r"node 0 on .*no message", on_visitor)
         both(pair, "close", "the other node has left")

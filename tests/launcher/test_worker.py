@@ -182,7 +182,7 @@ def test_ranks_that_train_without_each_other_are_warned(tmp_path: Path, joined: 
     (tmp_path / "script.py").write_text(TRAINING + join * joined)
     done = launch(["run", "--nproc", "2", "script.py"], tmp_path)
     assert done.returncode == 0, done.stderr
-    text = "no process group was opened, but the optimizer took 1 step: each"
+    text = "no process group was opened, but the optimizer made 1 step: each"
     assert done.stderr.count(text) == (not joined)
 
 

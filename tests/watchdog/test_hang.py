@@ -1078,7 +1078,7 @@ def test_ranks_that_all_wait_for_data_are_reported() -> None:
 def test_a_rank_that_waits_for_its_threads_at_exit_shows_their_line() -> None:
     shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), script_frame(99))
     verdict = find_verdict(ended_rank(0), rank_state(1, shutdown, threads=(BUSY_STACK,)))
-    assert verdict.rows[1].does.startswith("has come to its end, and waits for a thread")
+    assert verdict.rows[1].does.startswith("has finished, and waits for one of its own threads")
     assert verdict.rows[1].line == BUSY_STACK[0]
 
 

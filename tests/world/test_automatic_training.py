@@ -337,7 +337,7 @@ def test_the_slow_rank_gets_less(results, case):
         assert shares == results[2][0][case]["shares"]
     said = results[2][0][case]["said"]
     shown = ":".join(map(str, shares))
-    assert re.search(rf"shares auto: 1:1 -> {shown}; a sample took rank 0 .*, rank 1 ", said)
+    assert re.search(rf"changed from 1:1 to {shown} \(time per sample: rank 0 .*, rank 1 ", said)
     assert "auto" not in results[2][1][case]["said"]
 
 
@@ -452,7 +452,8 @@ def test_the_devices_of_one_process(monkeypatch, settings):
     found, shares, loader, said = on_replicas(strategy=DP(replicas=2), **settings)
     assert difference(expected, found) < 1e-9
     assert shares == (1, 2)
-    assert "shares auto: 1:1 -> 1:2; a sample took device 0 2 s, device 1 1 s" in said
+    line = "shares auto: changed from 1:1 to 1:2 (time per sample: device 0 2 s, device 1 1 s)"
+    assert line in said
     assert loader.shares == (1,)
     if settings is AUTO:  # of 8 samples 3 and 5
         assert f"micro_batch_size auto: 8 samples at a time, of a part of {BATCH}" in said

@@ -239,7 +239,7 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
             descriptions.append(f"{describe_type(tree)} of {len(children)}")
         raise DataError(
             "results of several devices, to be joined",
-            f"they are not alike: {', '.join(descriptions)}",
+            f"they are of different kinds: {', '.join(descriptions)}",
             "return containers of the same length and keys whatever the samples are; what differs "
             "from sample to sample belongs into tensors with one row a sample",
         )

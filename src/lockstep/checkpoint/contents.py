@@ -61,7 +61,7 @@ def open_contents(
 
     Raises:
         CheckpointError: it cannot be read, or is not sound.
-        SettingError: there is no such name.
+        SettingError: the name cannot be resolved.
     """
     source = read_source(path, trust=trust, name=name, everything=everything, lazy=True)
     # A torch file may hold several dictionaries of tensors: the model's, and small ones such as

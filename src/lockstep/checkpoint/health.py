@@ -207,7 +207,7 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
 
     Raises:
         CheckpointError: it is no checkpoint, and cannot be read.
-        SettingError: there is no such name.
+        SettingError: the name cannot be resolved.
     """
     path = with_name(path)  # a checkpoint is recognised by the name of its folder
     checkpoints = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))

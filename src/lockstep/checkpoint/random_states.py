@@ -17,7 +17,7 @@ from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.distributed import seeding
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import warn
-from lockstep.wording import format_ranks
+from lockstep.wording import count_noun, format_ranks
 
 
 class CommonStream(Protocol):
@@ -102,20 +102,17 @@ class RandomStates:
             self._common_stream.set_common(copy_to_memory(known_states[0]))
             return ""
         if manifest.get("virtual_ranks") is not None:
-            return (
-                "; it was saved with virtual ranks, so model-side randomness (dropout) starts from "
-                "the seed"
-            )
+            return "; saved with virtual ranks: dropout's random state restarts from the seed"
         topology = self._collectives.topology
         world_size = manifest["world_size"]
         if world_size != topology.size:
             return (
-                f"; it was saved by {world_size} processes and this run has {topology.size}, so "
-                "model-side randomness (dropout) starts from the seed"
+                f"; saved by {count_noun(world_size, 'process')}, resumed on {topology.size}: "
+                "dropout's random state restarts from the seed"
             )
         # Of a step in memory, only the states of ranks on a lost machine are not known.
         is_known_for_all = states is not None and None not in states
         if not is_known_for_all:
-            return "; model-side randomness (dropout) starts from the seed"
+            return "; dropout's random state restarts from the seed"
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""

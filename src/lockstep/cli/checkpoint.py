@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 PATH_TYPE = click.Path(path_type=Path)
-name_option = click.option("--name", metavar="NAME", help="One model, if there are several.")
+name_option = click.option("--name", metavar="NAME", help="Which model to use if PATH has several.")
 trust_option = click.option(
     "--trust", is_flag=True, help="Read a pickled model, which runs code that is in it."
 )
@@ -39,9 +39,9 @@ REPAIR_TEXTS = {
 }
 
 
-@click.group(name="checkpoint", short_help="Looks at, converts, repairs checkpoints.")
+@click.group(name="checkpoint", short_help="Inspects, compares, converts and repairs checkpoints.")
 def command() -> None:
-    """Looks at, compares, converts and repairs checkpoints and weights.
+    """Inspects, compares, converts and repairs checkpoints and weights.
 
     A PATH is a safetensors file, a file of torch.save, the index of several of either, a folder of
     torch.distributed.checkpoint, a checkpoint of Lockstep, or the folder of a run, which stands for
@@ -57,21 +57,21 @@ def command() -> None:
     "--sort",
     type=click.Choice(["size", "file"]),
     default="size",
-    help="The largest first, or as stored.",
+    help="Show the largest tensors first, or in file order.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(0),
     default=40,
     metavar="ROWS",
-    help="The most rows to show; 0: all.",
+    help="Show at most this many rows; 0: all.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def inspect_command(
     ctx: click.Context, /, path: Path, sort: str, limit: int, as_json: bool, **reading: Any
 ) -> None:
-    """Shows what is in PATH, and whether it is whole.
+    """Shows what PATH contains, and whether it is complete and undamaged.
 
     Ends with 0, or with 1 if something is broken.
     """
@@ -93,11 +93,15 @@ def inspect_command(
 @click.argument("b", type=PATH_TYPE)
 @name_option
 @trust_option
-@click.option("--match", is_flag=True, help="Pair names that differ only in prefixes of wrappers.")
+@click.option(
+    "--match",
+    is_flag=True,
+    help="Match names that differ only in a wrapper's prefix, such as module.",
+)
 @click.option(
     "--training",
     is_flag=True,
-    help="Compare the tensors of the optimizer and the other training state too.",
+    help="Also compare the optimizer and the rest of the training state.",
 )
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, metavar="X", help="See --rtol.")
 @click.option(
@@ -105,9 +109,9 @@ def inspect_command(
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="Y",
-    help="Values are equal if |a - b| <= X + Y * |b|; with 0 only if they are the same.",
+    help="Values are equal if |a - b| <= X + Y * |b|; 0 and 0: if they are identical.",
 )
-@click.option("--all", "show_all", is_flag=True, help="Show the equal tensors too.")
+@click.option("--all", "show_all", is_flag=True, help="Also show equal tensors.")
 @click.pass_context
 def diff_command(
     ctx: click.Context,
@@ -120,7 +124,7 @@ def diff_command(
     rtol: float,
     **reading: Any,
 ) -> None:
-    """Says which tensors of A and B differ, and by how much.
+    """Lists the tensors that differ between A and B, and by how much.
 
     Ends with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
     """
@@ -177,13 +181,18 @@ def _print_differences(
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="For tensors of floating-point numbers.  [default: as they are]",
+    help="Convert floating-point tensors to this dtype.  [default: unchanged]",
 )
-@click.option("--prefix", metavar="TEXT", help="Put before every name.")
+@click.option("--prefix", metavar="TEXT", help="Add this prefix to every name.")
 @click.option(
-    "--remove-prefix", multiple=True, metavar="TEXT", help="Remove from names; repeatable."
+    "--remove-prefix",
+    multiple=True,
+    metavar="TEXT",
+    help="Remove this prefix from names; may be repeated.",
 )
-@click.option("--shard-size", default="5GB", metavar="SIZE", help="Maximum of a safetensors file.")
+@click.option(
+    "--shard-size", default="5GB", metavar="SIZE", help="Maximum size of a safetensors file."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def convert_command(
     source: Path,
@@ -195,7 +204,7 @@ def convert_command(
     overwrite: bool,
     **reading: Any,
 ) -> None:
-    """Writes the weights in IN to OUT, in full or not at all.
+    """Writes the weights of IN to OUT, completely or not at all.
 
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
@@ -231,12 +240,12 @@ def convert_command(
         _print(f"wrote   {file} ({_format_size(file.stat().st_size)})")
 
 
-@command.command("repair", short_help="Puts the folder of a run in order.")
+@command.command("repair", short_help="Repairs the checkpoints of a run.")
 @click.argument("folder", type=PATH_TYPE)
-@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be done.")
+@click.option("--yes", is_flag=True, help="Make the repairs; without it they are only listed.")
 @click.pass_context
 def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
-    """Says what is wrong in the FOLDER of a run or a checkpoint, and puts it in order with --yes.
+    """Lists what is wrong in FOLDER, of a run or a checkpoint, and repairs it with --yes.
 
     Ends with 0 if nothing is wrong any more. Complete checkpoints are not touched.
     """

@@ -21,20 +21,24 @@ if TYPE_CHECKING:
 
 @click.command(
     short_help="Checks whether machines are ready for a run.",
-    epilog="Exit codes: 0 ready for a run, 1 a check found an error.",
+    epilog="Exit code 0: ready to run; 1: a check failed.",
     context_settings={"allow_extra_args": True},
 )
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("."),
-              help="The folder for checkpoints.")  # fmt: skip
-@click.option("--fix", is_flag=True, help="Repair what can be repaired without root.")
+              help="The folder for checkpoints, whose disk is checked.")  # fmt: skip
+@click.option("--fix", is_flag=True, help="Fix what can be fixed without root.")
 @click.option("--hosts", metavar="HOSTS|FILE",
               help="Check these machines and the links between them.")  # fmt: skip
-@click.option("--script", metavar="FILE", help="With --hosts: compare it on all machines.")
+@click.option(
+    "--script", metavar="FILE", help="With --hosts: check that it is the same everywhere."
+)
 @click.option("--data", metavar="FILE|FOLDER",
-              help="With --hosts: compare it on all machines.")  # fmt: skip
-@click.option("--ssh", default="ssh", help="With --hosts: how to call ssh, such as ssh -F F.")
+              help="With --hosts: check that they are the same everywhere.")  # fmt: skip
+@click.option(
+    "--ssh", default="ssh", help="With --hosts: the ssh command, such as 'ssh -F config'."
+)
 @click.option("--json", "as_json", metavar="[FILE]", is_flag=False, flag_value="-",
-              help="Write the report there, or to stdout.")  # fmt: skip
+              help="Write the report to FILE, or to stdout.")  # fmt: skip
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -16,11 +16,11 @@ INDENT = "  "
 
 @click.command(name="explain", short_help="Explains a code such as LS303.")
 @click.argument("words", metavar="[CODE | WORDS]...", nargs=-1)
-@click.option("--markdown", is_flag=True, help="Print the whole catalogue, as docs/findings.md.")
+@click.option("--markdown", is_flag=True, help="Print the whole catalogue as Markdown.")
 def command(words: tuple[str, ...], markdown: bool) -> None:
-    """Explains a code such as LS303, which ends errors, warnings and verdicts.
+    """Explains a code such as LS303, as printed with errors, warnings and verdicts.
 
-    Words find entries by their text: `lockstep explain batchnorm`. Without any it lists all.
+    Words search the entries: `lockstep explain batchnorm`. Without arguments it lists all of them.
     """
     if markdown:
         click.echo(catalogue.as_markdown(), nl=False)
@@ -33,7 +33,7 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     if len(entries) > 1:
         click.echo(_format_list(entries, width))
-        click.echo(f"\nlockstep explain {entries[0].code} says more of one of them.")
+        click.echo(f"\nTo read one of them: lockstep explain {entries[0].code}")
         return
     entry = entries[0]
     code_without_letters = entry.code.removeprefix("LS")

@@ -12,9 +12,9 @@ from lockstep.errors import LockstepError
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.group(short_help="Says where two runs part, bit by bit.")
+@click.group(short_help="Finds where two runs first differ, bit by bit.")
 def command() -> None:
-    """Reads journals of hashes, which `lockstep run --journal FOLDER` has written."""
+    """Reads journals of hashes, recorded with `lockstep run --journal FOLDER`."""
 
 
 @command.command(
@@ -24,10 +24,10 @@ def command() -> None:
 )
 @click.argument("a", type=FOLDER)
 @click.argument("b", type=FOLDER)
-@click.option("--json", "as_json", metavar="FILE", help="Write the result there; - is stdout.")
+@click.option("--json", "as_json", metavar="FILE", help="Write the result to FILE; - is stdout.")
 @click.pass_context
 def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -> None:
-    """Says at which step, virtual rank and parameter the runs A and B part first.
+    """Finds the first step, virtual rank and parameter in which runs A and B differ.
 
     It also lists the lines of their manifests that differ: code, settings, versions, devices.
     """
@@ -47,10 +47,14 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -
 @command.command("show", epilog="Exit codes: 0 the journal was read, 2 it cannot be read.")
 @click.argument("run", type=FOLDER)
 @click.option(
-    "--last", default=5, type=click.IntRange(min=0), metavar="STEPS", help="How many of the last."
+    "--last",
+    default=5,
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help="Show this many of the last steps.",
 )
 def show_command(run: Path, last: int) -> None:
-    """Prints the manifest of a run, and hashes of its last steps.
+    """Shows the manifest of a run and the hashes of its last steps.
 
     The hashes are of all gradients, of the weights and of the optimizer state together.
     """

@@ -10,17 +10,17 @@ from lockstep.cli.output import print_for_people, write_json
 
 
 @click.command(
-    short_help="Checks which samples a run has trained.",
-    epilog="Exit codes: 0 every sample was trained once, 1 not, or there is no ledger to read.",
+    short_help="Checks that a run has trained on every sample exactly once.",
+    epilog="Exit code 0: every sample was trained on exactly once; 1: not, or no ledger was found.",
 )
-@click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
+@click.option("--json", "as_json", metavar="FILE", help="Write the report to FILE; - is stdout.")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.pass_context
 def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
-    """Reads the sample ledger in the folder RUN, which `lockstep run --ledger RUN` has written.
+    """Reads the sample ledger in folder RUN, recorded with `lockstep run --ledger RUN`.
 
-    It covers all restarts and changes of world size, and says whether an epoch trained a sample
-    twice or left one out. Neither the script nor its data are needed.
+    It reports the samples that an epoch repeated or skipped, across restarts and changes of world
+    size. Neither the script nor its data is needed.
     """
     from lockstep.extensions.ledger.judge import judge
 

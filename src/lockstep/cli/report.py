@@ -14,14 +14,18 @@ from lockstep.units import format_bytes
 
 @click.command(
     short_help="Builds an HTML report of a finished or running job.",
-    epilog="Exit codes: 0 done, 1 there is no record to read, 2 a setting is wrong.",
+    epilog="Exit code 0: done; 1: no record was found; 2: a setting is wrong.",
 )
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the page there.  [default: RUN/report.html]")  # fmt: skip
-@click.option("--live", is_flag=True, help="Serve the page on this machine while the run goes on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; 0: any.")
+              help="Where to write the page.  [default: RUN/report.html]")  # fmt: skip
+@click.option(
+    "--live", is_flag=True, help="Serve the page on this machine while the run is in progress."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; 0: any free port."
+)
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb"]),
-              help="Write the curves through this library instead.")  # fmt: skip
+              help="Write the curves to TensorBoard or Weights & Biases instead.")  # fmt: skip
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, metavar="[OTHER]...", type=click.Path(path_type=Path))
 def command(
@@ -32,11 +36,11 @@ def command(
     tracker: str | None,
     others: tuple[Path, ...],
 ) -> None:
-    """Reads the record in the folder RUN, which `lockstep run --report RUN` has written.
+    """Builds a page from folder RUN, recorded with `lockstep run --report RUN`.
 
-    The page is one file that needs nothing else: what failed, hung or was slow and what to do about
-    it, the loss and all other curves, where the time of a step goes by rank, what was run and
-    chosen, and which samples were trained. If OTHER runs are given, RUN is compared with them.
+    The page is one self-contained file: what failed, hung or was slow and what to do about it, the
+    loss and all other curves, where each rank spends the time of a step, the command and settings,
+    and which samples were trained on. With OTHER runs, RUN is compared with them.
     """
     from lockstep.extensions.report.reading import Record
 

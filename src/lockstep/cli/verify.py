@@ -36,28 +36,30 @@ EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
 @click.command(
     short_help="Compares what several processes compute with one.",
     context_settings={"allow_interspersed_args": False},
-    epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, NOT KNOWN, or nothing could be compared, "
-    "5 an error of verify itself.",
+    epilog="Exit code 0: EQUAL; 1: DIFFERENT; 2: FAILED, NOT KNOWN, or nothing could be compared; "
+    "5: verify itself failed.",
 )
 @click.option(
-    "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Processes to compare with one."
+    "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Compare N processes with one."
 )
 @click.option(
     "--steps",
     type=click.IntRange(1),
     metavar="K",
-    help=f"Steps to compare. Default: at least 3, and at most {DEFAULT_STEPS} in "
+    help=f"Compare K steps. Default: at least 3, then up to {DEFAULT_STEPS} for "
     f"{DEFAULT_SECONDS:g} seconds.",
 )
 @click.option(
-    "--accumulate", type=click.IntRange(2), metavar="K", help="Compare K micro-batches too."
+    "--accumulate", type=click.IntRange(2), metavar="K", help="Also compare with K micro-batches."
 )
-@click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
+@click.option(
+    "--shares", metavar="A:B:...", help="Also compare with the batch split in this ratio."
+)
 @click.option(
     "--strategy",
     multiple=True,
     metavar="NAME[:OPTION=VALUE,...]",
-    help="Compare with this strategy too; repeatable.",
+    help="Also compare under this strategy; may be repeated.",
 )
 @click.option(
     "--precision",
@@ -68,22 +70,22 @@ EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
     "--bits/--float64",
     "by_bits",
     default=None,
-    help="Compare a script that uses Lockstep only bit by bit, or only in float64. Default: bit by "
-    "bit, then in float64, unless it sets virtual_ranks itself and all bits are equal.",
+    help="Compare only bit by bit, or only in float64, if the script uses Lockstep. Default: bit "
+    "by bit, then in float64 unless it sets virtual_ranks itself and all bits are equal.",
 )
 @click.option(
     "--batch-per-process",
     is_flag=True,
-    help="The script's batch size is that of one process: on one process its DataLoaders get N "
-    "times as much.",
+    help="The script's batch size is per process: the run on one process uses a batch N times as "
+    "large.",
 )
 @click.option(
     "--same-samples",
     is_flag=True,
-    help="One process trains on the batches that torch's DataLoaders give all ranks: for scripts "
-    "whose order, batches or augmentation differ, to compare everything else.",
+    help="Give the run on one process the batches that torch's DataLoaders give all ranks. For "
+    "scripts whose order, batches or augmentation differ, to compare everything else.",
 )
-@click.option("--json", "as_json", metavar="FILE", help="Write the verdict there; - is stdout.")
+@click.option("--json", "as_json", metavar="FILE", help="Write the verdict to FILE; - is stdout.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

@@ -117,7 +117,7 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
         try:
             done += _module_of(check).fix(facts_of_check)
         except OSError as error:
-            done.append(f"{check}: cannot be mended: {error}")
+            done.append(f"{check}: cannot be fixed: {error}")
     return done
 
 

@@ -37,7 +37,9 @@ def judge(facts: Facts) -> Finding:
     now = f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     do = "timedatectl set-ntp true, or start chrony, as root"
     if facts["time"] < EARLIEST_TIME:
-        found = f"{now}, which is years ago: certificates and the times in logs will be wrong"
+        found = (
+            f"{now}, which is years ago: certificates will fail, and times in logs will be wrong"
+        )
         return Finding(ERROR, found, do)
     if facts["synchronised"] is False:
         found = f"{now}, not kept right by the network: logs of several machines may not fit"

@@ -33,7 +33,7 @@ machine that asks), `links` (to the other machines), `checks` (the facts of each
 `resolved` (the addresses of all machines' names), `script`, `data`, and `shared` (True if it sees
 what the first machine wrote; None on the first machine if it could not write). A machine that
 stopped answering lacks the later ones."""
-NO_ANSWER = {UNKNOWN: "it has not answered"}
+NO_ANSWER = {UNKNOWN: "it did not answer"}
 """Stands for facts that a machine lacks."""
 
 ADVICE_ON_NAMES = "give the address instead of the name, or write it into /etc/hosts there"
@@ -140,7 +140,7 @@ def _warnings_about_unknown(machines: Sequence[str]) -> list[Finding]:
     """
     if not machines:
         return []
-    do = "see what else is said of that machine"
+    do = "see the other findings about that machine"
     return [Finding(WARNING, f"not known of {_name_machines(machines)}", do)]
 
 
@@ -334,11 +334,11 @@ def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding
 def _link_problem(direction: str, link: Facts) -> Finding | None:
     """Returns what is wrong with a link in one direction (`a to b`), or None if it works."""
     if link.get("error"):
-        do = "let the machines reach each other at all ports: Gloo and NCCL choose them"
+        do = "allow connections between the machines on all ports: Gloo and NCCL choose them"
         return Finding(ERROR, f"{direction}: {link['error']}", do)
     if link.get("stalled"):
         found = f"{direction}: short messages arrive, long ones do not; perhaps the MTU is wrong"
-        do = "set the MTU of the interfaces to what the network between them carries"
+        do = "set the MTU of the interfaces to that of the network between them"
         return Finding(ERROR, found, do)
     return None
 
@@ -377,11 +377,11 @@ def _judge_folder(machines: Machines) -> Finding:
             not_shared.append(name)
     problems = []
     if not_shared:
-        found = f"not shared: what is written is not seen on {_name_machines(not_shared)}"
+        found = f"not shared: files written there are not visible on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
         problems.append(Finding(WARNING, found, do))
     problems += _warnings_about_unknown(no_answer)
-    return verdict("" if problems else "all machines see the same", problems)
+    return verdict("" if problems else "all machines see the same files", problems)
 
 
 def _judge_script(machines: Machines) -> Finding:
@@ -402,7 +402,7 @@ def _judge_token(machines: Machines) -> Finding:
     for name, token in _facts_of_check(machines, "token").items():
         digests[name] = _select(token, "digest")
     do = (
-        "launchers that you start by hand on each turn each other away (lockstep run --hosts "
+        "launchers started by hand on each machine will reject each other (lockstep run --hosts "
         "sends one): copy the file ~/.config/lockstep/token of one machine to the others"
     )
     return _compare(digests, level=WARNING, do=do, if_equal="the same everywhere")

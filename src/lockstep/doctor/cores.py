@@ -42,5 +42,5 @@ def judge(facts: Facts) -> Finding:
     # The load is that of the whole machine, so it is compared with all of its cores.
     if load > MAX_LOAD_PER_CORE * machine:
         found = f"{load:.1f} processes want them"
-        problems.append(Finding(WARNING, found, "see top for what else runs"))
+        problems.append(Finding(WARNING, found, "use top to see what else is running"))
     return verdict(f"{facts['allowed']} of {machine}", problems)

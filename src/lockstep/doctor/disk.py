@@ -90,7 +90,7 @@ def _measure_speed(folder: Path) -> float:
 def judge(facts: Facts) -> Finding:
     """Finds a disk without room, one that may not be written, and a slow one."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
-    problems = []  # their texts follow the summary: `3 GiB of ...; that is little for checkpoints`
+    problems = []  # their texts follow the summary: `3 GiB of ...; it is nearly full`
     if facts["problem"] is not None:  # then the speed is not known
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
@@ -101,9 +101,9 @@ def judge(facts: Facts) -> Finding:
         summary += f", {facts['speed'] / 1e6:.0f} MB/s"
     if facts["problem"] is None and not facts["exists"]:  # only mentioned: it can be created
         do = "it is made with the first checkpoint, or by --fix"
-        problems.append(Finding(OK, "the folder is not there yet", do))
+        problems.append(Finding(OK, "the folder does not exist yet", do))
     if facts["free"] < MIN_FREE:
-        problems.append(Finding(WARNING, "that is little for checkpoints", "make room"))
+        problems.append(Finding(WARNING, "that is not much for checkpoints", "make room"))
     if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:
         found = f"no more than {count_noun(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))

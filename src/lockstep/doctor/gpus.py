@@ -143,7 +143,7 @@ def judge(facts: Facts) -> Finding:
     names = sorted({gpu["name"] for gpu in gpus})
     if len(names) > 1:
         do = "shares='auto' gives each as much as it can compute"
-        problems.append(Finding(WARNING, "they are not alike", do))
+        problems.append(Finding(WARNING, "they are of different kinds", do))
     summary = f"{len(gpus)} x {', '.join(names)}"
     if facts["nvml"]:
         summary += f" (memory, other processes, ECC and throttling not known: {facts['nvml']})"
@@ -167,14 +167,14 @@ def _problems(gpu: Facts) -> list[Finding]:
     if processes:
         pids = ", ".join(str(pid) for pid in processes)
         found = f"is used by {count_noun(len(processes), 'process')}: {pids}"
-        problems.append(Finding(WARNING, found, "see ps for what is left over"))
+        problems.append(Finding(WARNING, found, "use ps to find leftover processes"))
     elif gpu.get("total") and gpu["free"] < MIN_FREE_SHARE * gpu["total"]:
         # NVML does not see all processes, for example those of another container.
         found = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
-        problems.append(Finding(WARNING, found, "see nvidia-smi for who has the rest"))
+        problems.append(Finding(WARNING, found, "use nvidia-smi to see what uses the rest"))
     if gpu.get("ecc"):
         found = f"has had {count_noun(gpu['ecc'], 'memory error')} that could not be corrected"
-        problems.append(Finding(ERROR, found, "reset it or have it exchanged"))
+        problems.append(Finding(ERROR, found, "reset it or have it replaced"))
     throttle_bits = gpu.get("throttled") or 0
     reasons = [reason for bit, reason in THROTTLE_REASONS.items() if throttle_bits & bit]
     if reasons:

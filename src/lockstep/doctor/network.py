@@ -86,7 +86,7 @@ def judge(facts: Facts) -> Finding:
         if other_interfaces:
             summary = f"no default route: {listing(other_interfaces)}"
         else:
-            summary = "no way to other machines; runs on this one use loopback"
+            summary = "no route to other machines; runs on this machine use loopback"
         return verdict(summary, problems)
     summary = f"{facts['interface']} ({facts['address']}) has the default route"
     if facts["mbits"]:
@@ -94,7 +94,7 @@ def judge(facts: Facts) -> Finding:
     if facts["mtu"] is not None:
         summary += f", MTU {facts['mtu']}"
         if facts["mtu"] < MIN_MTU:
-            found = "packets are so short that much of the link is lost"
+            found = "packets are so small that much of the bandwidth is lost"
             problems.append(Finding(WARNING, found, "as root: ip link set ... mtu 1500"))
     return verdict(summary, problems)
 

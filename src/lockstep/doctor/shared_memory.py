@@ -34,7 +34,7 @@ def judge(facts: Facts) -> Finding:
         found = "this user may not write there"
         problems.append(Finding(ERROR, found, "as root: chmod 1777 /dev/shm"))
     elif facts["total"] < MIN_SIZE:
-        found = "so little that workers of a DataLoader may die of a bus error"
+        found = "so little that DataLoader workers may die with a bus error"
         problems.append(Finding(WARNING, found, "docker run --shm-size=8g, or num_workers=0"))
     elif facts["free"] < MIN_FREE:
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"

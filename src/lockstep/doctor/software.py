@@ -83,7 +83,7 @@ def judge(facts: Facts) -> Finding:
         problems.append(Finding(ERROR, "Python is older than 3.11", "use a newer Python"))
     if facts["torch"] is None:
         found = f"torch cannot be imported: {facts['problem']}"
-        problems.append(Finding(ERROR, found, "install torch anew in this environment"))
+        problems.append(Finding(ERROR, found, "reinstall torch in this environment"))
         return verdict(", ".join(versions), problems)
     versions.append(f"torch {facts['torch']}")
     nccl_name = "RCCL" if facts["rocm"] else "NCCL"
@@ -95,11 +95,11 @@ def judge(facts: Facts) -> Finding:
         found = f"torch is older than {'.'.join(map(str, MIN_TORCH))}"
         problems.append(Finding(ERROR, found, "install a newer torch"))
     if facts["driver"] and not facts["cuda"]:
-        found = "there is an NVIDIA driver, and this torch is built without CUDA"
+        found = "an NVIDIA driver is installed, but this torch is built without CUDA"
         problems.append(Finding(WARNING, found, "install a build of torch for CUDA"))
     elif facts["driver"] and not facts["available"]:
         found = "torch cannot use CUDA"
-        do = "see whether nvidia-smi works, and whether the driver is new enough for this CUDA"
+        do = "check that nvidia-smi works and that the driver is new enough for this CUDA"
         problems.append(Finding(ERROR, found, do))
     return verdict(", ".join(versions), problems)
 

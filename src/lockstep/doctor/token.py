@@ -52,7 +52,7 @@ def judge(facts: Facts) -> Finding:
     if facts["problem"]:  # such as other users being able to read the file
         return Finding(ERROR, f"{facts['source']}: {facts['problem']}", facts["do"])
     if facts["open"]:
-        found = f"{TOKEN_VARIABLE}=none: whoever reaches the port of a run may join it"
+        found = f"{TOKEN_VARIABLE}=none: anyone who can reach the port of a run can join it"
         return Finding(WARNING, found, f"unset {TOKEN_VARIABLE}")
     if facts["source"] is None:
         return Finding(OK, "none yet: the first run on several machines makes one")

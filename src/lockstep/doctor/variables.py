@@ -24,7 +24,7 @@ PREFIXES = (
 )
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 DEBUG_VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel runs synchronously"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
 """The value with which a variable slows a run down, and how."""
@@ -46,9 +46,7 @@ def judge(facts: Facts) -> Finding:
     rank_variables = [name for name in RANK_VARIABLES if name in facts]
     if rank_variables:
         assignments = ", ".join(f"{name}={facts[name]}" for name in rank_variables)
-        found = (
-            f"{assignments}: a script that is started without a launcher takes itself for a rank"
-        )
+        found = f"{assignments}: a script started without a launcher believes it is a rank"
         do = f"in this shell: unset {' '.join(rank_variables)}"
         problems.append(Finding(WARNING, found, do))
     for name, (slow_value, effect) in DEBUG_VARIABLES.items():

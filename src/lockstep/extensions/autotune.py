@@ -219,7 +219,8 @@ def _describe_shares(
 ) -> str:
     """Returns the line about the shares that were found.
 
-    For example "shares auto: 1:1 -> 3:2; a sample took rank 0 1.2 ms, rank 1 1.8 ms".
+    For example "shares auto: changed from 1:1 to 3:2 (time per sample: rank 0 1.2 ms, rank 1 1.8
+    ms)".
 
     Args:
         before: the shares until now.
@@ -228,19 +229,22 @@ def _describe_shares(
         device_name: what a device is called, "rank" or "device".
     """
     are_same = tuple(before) == tuple(after)
-    change = "stay" if are_same else f"-> {_format_shares(after)}"
     shortest: list[str] = []
     for number, times_of_device in enumerate(times):
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
-    reason = ""
+    measured = f"time per sample: {join_first(shortest)}"
     if are_equally_fast(times):
-        reason = f": no difference, as the times of one {device_name} differ as much"
+        measured += ", within noise"
+        reason = f": the {device_name}s are equally fast"
     elif are_same:
-        reason = "; others do not make a step faster by 8 %"  # see MIN_SPEEDUP in batch.shares
-    return (
-        f"shares auto: {_format_shares(before)} {change}; a sample took {join_first(shortest)}"
-        f"{reason}"
-    )
+        reason = ": no others make a step at least 8 % faster"  # see MIN_SPEEDUP in batch.shares
+    else:
+        reason = ""
+    if are_same:
+        change = f"kept {_format_shares(before)}"
+    else:
+        change = f"changed from {_format_shares(before)} to {_format_shares(after)}"
+    return f"shares auto: {change}{reason} ({measured})"
 
 
 def _describe_micro_batch_size(size: int | None, largest_part: int) -> str:

@@ -133,7 +133,7 @@ def read_source(
     Raises:
         CheckpointError: nothing is there, it cannot be read, it holds no weights, or it holds
             pickled objects and is not trusted.
-        SettingError: there is no such name.
+        SettingError: the name cannot be resolved.
     """
     path, kind = locate(path)
     if kind == "checkpoint":

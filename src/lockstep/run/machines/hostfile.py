@@ -50,12 +50,12 @@ def parse_hosts(text: str) -> list[Host]:
             raise SettingError(
                 was_set,
                 f"{other.name} and {host.name} are one machine",
-                "name each machine once, with the number of its processes",
+                "name each machine once, with its number of processes",
             )
         host_of_address[host.address] = host
     if not hosts:
         raise SettingError(
-            was_set, "the file names no host", "write a line for each: node1 slots=4"
+            was_set, "the file lists no hosts", "write one line per host: node1 slots=4"
         )
     return hosts
 
@@ -81,7 +81,7 @@ def _parse_list_item(was_set: str, text: str) -> Host:
         if not is_number and processes not in ("auto", "gpu", "cpu"):
             raise SettingError(
                 was_set,
-                f"{processes!r} is no number of processes",
+                f"{processes!r} is not a number of processes",
                 "write node1:4, or node1:gpu for one for each GPU",
             )
     _check_name(
@@ -125,5 +125,5 @@ def _check_name(was_set: str, name: str, advice: str) -> None:
     if is_bare_ipv6:
         user, at, address = name.rpartition("@")
         advice = f"write an IPv6 address in brackets: {user}{at}[{address}]"
-    found = f"{name!r} is no host's name" if name else "a host's name is missing"
+    found = f"{name!r} is not a host name" if name else "a host's name is missing"
     raise SettingError(was_set, found, advice)

@@ -155,7 +155,7 @@ class Peers:
                 raise DuplicateRankError(
                     f"--node-rank {candidate.rank} on {candidate.host} (process {candidate.pid})",
                     f"node {candidate.rank} has already come: {node.process_name}",
-                    "give each machine a --node-rank of its own; the first one goes on without it",
+                    "give each machine its own --node-rank; the first one continues",
                 )
         # Nodes stay in the table when they leave, so their count is the next free number.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
@@ -215,7 +215,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
         elif node.state != HERE:
             reasons.append(describe_departure(node))
         elif node.round < round_number:
-            reasons.append(f"{node.name} still ends its last start")
+            reasons.append(f"{node.name} is still ending its previous start")
     if not reasons:
         return ""
     return f"{'; '.join(reasons)}; here: {describe_present(nodes)}"

@@ -122,7 +122,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
         raise SettingError(
             f"--node-rank {rank} with --nnodes {num_nodes}",
             f"node ranks count from 0 to {num_nodes - 1}",
-            "give each machine a --node-rank of its own",
+            "give each machine its own --node-rank",
         )
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
@@ -252,7 +252,7 @@ class _MultiNodeOpener:
             resources.callback(lambda: thread.run(server.close()))
             if self._token.open_to_all:
                 place = Endpoint(address, self._endpoint.port)
-                self._say(f"{TOKEN_VARIABLE}=none: whoever reaches {place} may join this run")
+                self._say(f"{TOKEN_VARIABLE}=none: anyone who can reach {place} can join this run")
             return self._make_rendezvous(peers, store, address, resources)
 
     def _connect(self, timeout: float) -> Rendezvous:
@@ -335,7 +335,7 @@ class _MultiNodeOpener:
             if reason == auth.TOKEN_DIFFERS:
                 raise TokenDiffersError(
                     f"the run at {endpoint}, with the token of {self._token.source}",
-                    "the token differs: the node that serves has another one",
+                    "the token differs: the serving node has another one",
                     f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
                     "16` makes one), or copy the token file of one machine to the others",
                 )

@@ -106,7 +106,7 @@ class Connection:
             if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
                 return CONNECTION_ENDED
             # `_send_heartbeats` has aborted the connection.
-            return f"nothing heard from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
+            return f"no message from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
         finally:
             heartbeats.cancel()
 

@@ -77,7 +77,7 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     if port < 1 and parameters.max_nodes > 1:
         raise SettingError(
             was_set,
-            "there is no port at which several machines could meet",
+            "no port is given at which the machines can meet",
             "give the address of one of the machines and a free port there, the same on all",
         )
     return Endpoint(host, port, one_node=network.means_loopback(host))

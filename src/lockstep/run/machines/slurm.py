@@ -176,5 +176,5 @@ def missing_program(name: str) -> SettingError:
     return SettingError(
         "a run under Slurm",
         f"there is no {name} on this machine",
-        "start it where Slurm's commands are, such as the login node",
+        "run it where Slurm's commands are installed, such as the login node",
     )

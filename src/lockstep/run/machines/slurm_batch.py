@@ -98,7 +98,9 @@ def _normalize_option(text: str) -> str:
     was_set = f"--sbatch {text!r}"
     match = OPTION_PATTERN.fullmatch(text)
     if match is None:
-        raise SettingError(was_set, "that is no option", "write it as in --sbatch --partition=gpu")
+        raise SettingError(
+            was_set, "that is not an option", "write it as in --sbatch --partition=gpu"
+        )
     name = match["name"]
     separator = match["separator"]
     value = match["value"]
@@ -112,13 +114,13 @@ def _normalize_option(text: str) -> str:
         raise SettingError(
             was_set,
             "sbatch would say nothing, not even the job's number, until the job has ended",
-            "leave it out; `squeue --me` shows the job",
+            "leave it out; use `squeue --me` to see the job",
         )
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         value = value[1:-1]
     elif NEXT_OPTION_PATTERN.search(separator + value):  # as in "--exclusive --qos=high"
-        raise SettingError(was_set, "these are two options", "give each its own --sbatch")
+        raise SettingError(was_set, "this is two options", "give each its own --sbatch")
     if UNWRITABLE_PATTERN.search(value):
         raise SettingError(
             was_set, "sbatch takes no backslash or line's end there", "write it without"
@@ -204,7 +206,7 @@ def submit(script: str, options: Sequence[str]) -> str:
     if result.returncode:
         raise SettingError(
             "lockstep run --slurm",
-            f"sbatch refuses the job: {result.stderr.strip() or 'without a word'}",
-            "see what the cluster has (sinfo), and what --dry-run prints",
+            f"sbatch rejected the job: {result.stderr.strip() or 'without a word'}",
+            "compare what the cluster offers (sinfo) with what --dry-run prints",
         )
     return result.stdout.strip()

@@ -204,7 +204,7 @@ class Remote:
                     "here",
                 )
         if self.facts["missing"]:
-            advice = "the folder must be on a disk that all machines share, or be sent: --copy"
+            advice = "the folder must be on a shared disk, or be sent: --copy"
             if was_copied:
                 advice = "--copy sends what is in this folder and not ignored by git"
             raise Problem(self.facts["missing"], advice)

@@ -82,7 +82,7 @@ CAUSES_ON_HOST = (
     Cause(
         r"No module named '?lockstep|nknown option:? -P",
         "{python} has no Lockstep there",
-        "make the same environment there, at the same path: the first machine's Python is used",
+        "create the same environment there, at the same path: the first machine's Python is used",
     ),
     Cause(
         r"Too many levels of symbolic links",
@@ -111,8 +111,8 @@ CAUSES_OF_SSH = (
     ),
     Cause(
         r"Permission denied \([a-z]|Too many authentication failures",
-        "it lets nobody in without a password",
-        "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
+        "it requires a password",
+        "authorize your key: `ssh-copy-id {name}`; load a key with a passphrase into ssh-agent",
     ),
     Cause(
         rf"(?i)(?:{NO_PROGRAM_PATTERN}|cannot execute).*\s+"
@@ -127,23 +127,23 @@ CAUSES_OF_SSH = (
     ),
     Cause(
         r"Could not resolve hostname|Name or service not known|failure in name resolution",
-        "there is no such name",
+        "the name cannot be resolved",
         "check its spelling, /etc/hosts, and the Host entries in ~/.ssh/config",
     ),
     Cause(
         r"Connection refused",
-        "nothing listens for ssh there",
+        "no ssh server is listening there",
         "start sshd on it, or give its port in ~/.ssh/config",
     ),
     Cause(
         r"Connection to UNKNOWN port \S+ timed out",
         "it does not answer, or the jump host or ProxyCommand that leads to it does not",
-        "see whether it is up, and reached from the jump host",
+        "check that it is up, and reachable from the jump host",
     ),
     Cause(
         r"during banner exchange|banner exchange: .* timed out",
-        "something accepts the connection and never says that it is an ssh server",
-        "see whether its sshd hangs, and whether that is its port",
+        "the connection is accepted, but no ssh server answers",
+        "check that its sshd works and listens on that port",
     ),
     Cause(
         r"Connection to .* timed out",  # ssh says "to" when it times out after it has connected
@@ -154,7 +154,7 @@ CAUSES_OF_SSH = (
     Cause(
         r"timed out|No route to host|Network is unreachable|not responding",
         "it does not answer",
-        "see whether it is up and reached: `ping {address}`; a firewall must let ssh through",
+        "check that it is up and reachable: `ping {address}`; a firewall must let ssh through",
     ),
     # Last, because with a jump host ssh prints the reason first and then this.
     Cause(

@@ -207,7 +207,7 @@ def _text_without_wait(activity: Activity) -> str:
         call = _name_call(activity.call, activity.op)
         return f"waits in {call}, of a group with a timeout of its own"
     if is_at_exit(state.stack):
-        return "has come to its end, and waits for a thread of its own"
+        return "has finished, and waits for one of its own threads"
     return str(activity.kind.value)  # such as "waits for data"
 
 

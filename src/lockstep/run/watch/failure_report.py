@@ -23,12 +23,12 @@ def render_failure(failure: FirstFailure) -> str:
     if failure.line:
         lines.append(f"  {failure.line}")
     if failure.at_the_same_time:
-        lines.append("at the same time (their order is not known):")
+        lines.append("at the same time (order unknown):")
         for text in failure.at_the_same_time[:_MAX_FAILURES_SHOWN]:
             lines.append(f"  {_shorten(text)}")
         num_hidden = len(failure.at_the_same_time) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
-            lines.append(f"  and {num_hidden} more, which their logs tell")
+            lines.append(f"  and {num_hidden} more; see their logs")
     for text in failure.advice:
         lines.append(f"what to do: {text}")
     consequences = list(failure.consequences)
@@ -76,4 +76,4 @@ def _heading_lines(failure: FirstFailure) -> list[str]:
 def _shorten(text: str) -> str:
     if len(text) <= _MAX_LINE_CHARS:
         return text
-    return f"{text[:_MAX_LINE_CHARS]}... (all of it is in the logs)"
+    return f"{text[:_MAX_LINE_CHARS]}... (see the logs for the rest)"

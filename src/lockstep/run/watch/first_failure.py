@@ -340,7 +340,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
     details: tuple[str, ...] = ()
     if end.code == 0:
         kind = "left"
-        headline = "left early: it ended with exit code 0 while others still waited for it"
+        headline = "left early: it exited with code 0 while others were still waiting for it"
     elif error is not None and error.type != "SystemExit":  # `sys.exit` is an exit, see below
         kind = "exception"
         headline = error.headline
@@ -416,7 +416,7 @@ def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
         ranks=(end.rank,),
         host=end.host,
         time=time,
-        headline="was stopped by a signal or a debugger, and the others waited for it in vain",
+        headline="was stopped by a signal or a debugger, and the others timed out waiting for it",
         step=end.step,
         advice=(BY_KIND["stopped"],),
     )

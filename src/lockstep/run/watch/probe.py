@@ -98,8 +98,8 @@ class Probe:
         if steps and not has_opened_group:
             warn(
                 f"{size} processes",
-                f"no process group was opened, but the optimizer took {count_noun(steps, 'step')}: "
-                "each process has trained a model of its own",
+                f"no process group was opened, but the optimizer made {count_noun(steps, 'step')}: "
+                "each process trained its own model",
                 "join them by lockstep.init() and world.prepare(...), or run one process",
             )
 
