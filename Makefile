@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house docs gpu gpu-table clean
+.PHONY: train test check thorough real clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house messages docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -93,6 +93,9 @@ bench-recovery: $(VENV)/.installed
 
 bench-journal: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_journal.py --out benchmarks/results/journal.json
+
+messages: $(VENV)/.installed
+	$(BIN)/python tools/message_catalogue.py
 
 house:
 	$(PYTHON) tools/house.py

@@ -24,6 +24,7 @@ for _name in [
     n for n in os.environ if n.startswith(("LOCKSTEP_", "SLURM_", "OMPI_", "TORCHELASTIC"))
 ]:
     del os.environ[_name]
+os.environ["LOCKSTEP_LANG"] = "en"  # whatever the locale: tests read messages
 
 # Started in the background by a script, this process and all it starts would ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

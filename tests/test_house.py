@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launcher
 MODULES = house.read_house()
 
 ORDER = (
-    {"wording", "user_code", "masking"},
+    {"columns", "language", "wording", "user_code", "masking"},
     {"errors"},
     {"units"},
     {"settings", "session"},
@@ -40,7 +40,9 @@ ORDER = (
 BESIDE = {"run"}
 """It must start fast and survive what it watches, so it sees itself and what is listed."""
 SEEN_FROM_BESIDE = {
+    "columns",
     "errors",
+    "language",
     "masking",
     "distributed.control_groups",
     "distributed.interface",

@@ -26,6 +26,9 @@ of the user's script. `warn` gives a message of the same form if the numbers are
 be wrong elsewhere. A code, such as LS303, names an entry of the catalogue
 (`lockstep.verify.catalogue`), which `lockstep explain` prints.
 
+What an error says of itself (`text`, `found`, ...) is English, for programs and other ranks.
+`str(error)`, which a traceback shows, is in the language of `lockstep.language`.
+
 `lockstep run` ends with 0, or with the code of what failed first: the exit code of that rank's
 script (1 for an exception of Python's, the codes above for ours), `EXIT_DEADLOCK`,
 `EXIT_LOST_RANK`, or 128 + N if signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from
@@ -38,9 +41,18 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 
+from lockstep.columns import pad
+from lockstep.language import (
+    LANGUAGE_VARIABLE,
+    LANGUAGES,
+    InLanguage,
+    in_english,
+    language_of,
+    translate,
+)
 from lockstep.user_code import Location, user_line, user_location, user_traceback
 from lockstep.wording import did_you_mean
 
@@ -77,27 +89,40 @@ class LockstepError(Exception):
         self.code = code
         self.rank = _rank
         self.line = user_line()
-        super().__init__(self._text())
+        super().__init__(self.text)
+
+    def __str__(self) -> str:
+        return self.translated_parts + self._place(translate)
+
+    @property
+    def text(self) -> str:
+        """The whole message in English."""
+        return self.parts + self._place(in_english)
 
     @property
     def parts(self) -> str:
-        """The message without the rank and the line at its end."""
-        return _format_message(self.was_set, self.found, self.do, self.code)
+        """The message in English, without the rank and the line at its end."""
+        return _format_message(self.was_set, self.found, self.do, self.code, in_english)
+
+    @property
+    def translated_parts(self) -> str:
+        """The message for people, without the rank and the line at its end."""
+        return _format_message(self.was_set, self.found, self.do, self.code, translate)
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that IPython and notebooks print: they call the method by its name."""
         return format_for_user(self).splitlines()
 
-    def _text(self) -> str:
-        """Returns the whole message."""
+    def _place(self, in_language: InLanguage) -> str:
+        """Returns the rank and the line, in a line of their own; empty if neither is known."""
         places = []
         if self.rank is not None:
             places.append(f"rank {self.rank}")
         if self.line:
             places.append(self.line)
         if not places:
-            return self.parts
-        return f"{self.parts}\n  at:    {', '.join(places)}"
+            return ""
+        return f"\n{_labelled(in_language('at:'), ', '.join(places))}"
 
 
 class SettingError(LockstepError, ValueError):
@@ -215,11 +240,11 @@ class RankFailedError(LockstepError, RuntimeError):
         super().__init__(was_set, found, do)
         self.rank = rank
 
-    def _text(self) -> str:
-        text = super()._text()
+    def _place(self, in_language: InLanguage) -> str:
+        place = super()._place(in_language)
         if self.remote_traceback and not self._is_told:
-            text += f"\n\n{self.remote_traceback}"
-        return text
+            place += f"\n\n{self.remote_traceback}"
+        return place
 
 
 class RecordingFailedError(LockstepError):
@@ -277,7 +302,7 @@ class LockstepWarning(UserWarning):
 
 
 on_warning: list[Callable[[str], None]] = []
-"""Functions that are called with the text of every warning."""
+"""Functions that are called with the English text of every warning."""
 
 
 def warn(
@@ -306,10 +331,11 @@ def warn(
         return
     # If no line of the user's runs, as in a command, there is no file to name.
     file, line = at or user_location() or ("lockstep", 0)
-    text = _format_message(was_set, found, do, code)
+    text = _format_message(was_set, found, do, code, in_english)
     for function in on_warning:
         function(text)
-    warnings.warn_explicit(text, LockstepWarning, file, line)
+    shown = _format_message(was_set, found, do, code, translate)
+    warnings.warn_explicit(shown, LockstepWarning, file, line)
 
 
 def warn_about(error: LockstepError) -> None:
@@ -347,8 +373,26 @@ def unknown_choice_error(
     return SettingError(was_set, f"{what} are {', '.join(known_words)}", do)
 
 
-def _format_message(was_set: str, found: str, do: str, code: str | None) -> str:
-    text = f"{was_set}\n  found: {found}\n  do:    {do}"
+def check_language(environ: Mapping[str, str]) -> None:
+    """Raises SettingError if LOCKSTEP_LANG names a language that messages are not written in."""
+    if language_of(environ) is None:
+        name = environ[LANGUAGE_VARIABLE]
+        raise unknown_choice_error(f"{LANGUAGE_VARIABLE}={name}", name, "languages", LANGUAGES)
+
+
+def _format_message(
+    was_set: str, found: str, do: str, code: str | None, in_language: InLanguage
+) -> str:
+    """Returns a message without its place."""
+    lines = [
+        was_set,
+        _labelled(in_language("found:"), in_language(found)),
+        _labelled(in_language("do:"), in_language(do)),
+    ]
     if code is not None:
-        text += f"\n  more:  {explain_hint(code)}"
-    return text
+        lines.append(_labelled(in_language("more:"), explain_hint(code)))
+    return "\n".join(lines)
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"  {pad(label, 7)}{text}"

@@ -21,7 +21,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
-from lockstep.errors import LockstepError, SettingError
+from lockstep.errors import LockstepError, SettingError, check_language
 from lockstep.units import parse_seconds
 from lockstep.wording import count_noun, did_you_mean
 
@@ -489,8 +489,10 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         **given: the arguments of `init`; None for one that was left out.
 
     Raises:
-        SettingError: a value that is invalid, or an argument and a variable that contradict.
+        SettingError: a value that is invalid, or an argument and a variable that contradict; or
+            LOCKSTEP_LANG names no language of ours.
     """
+    check_language(environ)
     # By the name of the argument: what the script has set, then what was set outside of it.
     values = {name: value for name, value in given.items() if value is not None}
     outside = read_variables(environ)

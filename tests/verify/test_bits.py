@@ -442,7 +442,7 @@ def test_a_note_does_not_change_the_verdict() -> None:
     run = RunRecord(config, [Update([RankUpdate(bits=bits_of())])], virtual_ranks=2)
     verdict = BitVerdict(run, run, notes=[note])
     assert verdict.word == "EQUAL"
-    assert "  note    LS408: an optimizer steps by a gradient that is only rounding" in (
+    assert "  note    LS408: an optimizer steps by a gradient that is only rounding error" in (
         verdict.lines()
     )
     assert verdict.as_json()["findings"][0]["code"] == "LS408"

@@ -39,9 +39,13 @@ class FakeRun:
     texts_reported: list[str] = field(default_factory=list)
     folder: Path = Path()
 
+    def report(self, text: str, shown_text: str) -> None:
+        assert shown_text == text
+        self.texts_reported.append(text)
+
     def supervisor(self, **rules: object) -> Supervisor:
         processes = [Process(rank, rank, self.folder, pid=1) for rank in range(2)]
-        return Supervisor(processes, HangRules(**rules), self.folder, self.texts_reported.append)  # type: ignore[arg-type]
+        return Supervisor(processes, HangRules(**rules), self.folder, self.report)  # type: ignore[arg-type]
 
     def pass_time(
         self,
@@ -228,7 +232,7 @@ def test_launchers_after_the_first_take_snapshots_later(run: FakeRun) -> None:
     exchange.is_led = False
     processes = [Process(2, 0, run.folder, pid=1)]
     rules = HangRules()
-    second = Supervisor(processes, rules, run.folder, run.texts_reported.append, exchange)  # type: ignore[arg-type]
+    second = Supervisor(processes, rules, run.folder, run.report, exchange)  # type: ignore[arg-type]
     began = run.now
     assert run.pass_time(first, 60.0, lambda: exchange.asked or second.check()) is not None
     stopped = run.now - began
@@ -242,7 +246,7 @@ def test_a_launcher_that_is_led_finds_nothing_and_asks_again(run: FakeRun) -> No
     run.verdict_found = DEADLOCK
     exchange = FakeExchange()
     processes = [Process(2, 0, run.folder, pid=1)]
-    led = Supervisor(processes, HangRules(), run.folder, run.texts_reported.append, exchange)  # type: ignore[arg-type]
+    led = Supervisor(processes, HangRules(), run.folder, run.report, exchange)  # type: ignore[arg-type]
     assert run.pass_time(led, 20.0) is None
     assert run.times_judged == 0
     exchange.is_led = False

@@ -137,7 +137,7 @@ MESSAGES: dict[str, str] = {
     ),
     "DDP by hand": (
         "world.prepare of a model in DistributedDataParallel\n"
-        "  found: it averages its gradients itself; here they would be averaged twice, and not weighted\n"
+        "  found: the model averages its gradients itself; here they would be averaged twice, and not weighted\n"
         "  do:    leave DistributedDataParallel out: world.prepare wraps the plain model"
     ),
     "prepare nothing": (
@@ -315,7 +315,7 @@ MESSAGES: dict[str, str] = {
     ),
     "steps counted in the loop": (
         "optimizer.step() in some micro-batches of a global batch\n"
-        "  found: it was called once in 4 micro-batches, but not in the last one, after which the optimizer steps: it has not stepped for this global batch\n"
+        "  found: it was called in 1 of 4 micro-batches, but not in the last one, after which the optimizer steps: it has not stepped for this global batch\n"
         "  do:    call optimizer.step() in every iteration and count no batches: it steps once for each global batch\n"
         "  more:  [LS405: lockstep explain LS405]"
     ),

@@ -7,6 +7,8 @@ import textwrap
 
 import click
 
+from lockstep.columns import wrap
+from lockstep.language import LANGUAGES, translate
 from lockstep.verify import catalogue
 from lockstep.verify.catalogue import GROUPS, Entry
 
@@ -16,14 +18,18 @@ INDENT = "  "
 
 @click.command(name="explain", short_help="Explains a code such as LS303.")
 @click.argument("words", metavar="[CODE | WORDS]...", nargs=-1)
-@click.option("--markdown", is_flag=True, help="Print the whole catalogue as Markdown.")
-def command(words: tuple[str, ...], markdown: bool) -> None:
+@click.option(
+    "--markdown",
+    type=click.Choice(LANGUAGES),
+    help="Print the whole catalogue as Markdown, in English or Chinese.",
+)
+def command(words: tuple[str, ...], markdown: str | None) -> None:
     """Explains a code such as LS303, as printed with errors, warnings and verdicts.
 
     Words search the entries: `lockstep explain batchnorm`. Without arguments it lists all of them.
     """
-    if markdown:
-        click.echo(catalogue.as_markdown(), nl=False)
+    if markdown is not None:
+        click.echo(catalogue.as_markdown(markdown), nl=False)
         return
     query = " ".join(words)
     entries = catalogue.find(query)
@@ -33,13 +39,14 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     if len(entries) > 1:
         click.echo(_format_list(entries, width))
-        click.echo(f"\nTo read one of them: lockstep explain {entries[0].code}")
+        text = translate(f"To read one of them: lockstep explain {entries[0].code}")
+        click.echo(f"\n{text}")
         return
     entry = entries[0]
     code_without_letters = entry.code.removeprefix("LS")
     is_exact = query.upper() in (entry.code, code_without_letters)
     if _is_code(query) and not is_exact:  # a code that does not exist; `find` took a similar one
-        click.echo(f"There is no {query}; the nearest is:")
+        click.echo(translate(f"There is no {query}; the nearest is:"))
     click.echo(_format_entry(entry, width))
 
 
@@ -57,31 +64,32 @@ def _format_list(entries: list[Entry], width: int) -> str:
             continue
         if lines:
             lines.append("")  # between two groups
-        lines.append(heading)
+        lines.append(translate(heading))
         for entry in entries_of_group:
             head = f"{INDENT}{entry.code}  "
-            lines += textwrap.wrap(head + entry.title, width, subsequent_indent=" " * len(head))
+            title = translate(entry.title)
+            lines += wrap(head + title, width, subsequent_indent=" " * len(head))
     return "\n".join(lines)
 
 
 def _format_entry(entry: Entry, width: int) -> str:
     """Returns all texts of an entry, wrapped to a width."""
-    title = textwrap.fill(f"{entry.code}: {entry.title}", width)
+    title = "\n".join(wrap(f"{entry.code}: {translate(entry.title)}", width))
     cause = _wrap_paragraphs(entry.cause, width)
     cure = _wrap_paragraphs(entry.cure, width)
-    return "\n\n".join([title, "Why", cause, "What to do", cure])
+    return "\n\n".join([title, translate("Why"), cause, translate("What to do"), cure])
 
 
 def _wrap_paragraphs(text: str, width: int) -> str:
-    """Returns a text, indented, with its paragraphs wrapped to a width.
+    """Returns a text of an entry, translated, indented, with its paragraphs wrapped to a width.
 
     Paragraphs that are indented already are code, and are not wrapped.
     """
     paragraphs = []
-    for paragraph in text.split("\n\n"):
-        is_code = paragraph.startswith("    ")
+    for paragraph in catalogue.paragraphs_of(text):
+        is_code = catalogue.is_code(paragraph)
+        paragraph = catalogue.translate_paragraph(paragraph, translate)
         if not is_code:
-            one_line = " ".join(paragraph.split())
-            paragraph = textwrap.fill(one_line, width - len(INDENT), break_on_hyphens=False)
+            paragraph = "\n".join(wrap(paragraph, width - len(INDENT)))
         paragraphs.append(textwrap.indent(paragraph, INDENT))
     return "\n\n".join(paragraphs)

@@ -6,6 +6,7 @@ A subcommand's file is imported when it is called, and none of them needs torch 
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 from importlib import import_module
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from lockstep import __version__
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, check_language
 
 COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
 
@@ -52,11 +53,12 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand; our errors end it with a message and their exit code."""
         try:
+            check_language(os.environ)
             return super().invoke(ctx)
         except LockstepError as error:
             # `str(error)` would add the line of source that called Lockstep, which is here a line
             # of the command itself.
-            click.echo(f"lockstep: {error.parts}", err=True)
+            click.echo(f"lockstep: {error.translated_parts}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)

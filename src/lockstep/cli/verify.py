@@ -18,6 +18,7 @@ import click
 from lockstep.cli.output import print_for_people, write_json
 from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
+from lockstep.language import translate
 
 if TYPE_CHECKING:
     from lockstep.verify.comparison_plan import ComparisonPlan
@@ -136,8 +137,8 @@ def command(
             switched_off = verdict.parallel.switched_off
             is_first_of_kind = not any(type(earlier) is type(verdict) for earlier in verdicts)
             if is_first_of_kind and switched_off:  # it is the same in all runs
-                text = f"  switched off for the comparison: {', '.join(switched_off)}"
-                print_for_people([text], as_json)
+                text = f"switched off for the comparison: {', '.join(switched_off)}"
+                print_for_people([f"  {translate(text)}"], as_json)
             if result.notes:
                 print_for_people(result.notes, as_json)
             verdicts.append(verdict)

@@ -302,11 +302,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if not 0 < self._early_calls < num_micro_batches - 1:
             return
         self._warned_of_missed_step = True
-        calls = "once" if self._early_calls == 1 else f"{self._early_calls} times"
         warn(
             "optimizer.step() in some micro-batches of a global batch",
-            f"it was called {calls} in {num_micro_batches} micro-batches, but not in the last one, "
-            "after which the optimizer steps: it has not stepped for this global batch",
+            f"it was called in {self._early_calls} of {num_micro_batches} micro-batches, but not "
+            "in the last one, after which the optimizer steps: it has not stepped for this global "
+            "batch",
             "call optimizer.step() in every iteration and count no batches: it steps once for each "
             "global batch",
             code="LS405",

@@ -722,8 +722,8 @@ def check_model(module: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel):
             raise UsageError(
                 "world.prepare of a model in DistributedDataParallel",
-                f"{name or 'it'} averages its gradients itself; here they would be averaged twice, "
-                "and not weighted",
+                f"{name or 'the model'} averages its gradients itself; here they would be averaged "
+                "twice, and not weighted",
                 "leave DistributedDataParallel out: world.prepare wraps the plain model",
             )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.columns import join_label
+from lockstep.language import translate
 from lockstep.verify.cause import format_items, script_names
-from lockstep.verify.finding import Finding
+from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.training_record import Update
 from lockstep.wording import count_noun, format_ranks
@@ -126,17 +128,18 @@ class BitVerdict:
 
     def lines(self) -> list[str]:
         """Returns the verdict in lines for people."""
-        head = f"{self.word:9}  {self.parallel.config.name}"
+        head = verdict_head(self.word, self.parallel.config.name)
         if self.word == "EQUAL":
-            lines = [f"{head}, in every bit: {_describe_compared(self.reference)}"]
-            lines.append(f"  with    {self._virtual_ranks_text}")
+            compared = translate(_describe_compared(self.reference))
+            lines = [join_label(head + translate(", in every bit:"), compared)]
+            lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
             if self.reference.stopped_at:
-                until = self.reference.stopped_at
-                lines.append(f"  until   {until}; what comes later is not compared")
+                until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
+                lines.append(labelled(translate("until"), until))
         else:
             lines = self._lines_of_difference(head)
         for note in self.notes:
-            lines += note.lines("note")
+            lines += note.lines(translate("note"))
         return lines
 
     def _lines_of_difference(self, head: str) -> list[str]:
@@ -149,19 +152,19 @@ class BitVerdict:
             steps = (
                 f"{len(self.parallel.updates)} steps, {len(self.reference.updates)} on one process"
             )
-            lines = [f"{head}, in the number of steps: {steps}"]
+            lines = [join_label(head + translate(", in the number of steps:"), translate(steps))]
         else:
             difference, *others = self.first.differences
-            lines = [f"{head}, bits differ first in {self.first.place}"]
-            where = format_items(script_names(difference.names))
+            lines = [head + translate(f", bits differ first in {self.first.place}")]
+            where = translate(format_items(script_names(difference.names)))
             if len(difference.ranks) < self.parallel.config.nproc:
-                where += f", on {format_ranks(difference.ranks)}"
-            lines.append(f"  where   {where}")
+                where += translate(f", on {format_ranks(difference.ranks)}")
+            lines.append(labelled(translate("where"), where))
             if others:
-                texts = [other.text for other in others]
-                lines.append(f"  then    {', '.join(texts)}")
-        lines.append(f"  with    {self._virtual_ranks_text}")
-        lines.append(f"  do      {ADVICE}")
+                texts = [translate(other.text) for other in others]
+                lines.append(labelled(translate("then"), ", ".join(texts)))
+        lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
+        lines.append(labelled(translate("do"), translate(ADVICE)))
         return lines
 
     @property
@@ -252,8 +255,8 @@ def _describe_compared(reference: RunRecord) -> str:
     """Lists what was compared: "the first 3 optimizer steps, 8 samples each, losses, ..."."""
     updates = reference.updates
     first = updates[0]  # stands for all: later ones have the same tensors
-    which = "the first" if reference.stopped_at else "all"
-    values = [f"{which} {count_noun(len(updates), 'optimizer step')}"]
+    compared = count_noun(len(updates), "optimizer step")
+    values = [f"the first {compared}" if reference.stopped_at else f"all {compared}"]
     if first.samples:
         values.append(f"{first.samples} samples each")
     values.append("losses")

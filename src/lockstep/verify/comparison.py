@@ -16,10 +16,11 @@ from pathlib import Path
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import initial_shares
 from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.language import translate
 from lockstep.verify import run_record
 from lockstep.verify.bits import BitVerdict, judge_bits, reason_without_bits
 from lockstep.verify.comparison_plan import ComparisonPlan
-from lockstep.verify.finding import Finding
+from lockstep.verify.finding import Finding, labelled
 from lockstep.verify.rounding_noise import find_rounding_noise, may_have_noise
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
@@ -96,7 +97,8 @@ class Comparison:
             notes = []
             reason = self.reason_without_bits or plan.reason_without_bits
             if reason and verdict_within_tolerance.reference.uses_lockstep:
-                notes.append(f"  bits    not compared: {reason}")
+                text = translate(f"not compared: {reason}")
+                notes.append(labelled(translate("bits"), text))
             yield Result(verdict_within_tolerance, notes)
 
     def _record(self, config: RunConfig) -> RunRecord:
@@ -177,7 +179,8 @@ class Comparison:
             self.reference()
         except UsageError as error:
             reason = error.found.splitlines()[0]
-            yield Result(verdict, [f"  float64 not compared: {reason}"])
+            text = translate(f"not compared: {reason}")
+            yield Result(verdict, [labelled("float64", text)])
             return
         yield Result(verdict)
         name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.columns import pad
+from lockstep.language import translate
 from lockstep.verify.catalogue import ENTRIES, cure_lines
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.causes import KINDS
@@ -90,37 +92,60 @@ class Finding:
             values["ratio"] = self.cause.ratio
         return values
 
-    def lines(self, heading: str = "cause", *, by_lockstep: bool | None = None) -> list[str]:
+    def lines(self, heading: str = "", *, by_lockstep: bool | None = None) -> list[str]:
         """Returns the finding in lines for people.
 
         Args:
-            heading: the first word of the line with the code.
+            heading: the label of the line with the code; by default "cause", translated.
             by_lockstep: whether the script uses Lockstep, which decides what it is told to write
                 instead; None: the lines only point at the catalogue.
         """
         lines = []
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
-            lines.append(f"  {heading:7} {entry.code}: {self.title}")
+            lines.append(
+                labelled(heading or translate("cause"), f"{entry.code}: {translate(self.title)}")
+            )
         for sentence in self.cause.evidence:
-            lines += _with_label("seen", sentence.splitlines())
+            lines += _with_label(
+                translate("seen"), [translate(line) for line in sentence.splitlines()]
+            )
         if self.names:
-            lines.append(f"  where   {format_items(self.names)}")
+            lines.append(labelled(translate("where"), translate(format_items(self.names))))
         if entry is None:  # an error without a code, of which nothing more is known
             return lines
         if by_lockstep is None:
-            lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
+            advice = f"lockstep explain {entry.code} says what to write instead"
+            lines.append(labelled(translate("do"), translate(advice)))
         else:
-            cure = _with_label("do", cure_lines(entry, by_lockstep=by_lockstep))
+            cure = _with_label(
+                translate("do"), cure_lines(entry, translate, by_lockstep=by_lockstep)
+            )
             lines += [line.rstrip() for line in cure]  # empty lines stay empty
-            lines.append(f"  more    lockstep explain {entry.code}")
+            lines.append(labelled(translate("more"), f"lockstep explain {entry.code}"))
         return lines
+
+
+def verdict_head(word: str, name: str) -> str:
+    """Returns how the first line of a verdict begins: "DIFFERENT  2 processes".
+
+    Args:
+        word: the verdict in one word. It is English in every language, with a translation, so that
+            it is found in any log.
+        name: the name of the run on several processes.
+    """
+    return f"{pad(translate(word), 9)}  {translate(name)}"
+
+
+def labelled(label: str, text: str) -> str:
+    """Returns a line of a verdict: a label in a column of its own, and a text."""
+    return f"  {pad(label, 7)} {text}"
 
 
 def _with_label(label: str, texts: list[str]) -> list[str]:
     """Returns the lines of a text, with a label before the first and the others indented."""
     first, *others = texts
-    lines = [f"  {label:7} {first}"]
+    lines = [labelled(label, first)]
     for text in others:
         lines.append(f"          {text}")
     return lines

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.language import translate
 from lockstep.verify.accepted_differences import accept_differences
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.compare import (
@@ -22,7 +23,7 @@ from lockstep.verify.compare import (
     num_comparable_updates,
     tolerance_of,
 )
-from lockstep.verify.finding import Finding
+from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.joined_parts import JoinedRuns, join_parts
 from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import align_names
@@ -121,20 +122,25 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the verdict in lines for people."""
-        head = f"{self.word:9}  {self.parallel.config.name}"
+        head = verdict_head(self.word, self.parallel.config.name)
         if self.unknown:
-            lines = [f"{head}: {self.unknown}", f"  do      {self.unknown_advice}"]
+            lines = [
+                f"{head}: {translate(self.unknown)}",
+                labelled(translate("do"), translate(self.unknown_advice)),
+            ]
         elif self.word == "EQUAL":
             lines = self._lines_of_equal_runs(head)
         else:
             lines = self._lines_of_findings(head)
         if self._same_samples_may_help:
-            lines.append(
-                "  then    with --same-samples one process trains on the batches of all ranks, so "
-                "that the rest is compared too"
+            advice = translate(
+                "with --same-samples one process trains on the batches of all ranks, so that the "
+                "rest is compared too"
             )
+            lines.append(labelled(translate("then"), advice))
         if self.reason_batch_not_enlarged:
-            lines.append(f"  note    --batch-per-process: {self.reason_batch_not_enlarged}")
+            reason = translate(self.reason_batch_not_enlarged)
+            lines.append(labelled(translate("note"), f"--batch-per-process: {reason}"))
         return lines
 
     def _lines_of_equal_runs(self, head: str) -> list[str]:
@@ -148,17 +154,19 @@ class Verdict:
         # was left out of the run.
         if self.parallel.by_choice:
             lines.append(
-                f"DIFFERENT by choice: {self.parallel.by_choice}; all else is compared without"
+                translate(
+                    f"DIFFERENT by choice: {self.parallel.by_choice}; all else is compared without"
+                )
             )
-        lines.append(f"{head}: {_describe_compared_values(self.reference)}")
+        lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
         lines += self._tolerance_line()
         if self.accepted:
-            lines.append(f"  but     {self.accepted}")
+            lines.append(labelled(translate("but"), translate(self.accepted)))
         if self.reference.stopped_at:
-            until = self.reference.stopped_at
-            lines.append(f"  until   {until}; what comes later is not compared")
+            until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
+            lines.append(labelled(translate("until"), until))
         for finding in self.findings:  # faults of the script by which the runs do not differ
-            lines += finding.lines(heading="also")
+            lines += finding.lines(heading=translate("also"))
         return lines
 
     def _lines_of_findings(self, head: str) -> list[str]:
@@ -170,16 +178,16 @@ class Verdict:
         first, *others = self.findings
         lines = [head]
         if first.place:
-            lines = [f"{head}, first in {first.place}"]
+            lines = [head + translate(f", first in {first.place}")]
         lines += first.lines(by_lockstep=self.reference.uses_lockstep)
         if first.case is not None:  # the values of both runs were found to differ
             lines += self._tolerance_line()
         for finding in others:
             if finding.place:
-                lines.append(f"  and in  {finding.place}")
-                lines += finding.lines(heading="cause")
+                lines.append(labelled(translate("and in"), translate(finding.place)))
+                lines += finding.lines()
             else:  # a fault by which the runs do not differ
-                lines += finding.lines(heading="also")
+                lines += finding.lines(heading=translate("also"))
         if self.word == "FAILED":  # nothing is known of the error, so its output is shown
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
         return lines
@@ -189,10 +197,11 @@ class Verdict:
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []
-        return [
-            f"  equal   within {tolerance.relative:g} of a tensor's largest value, "
-            f"because some values were computed in {tolerance.dtype}"
-        ]
+        text = translate(
+            f"within {tolerance.relative:g} of a tensor's largest value, because some values were "
+            f"computed in {tolerance.dtype}"
+        )
+        return [labelled(translate("equal"), text)]
 
 
 def _describe_compared_values(reference: RunRecord) -> str:

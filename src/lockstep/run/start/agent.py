@@ -37,6 +37,7 @@ from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interface
 from lockstep.distributed.network import running_interfaces, wait_until
 from lockstep.distributed.torch_compat import accepted, skip_exit_barrier
 from lockstep.errors import LockstepError
+from lockstep.language import translate
 from lockstep.run.machines.nodes import Node
 from lockstep.run.machines.open_rendezvous import open_rendezvous
 from lockstep.run.machines.rendezvous import Rendezvous
@@ -730,10 +731,10 @@ class Agent(api.SimpleElasticAgent):
             )
             times = self._count_like(self.failure)
             if times <= _MAX_FULL_REPORTS:
-                self._announce(render_failure(self.failure))
+                self._announce(render_failure(self.failure, translate))
                 self._announce(what_follows)
             else:
-                self._announce(f"{render_briefly(self.failure, times)}; {what_follows}")
+                self._announce(f"{render_briefly(self.failure, times, translate)}; {what_follows}")
         self._journal.write("restart", "all ranks are started again")
 
     def _count_like(self, failure: FirstFailure) -> int:

@@ -78,7 +78,12 @@ class Journal:
         kind = "interrupted" if failure.kind == "interrupted" else "failure"
         self.write(kind, render_failure(failure), exit_code=failure.exit_code)
 
-    def find(self, text: str) -> None:
-        """Announces a finding of the supervisor, and notes it."""
-        self._announce(text)
+    def find(self, text: str, shown_text: str) -> None:
+        """Announces a finding of the supervisor, and notes it.
+
+        Args:
+            text: in English, for the record of the run.
+            shown_text: in the language of the console.
+        """
+        self._announce(shown_text)
         self.write("finding", text)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
 from lockstep.run.start.plan import (
@@ -110,7 +111,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         finally:
             zygote.close()
     if agent.failure is not None:
-        announce(render_failure(agent.failure))
+        announce(render_failure(agent.failure, translate))
     return agent.exit_code
 
 

@@ -284,7 +284,8 @@ def _type_name(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     try:
-        return _shorten(str(error))
+        # Our own errors are recorded in English: the launcher searches what ranks have recorded.
+        return _shorten(error.text if isinstance(error, LockstepError) else str(error))
     except Exception:
         return "(its message cannot be shown)"
 

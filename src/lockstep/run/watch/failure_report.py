@@ -9,68 +9,95 @@ traceback and logs: runs/logs
 
 from __future__ import annotations
 
+from lockstep.columns import join_label, pad
+from lockstep.language import InLanguage, in_english
 from lockstep.run.watch.first_failure import FirstFailure
+from lockstep.run.watch.messages import detail_lines
 from lockstep.wording import format_ranks
 
 _MAX_FAILURES_SHOWN = 8
+_LABELS_OF_ERRORS = ("found:", "do:", "more:")
+"""How the lines of Lockstep's own errors begin."""
 _MAX_LINE_CHARS = 1000
 """The message of an exception may contain a tensor, or a whole file."""
 
 
-def render_failure(failure: FirstFailure) -> str:
+def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) -> str:
     """Writes the block that closes a failed run; it does not end in a newline."""
-    lines = _heading_lines(failure)
+    lines = _heading_lines(failure, in_language)
     if failure.line:
         lines.append(f"  {failure.line}")
     if failure.at_the_same_time:
-        lines.append("at the same time (order unknown):")
+        lines.append(in_language("at the same time (order unknown):"))
         for text in failure.at_the_same_time[:_MAX_FAILURES_SHOWN]:
             lines.append(f"  {_shorten(text)}")
         num_hidden = len(failure.at_the_same_time) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
-            lines.append(f"  and {num_hidden} more; see their logs")
+            lines.append(f"  {in_language(f'and {num_hidden} more; see their logs')}")
     for text in failure.advice:
-        lines.append(f"what to do: {text}")
-    consequences = list(failure.consequences)
+        lines.append(in_language(f"what to do: {text}"))
+    consequences = [in_language(text) for text in failure.consequences]
     if failure.ended_by_lockstep:
-        consequences.append(f"ended by lockstep: {format_ranks(failure.ended_by_lockstep)}")
+        ranks = format_ranks(failure.ended_by_lockstep)
+        consequences.append(in_language(f"ended by lockstep: {ranks}"))
     if consequences:
-        lines.append(_shorten("consequences: " + ", ".join(consequences)))
+        text = join_label(in_language("consequences:"), ", ".join(consequences))
+        lines.append(_shorten(text))
     for text in failure.given_up[:_MAX_FAILURES_SHOWN]:
-        lines.append(f"not ended: {text}")
+        lines.append(in_language(f"not ended: {text}"))
     if failure.folder:
-        lines.append(f"traceback and logs: {failure.folder}")
+        lines.append(join_label(in_language("traceback and logs:"), failure.folder))
     return "\n".join(lines)
 
 
-def render_briefly(failure: FirstFailure, times: int) -> str:
+def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = in_english) -> str:
     """Writes one line about a failure that was printed in full before; without a newline.
 
     Args:
         failure: the failure.
         times: how often a failure of this kind has come.
+        in_language: for the texts of Lockstep's own.
     """
-    heading = _heading_lines(failure)[0]
-    text = f"{heading}: {failure.headline}"
+    heading = _heading_lines(failure, in_language)[0]
+    text = f"{heading}: {in_language(failure.headline)}"
     if failure.line:
         text += f", {failure.line}"
-    return f"{_shorten(text)} (failure {times} of this kind; logs: {failure.folder})"
+    remark = f"(failure {times} of this kind; logs: {failure.folder})"
+    return f"{_shorten(text)} {in_language(remark)}"
 
 
-def _heading_lines(failure: FirstFailure) -> list[str]:
+def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     """Writes which ranks failed, on which host and in which step, and how."""
     if failure.kind == "interrupted":
-        return [f"INTERRUPTED: {failure.headline}"]
-    heading = f"FIRST FAILURE: {failure.subject}"
+        return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
+    subject = failure.subject
     if failure.host and failure.ranks:  # without ranks, the subject is the host itself
         has_several_hosts = "," in failure.host  # as in "a, b"
-        heading += f" on {'hosts' if has_several_hosts else 'host'} {failure.host}"
+        if has_several_hosts:
+            subject = in_language(f"{subject} on hosts {failure.host}")
+        else:
+            subject = in_language(f"{subject} on host {failure.host}")
+    heading = join_label(in_language("FIRST FAILURE:"), in_language(subject))
     if failure.step is not None:
-        heading += f", after step {failure.step}"
-    lines = [heading]
-    for text in (failure.headline, *failure.details):
-        lines.append(f"  {_shorten(text)}")
+        heading += in_language(f", after step {failure.step}")
+    is_quoted = failure.kind == "exception"  # type and message of an exception
+    headline = failure.headline if is_quoted else in_language(failure.headline)
+    lines = [heading, f"  {_shorten(headline)}"]
+    for text in failure.details:
+        lines.append(f"  {_shorten(_detail(text, in_language))}")
+    if failure.hang is not None:
+        lines += detail_lines(failure.hang, in_language)
     return lines
+
+
+def _detail(text: str, in_language: InLanguage) -> str:
+    """Returns a line below the headline. What the rank itself has printed stays as it is."""
+    if text.startswith("its "):  # "its last lines:", "its process was then killed by SIGABRT"
+        return in_language(text)
+    label, _, rest = text.strip().partition(" ")
+    if label not in _LABELS_OF_ERRORS:
+        return text
+    return f"  {pad(in_language(label), 7)}{in_language(rest.strip())}"
 
 
 def _shorten(text: str) -> str:

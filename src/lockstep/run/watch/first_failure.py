@@ -27,7 +27,6 @@ from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_advice import BY_KIND, GIVEN_UP, advise
 from lockstep.run.watch.lost_peer import find_lost_peer_text
-from lockstep.run.watch.messages import detail_lines
 from lockstep.run.watch.repeated_failure import failure_key
 from lockstep.run.watch.verdict import Verdict
 from lockstep.wording import format_ranks, join_first
@@ -70,6 +69,8 @@ class FirstFailure:
     line: str | None = None
     """The user's own line, `file:line: code`."""
     details: tuple[str, ...] = ()
+    hang: Verdict | None = None
+    """If it was a hang, what each rank did."""
     advice: tuple[str, ...] = ()
     at_the_same_time: tuple[str, ...] = ()
     """Other failures that cannot be put before or after it."""
@@ -444,12 +445,13 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     their ends is a failure, with the verdict's details and advice. Otherwise the hang itself is the
     one failure.
     """
-    rows = tuple(line[2:] for line in detail_lines(hang))  # without their indentation
     if hang.kind in ("left", "lost"):
         left_early = []
         for end in ends.ended_well:
             if end.rank in hang.ranks:
-                left_early.append(replace(_root_of_exit(end), details=rows, advice=hang.advice))
+                left_early.append(
+                    replace(_root_of_exit(end), details=(), hang=hang, advice=hang.advice)
+                )
         if left_early:
             return left_early
     kind: FailureKind
@@ -467,7 +469,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         time=hang.found_at,
         headline=hang.headline,
         exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
-        details=rows,
+        hang=hang,
         advice=hang.advice,
     )
     return [failure]

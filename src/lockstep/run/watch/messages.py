@@ -7,11 +7,12 @@ that the ranks did not all call in the same way.
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from lockstep.columns import wrap
+from lockstep.language import InLanguage, in_english
 from lockstep.run.watch.call_table import Mismatch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.run.watch.stacks import Frame, user_frame
@@ -26,15 +27,15 @@ _MAX_TENSORS_SHOWN = 3
 _MAX_CALLS_SHOWN = 20
 
 
-def render(verdict: Verdict) -> str:
+def render(verdict: Verdict, in_language: InLanguage = in_english) -> str:
     """Writes a verdict in lines of at most 100 columns."""
-    lines = _wrap([verdict.headline])
-    lines += detail_lines(verdict)
-    lines += _wrap([f"  do: {text}" for text in verdict.advice])
+    lines = _wrap([in_language(verdict.headline)])
+    lines += detail_lines(verdict, in_language)
+    lines += _wrap([f"  {in_language(f'do: {text}')}" for text in verdict.advice])
     return "\n".join(lines)
 
 
-def detail_lines(verdict: Verdict) -> list[str]:
+def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list[str]:
     """Writes the part between a verdict's headline and its advice: what the ranks do.
 
     Returns:
@@ -43,14 +44,15 @@ def detail_lines(verdict: Verdict) -> list[str]:
     entries = _merge_equal_rows(verdict)  # each is a list of rows
     lines: list[str] = []
     for rows in entries[:MAX_ENTRIES_SHOWN]:
-        lines += _entry_lines(rows)
+        lines += _entry_lines(rows, in_language)
     ranks_not_shown = []
     for rows in entries[MAX_ENTRIES_SHOWN:]:
         ranks_not_shown += [row.rank for row in rows]
     if ranks_not_shown:
-        lines.append(f"  {format_ranks(ranks_not_shown)}: see hang.txt")
+        text = f"{format_ranks(ranks_not_shown)}: see hang.txt"
+        lines.append(f"  {in_language(text)}")
     if verdict.mismatch is not None:
-        lines += _mismatch_lines(verdict.mismatch)
+        lines += _mismatch_lines(verdict.mismatch, in_language)
     return _wrap(lines)
 
 
@@ -84,20 +86,24 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     return entries
 
 
-def _entry_lines(rows: list[Row]) -> list[str]:
+def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     """Writes what the ranks of one entry do, which is the same for all of them."""
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
-    duration = "" if first.for_s is None else f", for {first.for_s:.0f} s"
-    does = conjugate(first.does, len(ranks))
-    lines = [f"  {format_ranks(ranks)} on {hosts}: {does}{duration}"]
+    # What it does is translated as it is in the verdict, with its verb in the singular.
+    does = conjugate(first.does, len(ranks)) if in_language is in_english else first.does
+    who = format_ranks(ranks)
+    text = in_language(f"{who} on {hosts}: {does}")
+    if first.for_s is not None:
+        text += in_language(f", for {first.for_s:.0f} s")
+    lines = [f"  {text}"]
     if first.line is not None:
         lines.append(_source(first.line, indent=4))
     return lines
 
 
-def _mismatch_lines(mismatch: Mismatch) -> list[str]:
+def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
     """Writes which ranks have called what, at the first call that differs.
 
     Ranks that made the same call at the same line are written together.
@@ -111,14 +117,16 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
             text = describe(call)
             line = user_frame(call.frames)
         ranks_by_call[text, line].append(rank)
-    lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
+    heading = f"first mismatch: call {mismatch.seq} of {mismatch.group}:"
+    lines = [f"  {in_language(heading)}"]
     for (text, line), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
-        lines.append(f"    {format_ranks(ranks)}: {text}")
+        lines.append(f"    {in_language(f'{format_ranks(ranks)}: {text}')}")
         if line is not None:
             lines.append(_source(line, indent=6))
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since
-        lines.append(f"    (already from call {number} on they called from different lines)")
+        remark = f"(already from call {number} on they called from different lines)"
+        lines.append(f"    {in_language(remark)}")
     return lines
 
 
@@ -166,9 +174,7 @@ def _wrap(lines: Iterable[str]) -> list[str]:
     wrapped: list[str] = []
     for line in lines:
         indent = len(line) - len(line.lstrip())
-        wrapped += textwrap.wrap(
-            line, MAX_WIDTH, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
-        )
+        wrapped += wrap(line, MAX_WIDTH, subsequent_indent=" " * (indent + 2))
     return wrapped
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.language import translate
 from lockstep.run.start.plan import HangRules
 from lockstep.run.start.process import Process
 from lockstep.run.watch import hang, straggler
@@ -51,7 +52,7 @@ class Supervisor:
         processes: the ranks of this machine.
         rules: when a run counts as hanging, and what to do then.
         folder: where `hang.txt` and `hang.json` are written.
-        report: called with each text for the user.
+        report: called with each text for the user, in English and in the language of the console.
         exchange: takes snapshots together with the run's other machines; None if there are none.
     """
 
@@ -60,7 +61,7 @@ class Supervisor:
         processes: Sequence[Process],
         rules: HangRules,
         folder: Path,
-        report: Callable[[str], None],
+        report: Callable[[str, str], None],
         exchange: SnapshotExchange | None = None,
     ) -> None:
         self._processes = processes
@@ -176,7 +177,7 @@ class Supervisor:
         if may_be_reported and self._mark_reported_if_due(verdict, verdict.waited_s):
             if verdict.fatal:
                 verdict = self._complete(verdict, earlier, later)
-            self._report(render(verdict))
+            self._report(render(verdict), render(verdict, translate))
 
     def _complete(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
         """Returns a fatal verdict that also says where earlier calls were made; writes its report.
@@ -196,7 +197,8 @@ class Supervisor:
         try:
             write_report(self._folder, later, verdict)
         except OSError as error:  # the verdict must still be reported
-            self._report(f"hang.txt and hang.json cannot be written: {error.strerror}")
+            problem = f"hang.txt and hang.json cannot be written: {error.strerror}"
+            self._report(problem, translate(problem))
         return verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
@@ -255,7 +257,7 @@ class Supervisor:
         # A straggler does not get longer, as a wait does. It always counts as 1 s, so that the same
         # one, at the same lines, is reported once.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
-            self._report(render(verdict))
+            self._report(render(verdict), render(verdict, translate))
 
 
 def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
@@ -266,7 +268,7 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "hang.json", to_json(snapshot))
-    parts = [render(verdict)]
+    parts = [render(verdict, translate)]
     for state in snapshot.ranks:
         parts.append(render_state(state))
     write_atomically(folder / "hang.txt", "\n\n".join(parts) + "\n")

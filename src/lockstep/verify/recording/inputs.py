@@ -115,11 +115,11 @@ class InputRecorder:
             self._passes_over[loader] = 0
         # Loaders are numbered in the order of their first use.
         record.loader = list(self._passes_over).index(loader)
-        length_text = ""
+        place = f"batch {number}"
         with suppress(TypeError):  # a stream has no length
-            length_text = f"{len(loader)} of "
+            place = f"batch {number} of {len(loader)}"
         # The end of a sentence such as "step 3, batch 3 of 4 of epoch 1".
-        state.last_batch_text = f", batch {number} of {length_text}epoch {record.epoch + 1}"
+        state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
         state.update.batches.append(record)
         # What was drawn to read the batch is no part of what is drawn for the step.
         state.mode.draws.restart()

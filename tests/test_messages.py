@@ -1,0 +1,222 @@
+"""The catalogue of messages: complete, and what texts it recognizes."""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import message_catalogue as messages
+
+from lockstep import errors, language
+from lockstep.columns import pad, width_of, wrap
+from lockstep.language import GRAMMATICAL_FIELDS, chinese_catalogue, fields_of, language_of
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import FirstFailure
+from lockstep.run.watch.messages import render
+from lockstep.run.watch.verdict import Row, Verdict
+
+pytestmark = pytest.mark.unit
+
+PASSED_ON = {
+    "batch.loader:error.do",
+    "cli.run_options:error.do",
+    "distributed.collectives:do",
+    "errors:error.do",
+    "run.machines.ssh_connection:advice",
+    "run.machines.ssh_errors:cause.advice.format(**values)",
+    "run.machines.ssh_errors:do",
+    "run.machines.ssh_run:'; '.join(advice)",
+    "settings:error.do",
+    "strategies.base:error.do",
+}
+"""Where an error is given the advice of another one, whose texts are found where that is made."""
+
+ENTRIES = messages.read_po(messages.PO_FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def extracted() -> messages.Messages:
+    return messages.extract()
+
+
+@pytest.fixture
+def chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "language", lambda: "zh")
+
+
+def test_every_message_of_the_source_is_in_the_catalogue(extracted: messages.Messages) -> None:
+    in_source = set(extracted.places)
+    in_catalogue = {entry.message for entry in ENTRIES}
+    assert in_source - in_catalogue == set(), "make messages, and translate what is new"
+    assert in_catalogue - in_source == set(), "make messages: these are gone"
+
+
+def test_the_advice_of_every_error_is_found(extracted: messages.Messages) -> None:
+    assert set(extracted.advice_not_found) == PASSED_ON
+
+
+def test_every_message_is_translated() -> None:
+    text = messages.PO_FILE.read_text(encoding="utf-8")
+    assert [entry.message for entry in ENTRIES if not entry.translation] == []
+    assert [entry.message for entry in ENTRIES if "fuzzy" in entry.flags] == []
+    assert "\n#~" not in text  # what gettext's own tools make of a message that is gone
+
+
+def test_both_languages_have_the_same_fields() -> None:
+    for entry in ENTRIES:
+        fields = set(fields_of(entry.message))
+        translated_fields = set(fields_of(entry.translation))
+        assert translated_fields <= fields, entry
+        assert fields - translated_fields <= set(GRAMMATICAL_FIELDS), entry
+
+
+def test_the_compiled_catalogue_is_that_of_the_text() -> None:
+    assert messages.MO_FILE.read_bytes() == messages.compile_mo(ENTRIES), "make messages"
+    translations = {entry.message: entry.translation for entry in ENTRIES}
+    assert language.read_mo(messages.MO_FILE.read_bytes()) == translations
+
+
+def values_of(message: str) -> dict[str, str]:
+    values = {name: f"<{name}>" for name in fields_of(message)}
+    who = {name: "rank 7" for name in values if name == "who"}
+    digits = {name: "7" for name in values if name in ("number", "rank", "ranges", "steps")}
+    words = {name: "word" for name in values if name in GRAMMATICAL_FIELDS}
+    return {**values, **digits, **words, **who}
+
+
+def test_what_was_made_from_a_template_is_recognized() -> None:
+    catalogue = chinese_catalogue()
+    for entry in ENTRIES:
+        values = values_of(entry.message)
+        text = entry.message.format(**values)
+        translated_values = {name: catalogue.translate(value) for name, value in values.items()}
+        assert catalogue.translate(text) == entry.translation.format(**translated_values)
+
+
+def test_values_of_a_template_are_translated_too(chinese: None) -> None:
+    text = "deadlock: ranks 0-2, 5 wait in barrier, for each other, and nothing has moved for 5 s"
+    expected = "死锁：rank 0-2, 5 在barrier（互相等待）中等待，5 s 内没有任何进展"
+    assert language.translate(text) == expected
+    assert language.translate("rank 1 waits for data; no such message") == (
+        "rank 1 在等待数据；no such message"
+    )
+    assert language.translate("ranks 1-2 wait for data") == "rank 1-2 在等待数据"
+
+
+def test_what_a_script_says_is_not_translated(chinese: None) -> None:
+    for quoted in (
+        "ValueError: torchvision is not installed",
+        "train.py:4: raise ValueError('it is empty')",
+        "subprocess.CalledProcessError: it is empty",
+    ):
+        assert language.translate(quoted) == quoted
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LANG": "de_DE.UTF-8"}, "en"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}, "en"),
+        ({"LANG": "C.UTF-8", "LC_MESSAGES": "zh_TW"}, "zh"),
+        ({"LANG": "zh_CN.UTF-8", "LOCKSTEP_LANG": "en"}, "en"),
+        ({"LANG": "en_US.UTF-8", "LOCKSTEP_LANG": "zh-CN"}, "zh"),
+        ({"LOCKSTEP_LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LOCKSTEP_LANG": ""}, "en"),
+        ({"LOCKSTEP_LANG": "chinese"}, None),
+    ],
+)
+def test_the_variable_goes_before_the_locale(variables: dict[str, str], expected: str) -> None:
+    assert language_of(variables) == expected
+
+
+def test_an_unknown_language_is_refused() -> None:
+    with pytest.raises(errors.SettingError, match="languages are en, zh"):
+        errors.check_language({"LOCKSTEP_LANG": "zz"})
+
+
+def test_an_error_is_shown_in_chinese_and_recorded_in_english(chinese: None) -> None:
+    error = errors.SettingError(
+        "precision='fp8'", "precisions are fp32, bf16", "choose one of them"
+    )
+    assert str(error).startswith(
+        "precision='fp8'\n  发现： 可用的精度有 fp32, bf16\n  处理： 选择其中之一\n  位置： "
+    )
+    assert error.text.startswith(
+        "precision='fp8'\n  found: precisions are fp32, bf16\n  do:    choose one of them\n"
+    )
+    assert error.args == (error.text,)
+    heard: list[str] = []
+    errors.on_warning.append(heard.append)
+    try:
+        with pytest.warns(errors.LockstepWarning, match="处理： 选择其中之一"):
+            errors.warn("x", "it is empty", "choose one of them")
+    finally:
+        errors.on_warning.remove(heard.append)
+    assert heard == ["x\n  found: it is empty\n  do:    choose one of them"]
+
+
+def test_a_verdict_fits_the_width_in_chinese(chinese: None) -> None:
+    verdict = Verdict(
+        kind="blocked",
+        fatal=False,
+        ranks=(1,),
+        headline="rank 1 is blocked outside any collective, without computing; "
+        "ranks 0, 2 have waited for it for 7 s",
+        rows=(Row(0, "a", "waits in barrier (step 4)", None, 7.0),),
+        advice=("every send needs its receive, in the same order on both ranks: where both send or "
+                "receive first, change the order on one of them, or use `batch_isend_irecv`",),
+    )  # fmt: skip
+    lines = render(verdict, language.translate).splitlines()
+    assert lines[0] == "rank 1 阻塞在集合通信之外，没有在计算；rank 0, 2 已等待 7 s"
+    assert lines[1] == "  rank 0（a）：在 barrier 中等待（第 4 步），已 7 s"
+    assert lines[2].startswith("  处理：每次发送都要有对应的接收")
+    assert lines[3].startswith("    ")
+    assert all(width_of(line) <= 100 for line in lines)
+    assert render(verdict).isascii()
+
+
+def test_a_failure_leaves_what_the_rank_has_printed_as_it_is(chinese: None) -> None:
+    failure = FirstFailure(
+        kind="exit",
+        time=0.0,
+        headline="exit code 3; no exception was recorded",
+        ranks=(0, 1),
+        host="a",
+        step=12,
+        details=("its last lines:", "  it is empty"),
+        consequences=("ranks 2-3 (Connection closed by peer)",),
+    )
+    assert render_failure(failure, language.translate) == (
+        "FIRST FAILURE（首个故障）：rank 0-1（主机 a），第 12 步之后\n"
+        "  退出码 3；没有记录到异常\n"
+        "  它最后的输出：\n"
+        "    it is empty\n"
+        "连带后果：rank 2-3 (Connection closed by peer)"
+    )
+    assert render_failure(failure).startswith("FIRST FAILURE: ranks 0-1 on host a, after step 12\n")
+
+
+def test_lines_are_broken_by_columns() -> None:
+    text = "  每个 rank 都必须到达每个集合通信：检查它为什么提前返回（`return`），也可以用 `Join`。"
+    lines = wrap(text, 30, subsequent_indent="    ")
+    assert all(width_of(line) <= 30 for line in lines)
+    assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
+    assert not any(line.strip()[0] in "，。：）" for line in lines)
+    assert wrap("one two three", 8) == ["one two", "three"]
+    assert pad("发现：", 7) == "发现： "
+
+
+def test_the_fields_are_those_of_str_format() -> None:
+    """A message that `str.format` cannot read would be an error only where it is shown."""
+    for entry in ENTRIES:
+        for text in (entry.message, entry.translation):
+            for _, name, specification, conversion in string.Formatter().parse(text):
+                assert name is None or name.isidentifier(), text
+                assert not specification, text
+                assert conversion is None, text

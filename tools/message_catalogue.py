@@ -1,0 +1,652 @@
+"""Keeps the catalogue of messages that `lockstep.language` translates with: `make messages`.
+
+1. The messages are *extracted* from the source: what errors and warnings have found and what to do
+   about it; all sentences of the files in `FILES_OF_SENTENCES`, which write verdicts; and
+   `verify/catalogue.toml`. An f-string becomes a template: f"start {count}" is "start {count}".
+2. They are *merged* into `lockstep.po`: translations are kept, messages that are no longer in the
+   source go, new ones come without a translation.
+3. `lockstep.po` is *compiled* to `lockstep.mo`, which is what runs.
+
+The source itself is not marked: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import struct
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import house
+
+sys.path.insert(0, str(house.SOURCE.parent))
+from lockstep.run.watch.messages import conjugate
+from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
+
+FOLDER = house.SOURCE / "locale" / "zh_CN" / "LC_MESSAGES"
+PO_FILE = FOLDER / "lockstep.po"
+MO_FILE = FOLDER / "lockstep.mo"
+CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
+
+FILES_OF_SENTENCES = (
+    "run.machines.ssh_errors",
+    "run.watch.activity",
+    "run.watch.call_table",
+    "run.watch.case",
+    "run.watch.deadlock",
+    "run.watch.failure_advice",
+    "run.watch.first_failure",
+    "run.watch.hang",
+    "run.watch.stacks",
+    "run.watch.straggler",
+    "verify.accepted_differences",
+    "verify.bits",
+    "verify.cause",
+    "verify.causes",
+    "verify.line_findings",
+    "verify.recording.bits",
+    "verify.recording.determinism",
+    "verify.recording.inputs",
+    "verify.recording.patches",
+    "verify.recording.recorder",
+    "verify.recording.state",
+    "verify.rounding_noise",
+    "verify.rules.",
+    "verify.run_config",
+    "verify.self_checks",
+    "verify.verdict",
+    "wording",
+)
+"""Modules, or beginnings of their names, in which every text of several words is a message."""
+NO_MESSAGES = {
+    "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
+    "Traceback (most recent call last)",
+    "exchange_identification|Connection closed by UNKNOWN port",
+    "no such file|not found|does not exist|permission denied|unknown command",
+    "With Lockstep",
+    "With plain DDP",
+}
+"""Texts in these modules that are not shown."""
+SHORT_MESSAGES = {
+    "DIFFERENT": "verify.verdict",
+    "EQUAL": "verify.verdict",
+    "FAILED": "verify.verdict",
+    "all": "verify.verdict",
+    "all {compared}": "verify.bits",
+    "earlier": "run.watch.straggler",
+    "gradients": "verify.causes",
+    "in float32": "verify.comparison",
+    "in float64": "verify.comparison",
+    "exit code {number}": "run.watch.exit_status",
+    "killed": "run.watch.first_failure",
+    "killed by {name}": "run.watch.exit_status",
+    "last": "run.watch.straggler",
+    "losses": "verify.verdict",
+    "rank {ranges} {does}": "run.watch.case",
+    "ranks {ranges} {does}": "run.watch.case",
+}
+"""Texts that are shown and too short to be recognized as messages, with the modules that write
+them."""
+MIN_LETTERS = 4
+"""A template with fewer letters between its fields would fit texts that were not made from it."""
+FUNCTIONS_THAT_WARN = ("warn", "warn_about")
+FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language")
+ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
+"""Errors of `run.machines.ssh_errors`: what was found, and what to do."""
+POSITION_OF_FOUND = 1
+POSITION_OF_DO = 2
+MAX_DEPTH = 6
+"""How many names and calls are followed from an argument to its texts."""
+
+
+@dataclass
+class Messages:
+    """What was extracted."""
+
+    places: dict[str, set[str]] = field(default_factory=dict)
+    """The modules of each message."""
+    advice_not_found: list[str] = field(default_factory=list)
+    """Where the advice of an error is an expression whose texts are not found."""
+
+    def add(self, message: str, module: str) -> None:
+        """Adds a message, unless it has too few letters to be recognized."""
+        if message not in NO_MESSAGES and has_enough_letters(message):
+            self.places.setdefault(message, set()).add(module)
+
+
+def has_enough_letters(message: str) -> bool:
+    """True if a message says something besides its fields, and is no single name of code."""
+    literal = re.sub(r"\{\w+\}", " ", message)
+    num_letters = len(re.findall(r"[A-Za-z]", literal))
+    return num_letters >= MIN_LETTERS
+
+
+# --- From expressions to messages
+
+
+def messages_of(node: ast.expr) -> Iterator[str]:
+    """Yields the messages that a text expression stands for, in the form of `str.format`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield escape(node.value).strip()
+    elif isinstance(node, ast.JoinedStr | ast.BinOp):
+        yield template_of(node)
+
+
+def template_of(node: ast.expr) -> str:
+    """Returns the template of an f-string, or of texts and other values that are added up."""
+    names: list[str] = []
+    return "".join(_pieces(node, names)).strip()
+
+
+def _pieces(node: ast.expr, names: list[str]) -> Iterator[str]:
+    """Yields the literals and the fields of a text.
+
+    Args:
+        node: the text.
+        names: the names of the fields so far, to which those of this text are added.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield escape(node.value)
+    elif isinstance(node, ast.JoinedStr):
+        for part in node.values:
+            yield from _pieces(part, names)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        yield from _pieces(node.left, names)
+        yield from _pieces(node.right, names)
+    else:
+        value = node.value if isinstance(node, ast.FormattedValue) else node
+        name = field_name(value)
+        number = 2
+        while name in names:
+            name = f"{field_name(value)}_{number}"
+            number += 1
+        names.append(name)
+        yield f"{{{name}}}"
+
+
+def field_name(node: ast.expr) -> str:
+    """Returns the name of the field for a value: the last name in it that says what it is."""
+    if isinstance(node, ast.Name):
+        return node.id.lower().strip("_")
+    if isinstance(node, ast.Attribute):
+        return node.attr.lower().strip("_")
+    if isinstance(node, ast.Call):
+        name = field_name(node.func)
+        if name in ("len", "join_first", "join", "format_ranks", "abs", "sorted") and node.args:
+            inner = field_name(node.args[0])
+            return f"num_{inner}" if name == "len" else inner
+        return name
+    if isinstance(node, ast.Subscript):
+        return field_name(node.value)
+    return "value"
+
+
+def escape(text: str) -> str:
+    """Doubles the braces of a text, as `str.format` wants it.
+
+    `{name}` remains: such a text is formatted where it is used. `{}` becomes `{value}` there.
+    """
+    doubled = text.replace("{", "{{").replace("}", "}}")
+    return re.sub(r"\{\{([a-z_]+)\}\}", r"{\1}", doubled)
+
+
+# --- Where expressions are
+
+
+class Reader:
+    """Reads the messages of the whole source."""
+
+    def __init__(self, modules: Mapping[str, house.Module]) -> None:
+        self._modules = modules
+        self._functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+        self._calls: dict[str, list[tuple[str, ast.Call]]] = {}
+        self._error_classes = _error_classes(modules["errors"].tree)
+        self._calls_in: dict[str, list[tuple[ast.FunctionDef | None, ast.Call]]] = {}
+        self._function_of_call: dict[int, ast.FunctionDef | None] = {}
+        self._assigned_in: dict[int, dict[str, list[ast.expr]]] = {}
+        self.messages = Messages()
+        for name, module in modules.items():
+            self._calls_in[name] = list(_calls_by_function(module.tree))
+            for function, call in self._calls_in[name]:
+                self._function_of_call[id(call)] = function
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.FunctionDef):
+                    self._functions.setdefault(node.name, []).append((name, node))
+                elif isinstance(node, ast.Call):
+                    self._calls.setdefault(_called_name(node), []).append((name, node))
+
+    def read(self) -> Messages:
+        """Reads everything."""
+        for name, module in self._modules.items():
+            if name.startswith(FILES_OF_SENTENCES):
+                self._read_sentences(name, module.tree)
+            for function, call in self._calls_in[name]:
+                self._read_call(name, function, call)
+        for word, module_name in SHORT_MESSAGES.items():
+            self.messages.places.setdefault(word, set()).add(module_name)
+        for message in messages_of_findings():
+            self.messages.add(message, "verify.catalogue")
+        return self.messages
+
+    def _read_sentences(self, module: str, tree: ast.Module) -> None:
+        """Reads all texts of several words, except docstrings."""
+        parts_of_texts = set()  # of an f-string or a sum, which is one message
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                parts_of_texts.add(id(node.value))  # a docstring
+            elif isinstance(node, ast.JoinedStr | ast.BinOp):
+                parts_of_texts |= {id(part) for part in _literal_parts(node)}
+            elif isinstance(node, ast.Dict):
+                parts_of_texts |= {id(key) for key in node.keys}
+            elif isinstance(node, ast.Call) and _is_of_re(node):
+                parts_of_texts |= {id(part) for each in node.args for part in ast.walk(each)}
+            elif isinstance(node, ast.Call) and _called_name(node) == "Cause":
+                # A pattern in the output of ssh, or a code such as LS205.
+                parts_of_texts |= {id(part) for part in ast.walk(node.args[0])}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+                whole = ast.BinOp(node.target, ast.Add(), node.value)
+                parts_of_texts |= {id(part) for part in _literal_parts(whole)}
+                self._add_sentence(whole, module)
+            elif isinstance(node, ast.expr) and id(node) not in parts_of_texts:
+                self._add_sentence(node, module)
+
+    def _add_sentence(self, node: ast.expr, module: str) -> None:
+        for message in messages_of(node):
+            self._add_if_sentence(message, module)
+
+    def _add_if_sentence(self, message: str, module: str) -> None:
+        """Adds a message of several words; one alone is a name in code, or a grammatical form.
+
+        Verdicts on ranks put what one rank does into the plural.
+        """
+        if " " in message:
+            self.messages.add(message, module)
+            if module.startswith("run.watch."):
+                self.messages.add(conjugate(message, count=2), module)
+
+    def _read_call(self, module: str, function: ast.FunctionDef | None, call: ast.Call) -> None:
+        """Reads what an error or a warning has found, and what it says to do."""
+        name = _called_name(call)
+        if name in FUNCTIONS_THAT_TRANSLATE and call.args and module != "language":
+            for message in self._texts(call.args[0], module, function, MAX_DEPTH - 1):
+                if re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message)):
+                    self.messages.places.setdefault(message, set()).add(module)
+        if name == "count_noun":
+            self._read_noun(call, module)
+        if name not in {*self._error_classes, *FUNCTIONS_THAT_WARN, *ERRORS_WITHOUT_SETTING}:
+            return
+        shift = 1 if name in ERRORS_WITHOUT_SETTING else 0
+        found = _argument(call, POSITION_OF_FOUND - shift, "found")
+        if found is not None:
+            for text in self._texts(found, module, function, MAX_DEPTH - 1):
+                self._add_if_sentence(text, module)
+        do = _argument(call, POSITION_OF_DO - shift, "do")
+        if do is not None:
+            texts = list(self._texts(do, module, function))
+            for text in texts:
+                self._add_if_sentence(text, module)
+            if not texts:
+                place = f"{module}:{ast.unparse(do)}"
+                self.messages.advice_not_found.append(place)
+
+    def _read_noun(self, call: ast.Call, module: str) -> None:
+        """Reads the noun of `count_noun`, in both numbers."""
+        noun = call.args[1]
+        if isinstance(noun, ast.Constant) and isinstance(noun.value, str):
+            plural = f"{noun.value}es" if noun.value.endswith("s") else f"{noun.value}s"
+            for form in (noun.value, plural):
+                message = f"{{number}} {form}"
+                self.messages.places.setdefault(message, set()).add(module)
+
+    def _texts(
+        self,
+        node: ast.expr,
+        module: str,
+        function: ast.FunctionDef | None,
+        depth: int = 0,
+        *,
+        is_field: bool = False,
+    ) -> Iterator[str]:
+        """Yields the messages that an expression may stand for.
+
+        Names are followed to what is assigned to them, parameters to the calls of their function,
+        calls to what their function returns.
+
+        Args:
+            node: the expression.
+            module: the name of its module.
+            function: the function that it is in, if any.
+            depth: how many names and calls were followed so far.
+            is_field: True for the value of a field of a text.
+        """
+        if depth > MAX_DEPTH:
+            return
+        yield from messages_of(node)
+        is_text_with_fields = isinstance(node, ast.JoinedStr | ast.BinOp)
+        for inner in _alternatives(node):
+            yield from self._texts(
+                inner, module, function, depth, is_field=is_field or is_text_with_fields
+            )
+        if isinstance(node, ast.Name):
+            values = self._values_of_name(node.id, module, function, is_field=is_field)
+            for where, owner, value in values:
+                yield from self._texts(value, where, owner, depth + 1, is_field=is_field)
+        elif isinstance(node, ast.Call):
+            yield from self._texts_of_call(node, module, function, depth)
+
+    def _texts_of_call(
+        self, call: ast.Call, module: str, function: ast.FunctionDef | None, depth: int
+    ) -> Iterator[str]:
+        """Yields what a call returns: of methods of texts and dicts the texts in them."""
+        name = _called_name(call)
+        if isinstance(call.func, ast.Attribute) and name == "format":
+            for text in self._texts(call.func.value, module, function, depth):
+                yield text.replace("{{}}", "{value}")
+        elif isinstance(call.func, ast.Attribute) and name == "join":
+            for argument in call.args:
+                yield from self._texts(argument, module, function, depth)
+        elif isinstance(call.func, ast.Attribute) and name in ("get", "items", "values"):
+            yield from self._texts(call.func.value, module, function, depth)
+        else:
+            for where, called in self._functions_called(name, module):
+                for node in ast.walk(called):
+                    if isinstance(node, ast.Return) and node.value is not None:
+                        yield from self._texts(node.value, where, called, depth + 1)
+
+    def _functions_called(self, name: str, module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+        """Yields the functions of a name in a module, and those that it imports."""
+        for where, called in self._functions.get(name, ()):
+            if where == module or where in self._modules[module].imports:
+                yield where, called
+
+    def _values_of_name(
+        self,
+        name: str,
+        module: str,
+        function: ast.FunctionDef | None,
+        *,
+        is_field: bool = False,
+    ) -> Iterator[tuple[str, ast.FunctionDef | None, ast.expr]]:
+        """Yields what may be behind a name, with the module and the function of each.
+
+        The parameters of a function are followed to its calls, unless they are fields of a text,
+        which are seldom texts themselves.
+        """
+        if function is not None:
+            assigned = self._assigned(name, function)
+            for value in assigned:
+                yield module, function, value
+            parameters = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+            if name in parameters and not is_field:
+                yield from self._arguments(name, parameters, function)
+            if assigned or name in parameters:
+                return
+        for value in self._assigned(name, self._modules[module].tree):
+            yield module, None, value
+        for source in sorted(self._modules[module].imports):
+            for value in self._assigned(name, self._modules[source].tree):
+                yield source, None, value
+
+    def _arguments(
+        self, parameter: str, parameters: Sequence[str], function: ast.FunctionDef
+    ) -> Iterator[tuple[str, ast.FunctionDef | None, ast.expr]]:
+        """Yields what is given for a parameter, in all calls of a function of that name."""
+        position = parameters.index(parameter)
+        if parameters[0] in ("self", "cls"):
+            position -= 1
+        if position < 0:
+            return
+        for module, call in self._calls.get(function.name, ()):
+            value = _argument(call, position, parameter)
+            if value is not None:
+                yield module, self._function_of_call[id(call)], value
+
+    def _assigned(self, name: str, scope: ast.FunctionDef | ast.Module) -> list[ast.expr]:
+        """Returns what is assigned to a name in a function or a module."""
+        if id(scope) not in self._assigned_in:
+            self._assigned_in[id(scope)] = _values_assigned_in(scope)
+        return self._assigned_in[id(scope)].get(name, [])
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """Returns the expressions of which a value is one, or of which it consists."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.Tuple | ast.List):
+        return node.elts
+    if isinstance(node, ast.Dict):
+        return node.values
+    if isinstance(node, ast.Subscript | ast.Starred | ast.FormattedValue):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return [part for part in node.values if isinstance(part, ast.FormattedValue)]
+    if isinstance(node, ast.BinOp):
+        return [part for part in (node.left, node.right) if not isinstance(part, ast.Constant)]
+    return []
+
+
+def _literal_parts(node: ast.expr) -> Iterator[ast.expr]:
+    """Yields the texts that an f-string or a sum consists of, which are no messages themselves."""
+    if isinstance(node, ast.JoinedStr):
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                yield part
+            elif isinstance(part, ast.FormattedValue) and part.format_spec is not None:
+                yield part.format_spec
+                yield from _literal_parts(part.format_spec)
+    elif isinstance(node, ast.BinOp):
+        for part in (node.left, node.right):
+            if isinstance(part, ast.Constant | ast.JoinedStr | ast.BinOp):
+                yield part
+                yield from _literal_parts(part)
+
+
+def _values_assigned_in(scope: ast.FunctionDef | ast.Module) -> dict[str, list[ast.expr]]:
+    """Returns what is assigned to each name, or appended to it, in a function or a module."""
+    values: dict[str, list[ast.expr]] = {}
+    nodes = ast.walk(scope) if isinstance(scope, ast.FunctionDef) else iter(scope.body)
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for name in _names_in(target):
+                    values.setdefault(name, []).append(node.value)
+        elif isinstance(node, ast.For):
+            for name in _names_in(node.target):
+                values.setdefault(name, []).append(node.iter)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            if isinstance(node.target, ast.Name):
+                values.setdefault(node.target.id, []).append(node.value)
+                if isinstance(node, ast.AugAssign):
+                    whole = ast.BinOp(node.target, ast.Add(), node.value)
+                    values[node.target.id].append(whole)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr == "append" and isinstance(node.func.value, ast.Name):
+                values.setdefault(node.func.value.id, []).append(node.args[0])
+    return values
+
+
+def _names_in(target: ast.expr) -> list[str]:
+    """Returns the names to which an assignment or a loop gives values."""
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _calls_by_function(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]]:
+    """Yields all calls, each with the innermost function that it is in."""
+
+    def visit(
+        node: ast.AST, function: ast.FunctionDef | None
+    ) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call):
+                yield function, child
+            inside = child if isinstance(child, ast.FunctionDef) else function
+            yield from visit(child, inside)
+
+    yield from visit(tree, None)
+
+
+def _called_name(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _is_of_re(call: ast.Call) -> bool:
+    """True for a call such as `re.compile(...)`, whose texts are patterns."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id == "re"
+
+
+def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """Returns an argument of a call, by its position or its name."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[position] if len(call.args) > position else None
+
+
+def _error_classes(tree: ast.Module) -> set[str]:
+    """Returns the names of all errors that are told what was set, what was found and what to do."""
+    names = {"LockstepError"}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            if bases & names:
+                names.add(node.name)
+    return names
+
+
+def messages_of_findings() -> Iterator[str]:
+    """Yields the messages of `catalogue.toml`: headings, titles, and paragraphs of the texts."""
+    texts = tomllib.loads(CATALOGUE_OF_FINDINGS.read_text(encoding="utf-8"))
+    for heading in texts["groups"].values():
+        yield escape(heading)
+    for paragraph in page_head_to_translate():
+        yield escape(paragraph)
+    for entry in texts["entries"]:
+        yield escape(entry["title"])
+        for text in (entry["cause"], entry["cure"]):
+            for paragraph in paragraphs_to_translate(text.strip("\n")):
+                yield escape(paragraph)
+
+
+def extract() -> Messages:
+    """Returns the messages of the whole source."""
+    return Reader(house.read_house()).read()
+
+
+# --- Files of gettext
+
+
+@dataclass
+class Entry:
+    """One message of a .po file."""
+
+    message: str
+    translation: str = ""
+    flags: set[str] = field(default_factory=set)
+
+
+def read_po(text: str) -> list[Entry]:
+    """Reads the entries of a .po file, without its header."""
+    entries = []
+    for block in re.split(r"\n\s*\n", text):
+        fields = {"msgid": "", "msgstr": ""}
+        flags: set[str] = set()
+        current = ""
+        for line in block.splitlines():
+            if line.startswith("#,"):
+                flags |= {flag.strip() for flag in line[2:].split(",")}
+            elif line.startswith(("msgid ", "msgstr ")):
+                current, _, line = line.partition(" ")
+            if line.startswith('"'):
+                fields[current] += ast.literal_eval(line)
+        if fields["msgid"]:
+            entries.append(Entry(fields["msgid"], fields["msgstr"], flags))
+    return entries
+
+
+def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
+    """Returns the text of the .po file: all messages in the order of their modules."""
+    header = (
+        "Content-Type: text/plain; charset=UTF-8\n",
+        "Content-Transfer-Encoding: 8bit\n",
+        "Language: zh_CN\n",
+    )
+    blocks = ['msgid ""\nmsgstr ""\n' + "\n".join(_quote(line) for line in header)]
+
+    def order(message: str) -> tuple[str, str]:
+        return min(messages.places[message]), message
+
+    for message in sorted(messages.places, key=order):
+        lines = [f"#: {place}" for place in sorted(messages.places[message])]
+        if re.search(r"\{\w+\}", message):
+            lines.append("#, python-brace-format")
+        lines.append(f"msgid {_quote(message)}")
+        lines.append(f"msgstr {_quote(translations.get(message, ''))}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def compile_mo(entries: Iterable[Entry]) -> bytes:
+    """Returns the .mo file of translated entries (see "The Format of GNU MO Files")."""
+    header = "Content-Type: text/plain; charset=UTF-8\nLanguage: zh_CN\n"
+    translations = {"": header}
+    for entry in entries:
+        if entry.translation and "fuzzy" not in entry.flags:
+            translations[entry.message] = entry.translation
+    messages = sorted(translations, key=str.encode)
+    num_messages = len(messages)
+    num_header_bytes = 7 * 4
+    table_bytes = 8 * num_messages
+    texts = b""
+    texts_begin = num_header_bytes + 2 * table_bytes
+    tables = []
+    for table in (messages, [translations[message] for message in messages]):
+        rows = []
+        for text in table:
+            encoded = text.encode()
+            rows += [len(encoded), texts_begin + len(texts)]
+            texts += encoded + b"\0"
+        tables.append(struct.pack(f"<{len(rows)}I", *rows))
+    fields = (
+        0x950412DE,
+        0,
+        num_messages,
+        num_header_bytes,
+        num_header_bytes + table_bytes,
+        0,
+        num_header_bytes + 2 * table_bytes,
+    )
+    return struct.pack("<7I", *fields) + tables[0] + tables[1] + texts
+
+
+def main() -> None:
+    """Extracts, merges and compiles."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    messages = extract()
+    old_entries = read_po(PO_FILE.read_text(encoding="utf-8")) if PO_FILE.exists() else []
+    translations = {entry.message: entry.translation for entry in old_entries}
+    PO_FILE.write_text(write_po(messages, translations), encoding="utf-8")
+    MO_FILE.write_bytes(compile_mo(read_po(PO_FILE.read_text(encoding="utf-8"))))
+    missing = [message for message in messages.places if not translations.get(message)]
+    stale = [message for message in translations if message not in messages.places]
+    print(f"{len(messages.places)} messages; {len(stale)} are gone; to translate: {len(missing)}")
+    for message in missing[:20]:
+        print(f"  {message}")
+
+
+if __name__ == "__main__":
+    main()
