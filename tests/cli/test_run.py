@@ -286,6 +286,20 @@ def test_quiet_prints_the_scripts_output_and_failures_alone(tmp_path: Path) -> N
     assert "lockstep: FIRST FAILURE: rank 0" in failing.stderr
 
 
+@pytest.mark.usefixtures("folder")
+def test_quiet_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[HostsSpec] = []
+    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: specs.append(spec) or 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    run("--hosts", "a,b", "t.py")
+    run("--hosts", "a,b", "-q", "t.py")
+    monkeypatch.setenv("LOCKSTEP_QUIET", "1")  # it is sent to all machines
+    run("--hosts", "a,b", "t.py")
+    assert [spec.quiet for spec in specs] == [False, True, True]
+    assert "-q" in specs[1].launcher_arguments(1, "", 0)
+    assert specs[2].environment["LOCKSTEP_QUIET"] == "1"
+
+
 QUIET_SCRIPT = """
 import sys
 import lockstep, torch

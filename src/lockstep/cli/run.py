@@ -583,6 +583,7 @@ def _hosts_spec(
         ssh=ssh_command(options["ssh"]),
         copy=options["copy"],
         keep=options["on_lost"] == "keep",
+        quiet=ctx.params["quiet"] or is_quiet(os.environ),
     )
 
 

@@ -160,6 +160,8 @@ class HostsSpec:
     """Send the working folder to all machines first (--copy)."""
     keep: bool = False
     """Let the ranks of a machine go on when the connection to it is lost (--on-lost keep)."""
+    quiet: bool = False
+    """Print only the script's output and failures (--quiet)."""
 
     def torchrun_flag(self, name: str) -> str | None:
         """Returns the value of one of torchrun's flags, or None if it is not given."""

@@ -253,7 +253,8 @@ class _HostsRun:
         line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if address:
             line += f"; they meet at {address}, port {port}"
-        self._say(line)
+        if not spec.quiet:
+            self._say(line)
 
     def _warn_about_machines(self) -> None:
         """Tells the user of two hosts that are one machine, and of clocks that are wrong."""

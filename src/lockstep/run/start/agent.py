@@ -196,7 +196,8 @@ def _variables_of_all_ranks(
         chosen = choose_nccl_interfaces(os.environ, running_interfaces(), rendezvous.interface)
         if chosen is not None:
             variables[NCCL_INTERFACE], reason = chosen
-            console.announce(f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {reason}")
+            if not plan.quiet:
+                console.announce(f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {reason}")
     variables.update(plan.environment)
     # The width of the launcher's terminal. The only rank of a run has the terminal itself.
     is_only_rank = plan.nproc == 1 and plan.one_node

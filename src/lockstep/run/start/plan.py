@@ -77,6 +77,8 @@ class LaunchPlan:
     flags: tuple[str, ...]
     """The flags for torch's elastic launcher."""
     script: Script
+    quiet: bool = False
+    """As in `LaunchSpec`."""
     script_spawns_ranks: bool = False
     """True if one process is started that spawns the ranks itself. It is not told that it is a
     rank."""
@@ -216,4 +218,5 @@ def make_plan(
         script=spec.script,
         hang=spec.hang,
         keep_in_memory=spec.keep_in_memory,
+        quiet=spec.quiet,
     )
