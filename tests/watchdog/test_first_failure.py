@@ -50,6 +50,15 @@ ZERO_PARAMS = (
 )
 
 
+def state_dict_error(missing: str, unexpected: str) -> str:
+    """What torch says if a `state_dict` lacks a name and has another."""
+    return (
+        "Error(s) in loading state_dict for Net:\n"
+        f'\tMissing key(s) in state_dict: "{missing}", "x.bias". \n'
+        f'\tUnexpected key(s) in state_dict: "{unexpected}", "y.bias". '
+    )
+
+
 def rank_raised(
     rank: int,
     text: str,
@@ -641,6 +650,24 @@ CASES = {
         "exception",
         (0,),
         text_has=("lockstep run --nproc N",),
+    ),
+    "a file that DDP has saved": Case(
+        [rank_raised(0, state_dict_error("head.weight", "module.head.weight"), 1.0)],
+        "exception",
+        (0,),
+        text_has=("what to do: the names in the file begin with `module.`",),
+    ),
+    "a file of the bare model, loaded into DDP": Case(
+        [rank_raised(0, state_dict_error("module.head.weight", "head.weight"), 1.0)],
+        "exception",
+        (0,),
+        text_has=("what to do: the model is in DistributedDataParallel or DataParallel",),
+    ),
+    "a file of another model": Case(
+        [rank_raised(0, state_dict_error("head.weight", "module.body.weight"), 1.0)],
+        "exception",
+        (0,),
+        text_lacks=("what to do",),
     ),
     "a full disk is not shared memory": Case(
         [rank_raised(0, "[Errno 28] No space left on device: 'x.pt'", 1.0, "OSError")],

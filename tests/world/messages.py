@@ -140,6 +140,11 @@ MESSAGES: dict[str, str] = {
         "  found: the model averages its gradients itself; here they would be averaged twice, and not weighted\n"
         "  do:    leave DistributedDataParallel out: world.prepare wraps the plain model"
     ),
+    "DataParallel on several processes": (
+        "world.prepare of a model in DataParallel on 2 processes\n"
+        "  found: each process would compute on 2 GPUs, which are those of other processes as well\n"
+        "  do:    leave it out: world.prepare wraps the plain model for one GPU per process; one process for several GPUs is lockstep run --strategy dp"
+    ),
     "prepare nothing": (
         "world.prepare()\n  found: nothing was given\n  do:    pass the model, ..."
     ),

@@ -273,6 +273,12 @@ def prepare_ddp(world: lockstep.World) -> None:
         world.prepare(model)
 
 
+def prepare_data_parallel(world: lockstep.World) -> None:
+    on_several_gpus = nn.DataParallel(mlp())
+    on_several_gpus.device_ids = [0, 1]
+    world.prepare(nn.Sequential(on_several_gpus))
+
+
 TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "forward through .module": lambda w: step(w, lambda model: model.module),
     "layers of .module": other_encoder,
@@ -282,6 +288,7 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "replicas part": changed_by_hand,
     "DDP around it": ddp_around,
     "DDP by hand": prepare_ddp,
+    "DataParallel on several processes": prepare_data_parallel,
     "other models": lambda w: w.prepare(nn.Linear(2 + w.rank, 1)),
     "data of other lengths": lambda w: w.loader(tensors(8 + w.rank), 4),
     "data of other content": lambda w: w.loader(TensorDataset(torch.ones(8) + w.rank), 4),

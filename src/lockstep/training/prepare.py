@@ -710,14 +710,19 @@ class Preparer:
                 "call world.prepare once for each object and use what it returns",
             )
         if isinstance(thing, nn.Module):
-            check_model(thing)
+            check_model(thing, self.run.topology.size)
 
     def _choose(self, name: str, value: str, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
 
 
-def check_model(module: nn.Module) -> None:
-    """Raises UsageError if a module averages gradients itself, or its shapes are not known."""
+def check_model(module: nn.Module, num_processes: int) -> None:
+    """Raises UsageError if a module uses other ranks or their GPUs itself, or has unknown shapes.
+
+    Args:
+        module: given to `prepare`.
+        num_processes: of the run.
+    """
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             raise UsageError(
@@ -725,6 +730,15 @@ def check_model(module: nn.Module) -> None:
                 f"{name or 'the model'} averages its gradients itself; here they would be averaged "
                 "twice, and not weighted",
                 "leave DistributedDataParallel out: world.prepare wraps the plain model",
+            )
+        is_on_several_gpus = isinstance(part, nn.DataParallel) and len(part.device_ids) > 1
+        if is_on_several_gpus and num_processes > 1:
+            raise UsageError(
+                f"world.prepare of a model in {type(part).__name__} on {num_processes} processes",
+                f"each process would compute on {len(part.device_ids)} GPUs, which are those of "
+                "other processes as well",
+                "leave it out: world.prepare wraps the plain model for one GPU per process; "
+                "one process for several GPUs is lockstep run --strategy dp",
             )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:

@@ -46,6 +46,17 @@ _BY_TEXT = {
     r"Expected to mark a variable ready only once": (
         "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward"
     ),
+    # The first name of both lists is the same but for `module.`, with which DDP's names begin.
+    r"(?s)Missing key\(s\) in state_dict: \"module\.(?P<bare>[^\"]+)\".*"
+    r"Unexpected key\(s\) in state_dict: \"(?P=bare)\"": (
+        "the model is in DistributedDataParallel or DataParallel, and the file has the names of "
+        "the bare model: load it into model.module, or by lockstep.load_weights(model, path)"
+    ),
+    r"(?s)Missing key\(s\) in state_dict: \"(?P<name>[^\"]+)\".*"
+    r"Unexpected key\(s\) in state_dict: \"module\.(?P=name)\"": (
+        "the names in the file begin with `module.`, as DistributedDataParallel and DataParallel "
+        "save them: load it by lockstep.load_weights(model, path), which removes that"
+    ),
     r"EADDRINUSE|[Aa]ddress already in use": (
         "another program has this port: leave the port out, or give each run its own"
     ),
