@@ -24,6 +24,7 @@ import lockstep
 from lockstep.communication import traffic
 from lockstep.distributed import rank_files
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
+from lockstep.extensions.report import phase_times
 from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
 from lockstep.extensions.report.record_format import COLUMN_INDEX, COLUMNS
@@ -111,8 +112,15 @@ def test_it_is_read_while_it_grows_and_where_it_was_cut_off(tmp_path: Path) -> N
     assert record.starts[0].end == "ok"
 
 
-def test_rows_of_a_long_run_are_of_ever_more_steps(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_rows_of_a_long_run_are_of_ever_more_steps(
+    stacked: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The losses of a row are read one by one, or summed up by torch, some at a time."""
     monkeypatch.setattr(writing, "ROWS_BEFORE_DOUBLING", 4)
+    if stacked:
+        monkeypatch.setattr(writing, "MIN_STACKED_LOSSES", 2)
+        monkeypatch.setattr(writing, "MAX_KEPT_LOSSES", 3)
     losses = train(tmp_path, 8)
     main = Record(tmp_path).starts[0].main
     steps = main.column("steps").tolist()
@@ -152,8 +160,8 @@ class Slow(Dataset[Any]):
 
 def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: Any) -> None:
     clock = Clock()
-    monkeypatch.setattr(writing, "time", clock)
-    monkeypatch.setattr(traffic, "time", clock)
+    for module in (writing, phase_times, traffic):
+        monkeypatch.setattr(module, "time", clock)
 
     def take(seconds: float) -> Any:
         clock.now += seconds

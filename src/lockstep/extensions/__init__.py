@@ -63,13 +63,17 @@ def add_extensions(
         journal = Journal(settings.journal, settings.journal_every, run, strategy.name)
         run.extensions.add(journal, Place.OBSERVER)
     if settings.report is not None:
+        from lockstep.extensions.report.phase_times import PhaseTimes
         from lockstep.extensions.report.record import Recorder
 
         ledger_path = None if settings.ledger is None else os.path.abspath(settings.ledger)
+        phase_times = PhaseTimes()
+        run.extensions.add(phase_times, Place.OBSERVER)
         recorder = Recorder(
             settings.report,
             run,
             preparer.optimizers,
+            phase_times,
             lockstep=version,
             strategy=strategy.name,
             ledger=ledger_path,

@@ -35,6 +35,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
 from lockstep.errors import on_warning
 from lockstep.extensions.report.gpu_use import device_name, measure_gpu
+from lockstep.extensions.report.phase_times import PhaseTimes
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
     COLUMNS,
@@ -43,7 +44,7 @@ from lockstep.extensions.report.record_format import (
     RECORD_SUFFIX,
 )
 from lockstep.extensions.report.source_code import describe_commit
-from lockstep.session.extension import PHASES, Extension
+from lockstep.session.extension import Extension
 
 ROWS_BEFORE_DOUBLING = 64
 """After this number of rows, the next rows cover twice as many steps each."""
@@ -77,6 +78,7 @@ class Recorder(Extension):
         run: the run whose steps are recorded.
         optimizers: all prepared optimizers, whose first gives the learning rate. More may be added
             to the list later.
+        phase_times: measures the phases of the steps.
         header: more fields for the first line of the file.
 
     Raises:
@@ -84,7 +86,12 @@ class Recorder(Extension):
     """
 
     def __init__(
-        self, folder: str, run: Run, optimizers: Sequence[torch.optim.Optimizer], **header: Any
+        self,
+        folder: str,
+        run: Run,
+        optimizers: Sequence[torch.optim.Optimizer],
+        phase_times: PhaseTimes,
+        **header: Any,
     ) -> None:
         topology = run.topology
         self._folder = folder
@@ -124,14 +131,9 @@ class Recorder(Extension):
         self._gpu_interval_s = GPU_INTERVAL_S
         self._num_gpu_measurements = 0
         self._measures_gpu = run.device.type == "cuda"
-        # The phase that goes on: since when, and how long this rank had been blocked by then.
-        self._phase = "other"
-        self._phase_begin_s = self._begin_s
-        self._blocked_before_phase_s = traffic.blocked_s
+        self._phase_times = phase_times
         # What the next row will have.
-        self._last_step_end_s = self._begin_s
         self._longest_step_s = 0.0
-        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
         self._losses: list[float | Tensor] = []
@@ -144,7 +146,6 @@ class Recorder(Extension):
         self._logged: dict[str, Any] | None = None
         self._pending_rows: deque[_PendingRow] = deque()
         """The rows that were ended, in order, of which the first one waits for its loss."""
-        self._training_has_begun = False
         if self._is_main:
             on_warning.append(self._write_warning)
 
@@ -166,11 +167,12 @@ class Recorder(Extension):
         """Adds the step to the present row, and ends the row if it covers enough steps."""
         # The prepared optimizer has entered its phase just before it stepped. That time stands for
         # the end of the step, so that the clock need not be read again.
-        step_end_s = self._phase_begin_s
-        step_s = step_end_s - self._last_step_end_s
+        times = self._phase_times
+        step_end_s = times.phase_begin_s
+        step_s = step_end_s - times.last_step_end_s
         if step_s > self._longest_step_s:
             self._longest_step_s = step_s
-        self._last_step_end_s = step_end_s
+        times.last_step_end_s = step_end_s
         training_pass = self._step.training_pass
         self._num_steps += 1
         self._num_samples += training_pass.micro_batch.global_samples
@@ -242,52 +244,17 @@ class Recorder(Extension):
     def _write_warning(self, text: str) -> None:
         self._write({"warning": text, "step": self._step.number, "time": time.time()})
 
-    def phase_entered(self, phase: str) -> None:
-        """Ends the present phase and begins another.
-
-        The time before the first batch belongs to no step, so it is left out. The time in which
-        this rank waited for others counts as communication, in whichever phase it waited:
-        `traffic.blocked_s` is the sum of all such times since the start.
-
-        This is called half a dozen times a step, and nothing else of the record costs as much.
-        """
-        now = time.perf_counter()
-        if not self._training_has_begun:
-            self._begin_training(phase, now)
-            return
-        seconds = now - self._phase_begin_s
-        total_blocked_s = traffic.blocked_s
-        if total_blocked_s != self._blocked_before_phase_s:
-            blocked_s = total_blocked_s - self._blocked_before_phase_s
-            self._blocked_before_phase_s = total_blocked_s
-            self._phase_seconds["communication"] += blocked_s
-            seconds -= blocked_s
-        self._phase_seconds[self._phase] += seconds
-        self._phase_begin_s = now
-        self._phase = phase
-
-    def _begin_training(self, phase: str, now: float) -> None:
-        """Begins the first step, if this phase is one that a training begins with."""
-        # An evaluation or a checkpoint may come first.
-        if phase not in ("data", "backward", "optimizer"):
-            return
-        self._training_has_begun = True
-        self._last_step_end_s = now
-        self._phase = phase
-        self._phase_begin_s = now
-        self._blocked_before_phase_s = traffic.blocked_s
-
     def _end_row(self, number: int) -> None:
         """Ends the present row with the step of this number, counted from 0.
 
         The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
         that are ready are written.
         """
-        # The present phase goes on, but its time up to now belongs to this row.
-        self.phase_entered(self._phase)
+        phase_seconds = self._phase_times.take()
         self._sum_up_losses()
-        now_s = self._phase_begin_s - self._begin_s
-        self._pending_rows.append(self._start_copying_loss(self._make_row(number, now_s)))
+        now_s = self._phase_times.phase_begin_s - self._begin_s
+        row = self._make_row(number, now_s, phase_seconds)
+        self._pending_rows.append(self._start_copying_loss(row))
         self._finish_pending_rows(wait=False)  # on the CPU the loss is there already
         self._begin_next_row()
         if self._logged is not None:
@@ -313,17 +280,18 @@ class Recorder(Extension):
         if self._num_gpu_measurements % MEASUREMENTS_BEFORE_DOUBLING == 0:
             self._gpu_interval_s *= 2
 
-    def _make_row(self, number: int, now_s: float) -> list[Any]:
+    def _make_row(self, number: int, now_s: float, phase_seconds: Mapping[str, float]) -> list[Any]:
         """Returns the present row, a value for each of `COLUMNS`. The loss is not known yet.
 
         Args:
             number: the number of its last step, counted from 0.
             now_s: seconds since the record began.
+            phase_seconds: how long this rank was in each phase, in the order of `PHASES`.
         """
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
             self._memory_measured_at_s = now_s
-        # In the order of `COLUMNS`; the phases are in the order of `PHASES`.
+        # In the order of `COLUMNS`.
         return [
             number + 1,
             self._num_steps,
@@ -335,12 +303,11 @@ class Recorder(Extension):
             self._peak_memory_bytes,
             traffic.sent,
             traffic.shared,
-            *self._phase_seconds.values(),
+            *phase_seconds.values(),
         ]
 
     def _begin_next_row(self) -> None:
         """Sets all sums to 0. After each `ROWS_BEFORE_DOUBLING` rows, a row covers more steps."""
-        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
         self._loss_sum = 0.0
