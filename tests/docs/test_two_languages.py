@@ -18,10 +18,9 @@ each_pair = pytest.mark.parametrize("english", TRANSLATED, ids=lambda page: page
 
 def in_chinese(english: Path) -> Path:
     """The Chinese version of a page, whether it exists or not."""
-    suffix = (
-        ".zh-CN.md" if english.name == "README.md" and english.parent == pages.ROOT else ".zh.md"
-    )
-    return english.with_suffix(suffix)
+    if english.parent == pages.ROOT:  # the name that other repositories use
+        return english.with_suffix(".zh-CN.md")
+    return english.with_suffix(".zh.md")
 
 
 def prose(page: Path) -> str:
