@@ -324,6 +324,11 @@ MESSAGES: dict[str, str] = {
         "  do:    call optimizer.step() in every iteration and count no batches: it steps once for each global batch\n"
         "  more:  [LS405: lockstep explain LS405]"
     ),
+    "schedule of micro-batches": (
+        "CosineAnnealingLR with T_max=45 in a training of 3 epochs\n"
+        "  found: len(loader) is 15, the micro-batches of an epoch, but the scheduler steps once for each global batch: it makes at most 12 of its 45 steps\n"
+        "  do:    compute its length before world.prepare, where len(loader) counts global batches, or from loader.steps"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from messages import MESSAGES
 from problems import mlp, tensors
 from ranks import run_ranks
 from test_mistakes import set_and_do, sgd
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import LockstepWarning
@@ -170,3 +172,49 @@ def test_steps_that_the_loop_counts_on_other_numbers_of_ranks(
     size: int, strategy: str | None
 ) -> None:
     check(size, strategy)
+
+
+# Schedules
+
+
+def cosine(world: lockstep.World, optimizer: Any, length: int) -> Any:
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+    return world.prepare(schedule)
+
+
+def told_of_schedules() -> list[str]:
+    """The texts of warnings, for lengths that are computed in several ways."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for way in ("len after prepare", "steps", "another length", "never asked", "len before"):
+            with lockstep.init(seed=0, num_micro_batches=MICRO_BATCHES) as world:
+                model = mlp()
+                train = DataLoader(tensors(90), 24)
+                length = 3 * len(train)
+                model, optimizer, train = world.prepare(model, sgd(model), train)
+                if way == "len after prepare":
+                    length = 3 * len(train)
+                elif way == "steps":
+                    assert len(train) == 15
+                    length = 3 * train.steps
+                elif way == "another length":
+                    length = 5 * len(train)
+                elif way == "never asked":
+                    length = 45
+                cosine(world, optimizer, length)
+                world.epochs(3)
+        for num_epochs in (3, 4):  # one micro-batch in each global batch
+            with lockstep.init(seed=0) as world:
+                model = mlp()
+                model, optimizer, train = world.prepare(
+                    model, sgd(model), DataLoader(tensors(90), 24)
+                )
+                cosine(world, optimizer, 3 * len(train))
+                world.epochs(num_epochs)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_schedule_as_long_as_the_micro_batches_is_told() -> None:
+    first, second = run_ranks(told_of_schedules, 2)
+    assert first == [MESSAGES["schedule of micro-batches"]]
+    assert second == []

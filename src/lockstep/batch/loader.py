@@ -248,6 +248,10 @@ class Loader:
             LengthUnknownError: the loader has a stream that does not know its length.
         """
         self.length_asked_at = user_location()
+        return self.num_micro_batches_of_epoch()
+
+    def num_micro_batches_of_epoch(self) -> int:
+        """Returns what `len()` returns, and does not note that the script has asked for it."""
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
             return sum(len(self._plan.split(len(batch))) for batch in plan.batches())
