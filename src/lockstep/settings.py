@@ -216,10 +216,11 @@ def check_shares(shares: Any) -> None:
     if is_auto(shares):
         return
     numbers = _whole_numbers(shares)
+    do = _advice_on_shares(None, "rank")
     if numbers is None:
-        raise _shares_error(shares, "these are not whole numbers")
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
     if min(numbers) < 0 or max(numbers) == 0:
-        raise _shares_error(shares, "shares are at least 0, and one is above 0")
+        raise SettingError(f"shares={shares!r}", "shares are at least 0, and one is above 0", do)
 
 
 def parse_shares(
@@ -238,38 +239,36 @@ def parse_shares(
     if shares is None:
         return (1,) * size
     numbers = _whole_numbers(shares)
+    do = _advice_on_shares(size, of)
     if numbers is None:
-        raise _shares_error(shares, "these are not whole numbers", size, of)
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
     if len(numbers) != size:
-        wanted = f"a world size of {size}" if of == "rank" else count_noun(size, of)
-        found = f"{count_noun(len(numbers), 'share')} for {wanted}"
-        raise _shares_error(shares, found, size, of)
+        given = count_noun(len(numbers), "share")
+        if of == "rank":
+            found = f"{given} for a world size of {size}"
+        else:
+            found = f"{given} for {count_noun(size, of)}"
+        raise SettingError(f"shares={shares!r}", found, do)
     check_shares(shares)
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
 
-def _shares_error(
-    shares: Any, found: str, size: int | None = None, of: str = "rank"
-) -> SettingError:
-    """Returns the error for wrong shares; its example has as many numbers as are needed.
+def _advice_on_shares(size: int | None, of: str) -> str:
+    """Returns what to do about wrong shares, with an example of as many numbers as are needed.
 
     Args:
-        shares: as they were set.
-        found: what is wrong with them.
         size: the number of ranks, or devices; None: it is not known.
         of: "rank" or "device".
     """
     if size == 1:
-        do = f"leave shares out: there is one {of}, which gets the whole batch"
-    elif size is None:
-        do = f"give one whole number for each {of}; 1:2 gives the second of two twice as much"
-    elif size > MAX_SHARES_IN_EXAMPLE:
-        do = f"give {size} whole numbers, one for each {of}"
-    else:
-        example = ":".join(["1"] * (size - 1) + ["2"])
-        do = f"give {size} whole numbers, one for each {of}, for example {example}"
-    return SettingError(f"shares={shares!r}", found, do)
+        return f"leave shares out: there is one {of}, which gets the whole batch"
+    if size is None:
+        return f"give one whole number for each {of}; 1:2 gives the second of two twice as much"
+    if size > MAX_SHARES_IN_EXAMPLE:
+        return f"give {size} whole numbers, one for each {of}"
+    example = ":".join(["1"] * (size - 1) + ["2"])
+    return f"give {size} whole numbers, one for each {of}, for example {example}"
 
 
 def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:

@@ -22,16 +22,21 @@ pytestmark = pytest.mark.launcher
 
 SCRIPT = """
 import sys
-from lockstep.settings import resolve_settings
+from lockstep.settings import check_seed, resolve_settings
 
 def configure():
     if sys.argv[1:] == ["mine"]:
         resolve_settings({"LOCKSTEP_SEED": [1]})  # a TypeError of Python's
     if sys.argv[1:] == ["hook"]:
         sys.excepthook = lambda kind, error, trace: print("my hook:", kind.__name__)
+    if sys.argv[1:] == ["cause"]:
+        1 / 0
     resolve_settings({"LOCKSTEP_SEED": "x"})
 
-configure()
+try:
+    configure()
+except ZeroDivisionError:
+    check_seed(-1)
 """
 MESSAGE = "SettingError: LOCKSTEP_SEED=x\n"
 
@@ -99,6 +104,10 @@ def test_a_single_process_and_the_scripts_own_hook(folder: Path) -> None:
     done = launch(["run", "t.py", "hook"], folder)
     assert done.stdout == "my hook: SettingError\n"
     assert done.stderr.count(MESSAGE) == 1
+    # The exception of the user's that has led to it is in no message, so its traceback is shown.
+    done = launch(["run", "t.py", "cause"], folder)
+    assert "ZeroDivisionError: division by zero\n" in done.stderr
+    assert files_of_frames(done.stderr) == ["t.py", "t.py", "t.py"]
 
 
 def fails_in_lockstep() -> None:
@@ -117,8 +126,8 @@ def test_launch_tells_an_error_once() -> None:
 
 
 def test_notebooks_ask_the_error_itself() -> None:
-    with pytest.raises(UsageError) as caught:
-        lockstep.init(device="cpu").prepare(3)
+    with lockstep.init(device="cpu") as world, pytest.raises(UsageError) as caught:
+        world.prepare(3)
     shown = "\n".join(caught.value._render_traceback_())
     assert shown == format_for_user(caught.value).rstrip("\n")
     assert files_of_frames(shown) == ["test_shown_errors.py"]

@@ -278,8 +278,12 @@ def _leave_to_launcher(error: errors.LockstepError) -> bool:
     The log gets the whole traceback.
 
     Returns:
-        False if the error was not recorded, so that the launcher does not know it.
+        False if the launcher cannot print all of it: the error was not recorded, or it has notes,
+        or another exception, perhaps of the user's, has led to it.
     """
+    has_shown_context = error.__context__ is not None and not error.__suppress_context__
+    if error.__cause__ is not None or has_shown_context or hasattr(error, "__notes__"):
+        return False
     folder = Path(os.environ[FOLDER_VARIABLE])
     evidence = Evidence.of_this_process(os.environ, folder)
     try:
