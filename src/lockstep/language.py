@@ -177,7 +177,7 @@ class Catalogue:
             values = template.values_in(text)
             if values is not None:
                 translated = {name: self.translate(value) for name, value in values.items()}
-                return template.translation.format(**translated)
+                return fill_in(template.translation, translated)
         return None
 
     def _translate_parts(self, text: str) -> str:
@@ -195,6 +195,39 @@ class Catalogue:
 def fields_of(message: str) -> list[str]:
     """Returns the names of a message's fields, in their order."""
     return [name for _, name, _, _ in string.Formatter().parse(message) if name is not None]
+
+
+def fill_in(translation: str, values: Mapping[str, str]) -> str:
+    """Returns a translation with its values, and with spaces as Chinese has them.
+
+    A space stands between a Chinese character and a Latin letter or a digit, and none between two
+    Chinese characters: the translation cannot know which of them a value begins and ends with.
+    """
+    text = ""
+    for literal, name, _, _ in string.Formatter().parse(translation):
+        text = _join(text, literal)
+        if name is not None:
+            text = _join(text, values[name])
+    return text
+
+
+def _join(left: str, right: str) -> str:
+    """Joins a text and a value, or a value and a text."""
+    if not left.strip() or not right.strip():
+        return left + right
+    before = left.rstrip()[-1]
+    after = right.lstrip()[0]
+    has_space = left[-1] == " " or right[0] == " "
+    if _is_chinese(before) and _is_chinese(after):
+        return left.rstrip(" ") + right.lstrip(" ")
+    meets_latin = (_is_chinese(before) and (after.isascii() and after.isalnum())) or (
+        _is_chinese(after) and (before.isascii() and before.isalnum())
+    )
+    return f"{left} {right}" if meets_latin and not has_space else left + right
+
+
+def _is_chinese(char: str) -> bool:
+    return "\u4e00" <= char <= "\u9fff"
 
 
 def make_template(message: str, translation: str) -> Template:

@@ -1,0 +1,107 @@
+"""`LOCKSTEP_LANG=zh`: what a person reads is Chinese, and what programs read is English."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from launched import launch
+
+pytestmark = pytest.mark.launcher
+
+IN_CHINESE = {**os.environ, "LOCKSTEP_LANG": "zh"}
+IN_A_CHINESE_LOCALE = {
+    **{name: value for name, value in os.environ.items() if name != "LOCKSTEP_LANG"},
+    "LC_ALL": "zh_CN.UTF-8",
+}
+
+WRONG_USE = """
+import lockstep
+from torch import nn
+world = lockstep.init()
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+if world.rank == 0:
+    print("ready")
+world.prepare(model)
+"""
+
+DEADLOCK = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(4))
+else:
+    dist.barrier()
+"""
+
+
+def test_an_error_of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WRONG_USE)
+    done = launch(
+        ["run", "--nproc", "2", "--log-dir", "logs", "train.py"], cwd=tmp_path, env=IN_CHINESE
+    )
+    assert done.returncode == 2, done.stderr
+    assert "FIRST FAILURE（首个故障）：rank 0-1（主机 " in done.stderr
+    assert "    处理： 去掉 DistributedDataParallel：world.prepare 会包装普通模型" in done.stderr
+    assert "  do: " not in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_hang_in_a_chinese_locale(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DEADLOCK)
+    done = launch(
+        ["run", "--nproc", "2", "--hang-after", "3", "--log-dir", "logs", "--report", "report"]
+        + ["train.py"],
+        cwd=tmp_path,
+        env=IN_A_CHINESE_LOCALE,
+    )
+    assert done.returncode == 70, done.stderr
+    assert "  死锁：rank 0-1 在不匹配的集合通信中等待" in done.stderr
+    assert "怎么办：每个 rank 必须以相同顺序调用相同的集合通信" in done.stderr
+    (log,) = (tmp_path / "logs").rglob("hang.json")
+    assert log.read_text(encoding="utf-8").isascii()
+    # The record, from which the report is made and which other machines may read, is English.
+    records = [path.read_text(encoding="utf-8") for path in (tmp_path / "report").iterdir()]
+    assert any("deadlock: ranks 0-1 wait" in record for record in records)
+
+
+@pytest.mark.thorough
+def test_a_verdict_of_verify(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "dist.init_process_group('gloo')\n"
+        "model = nn.Linear(2, 1)\n"
+        "torch.manual_seed(dist.get_rank())\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(4, 2)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    done = launch(
+        ["verify", "--steps", "2", "--json", "verdict.json", "train.py"],
+        cwd=tmp_path,
+        env=IN_CHINESE,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "DIFFERENT（不同）  2 个进程" in done.stdout
+    assert "  详见    lockstep explain LS" in done.stdout
+    verdict = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))
+    assert verdict["verdict"] == "DIFFERENT"
+    assert json.dumps(verdict, ensure_ascii=False).isascii()
+
+
+def test_explain_and_a_wrong_language(tmp_path: Path) -> None:
+    explained = launch(["explain", "205"], cwd=tmp_path, env=IN_CHINESE)
+    assert explained.stdout.startswith("LS205: 对平均值再取平均")
+    found = launch(["explain", "滑动平均"], cwd=tmp_path, env=IN_CHINESE)
+    assert "LS307" in found.stdout
+    refused = launch(
+        ["explain", "205"], cwd=tmp_path, env={**os.environ, "LOCKSTEP_LANG": "chinese"}
+    )
+    assert refused.returncode == 2
+    assert "found: languages are en, zh" in refused.stderr
