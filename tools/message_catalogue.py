@@ -33,6 +33,8 @@ MO_FILE = FOLDER / "lockstep.mo"
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "extensions.report.analysis",
+    "extensions.report.comparison",
     "run.machines.ssh_errors",
     "run.watch.activity",
     "run.watch.call_table",
@@ -116,6 +118,12 @@ class Messages:
         """Adds a message, unless it has too few letters to be recognized."""
         if message not in NO_MESSAGES and has_enough_letters(message):
             self.places.setdefault(message, set()).add(module)
+
+
+def messages_of_page() -> list[str]:
+    """Returns the texts of the report page, which its template translates by `_("text")`."""
+    template = (house.SOURCE / "extensions" / "report" / "web" / "page.html").read_text()
+    return re.findall(r'\b_\("([^"]*)"\)', template)
 
 
 def has_enough_letters(message: str) -> bool:
@@ -228,6 +236,8 @@ class Reader:
                 self._read_call(name, function, call)
         for word, module_name in SHORT_MESSAGES.items():
             self.messages.places.setdefault(word, set()).add(module_name)
+        for message in messages_of_page():
+            self.messages.add(message, "extensions.report.web.page")
         for message in messages_of_findings():
             self.messages.add(message, "verify.catalogue")
         return self.messages

@@ -110,7 +110,7 @@ def test_values_are_read_and_zoomed_into(tab: Any, tmp_path: Path) -> None:
     # Zooming one chart zooms all.
     drag(tab, loss, 0.2, 0.3)
     assert hover(tab, loss, 0.0) == "step 21\n21"
-    assert hover(tab, plot(tab, "throughput (samples/s)"), 1.0)[:7] in ("step 30", "step 31")
+    assert hover(tab, plot(tab, "Throughput in samples/s"), 1.0)[:7] in ("step 30", "step 31")
     stack = tab.locator("#over-time .u-over")
     stack.scroll_into_view_if_needed()
     assert hover(tab, stack, 0.0).startswith("step 21 · 125 ms\ncommunication: 13 ms\n")
@@ -240,7 +240,7 @@ def test_a_live_page_grows_in_place(tab: Any, tmp_path: Path, monkeypatch: Any) 
         made.write(tmp_path, 2, rows=80, end=None, loss=lambda step: 1.0 + step)
         figure.locator(".value").get_by_text("80", exact=True).wait_for()
         assert hover(tab, plot(tab, "loss"), 0.0) == zoomed
-        assert tab.locator("dt:text-is('last step') + dd").inner_text() == "80"
+        assert tab.locator("dt:text-is('Last step') + dd").inner_text() == "80"
         assert table.get_attribute("open") is not None
         assert tab.evaluate("window.isTheSamePage")
         assert tab.locator("#connection").inner_text() == ""

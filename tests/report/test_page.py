@@ -22,9 +22,10 @@ import made
 import pytest
 from click.testing import CliRunner
 
+from lockstep import language
 from lockstep.cli.main import main
 from lockstep.extensions.ledger import judge as ledger_judge
-from lockstep.extensions.report import charts, comparison
+from lockstep.extensions.report import charts, comparison, page
 from lockstep.extensions.report.analysis import (
     Finding,
     find,
@@ -98,8 +99,8 @@ def test_the_last_step_is_the_last_that_anything_was_written_about(tmp_path: Pat
     line = {"warning": "odd", "step": 100, "time": 1e9}
     made.write(tmp_path, rows=98, end=None, lines=(line,))
     page = pages(tmp_path)
-    assert "<dt>last step</dt><dd>100</dd>" in page
-    assert "<td>1 to 100</td>" in page
+    assert "<dt>Last step</dt><dd>100</dd>" in page
+    assert "<td>1–100</td>" in page
 
 
 def test_a_rank_that_saves_is_no_straggler(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_run_that_failed_before_it_had_joined(tmp_path: Path) -> None:
     assert len(findings) == 2
     page = pages(tmp_path)
     assert "FIRST FAILURE: rank 1 on host a: ValueError: odd" in page
-    assert "train.py · not at lockstep.init" in page
+    assert "train.py · Not at lockstep.init" in page
 
 
 def pages(folder: Path) -> str:
@@ -371,7 +372,7 @@ def test_the_numbers_that_are_drawn(tmp_path: Path) -> None:
     data = chart_data(pages(tmp_path))
     curves = {curve["title"]: curve for curve in data["curves"]}
     assert [*curves] == [
-        "loss", "acc (test)", "throughput (samples/s)", "learning rate", "peak memory of rank 0",
+        "loss", "acc (test)", "Throughput in samples/s", "Learning rate", "Peak memory of rank 0",
     ]  # fmt: skip
     first, second = curves["loss"]["lines"]
     assert (first["steps"], first["values"][0]) == ([1, 2, 3], 2)
@@ -447,12 +448,15 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert found.names == ["a", "b"]
     assert found.sentences == [
         "a trains 1.4 times as fast as b: 2 048 against 1 463 samples/s. Most of the difference "
-        "is in data: a needs 50 ms less a step.",
+        "is in data, where a needs 50 ms less a step.",
         "At step 50 the loss of a is 0.2828, that of b 0.2828.",
     ]
     rows = dict(found.rows)
-    assert rows["last step"] == ["100", "50"]
-    assert rows["to look at"] == ["nothing", "all ranks wait for data for 34% of the time"]
+    assert rows["Last step"] == ["100", "50"]
+    assert rows["What to look at"] == [
+        "nothing stands out",
+        "all ranks wait for data for 34% of the time",
+    ]
     assert found.differing == [("--lr", ["0.1", "–"])]
     same = comparison.compare([records[0], records[0]])
     assert same.sentences[0].endswith("train as fast as each other.")
@@ -461,7 +465,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     # A run without a step has nothing to compare but its end.
     found = comparison.compare([records[0], Record(tmp_path / "c" / "a")])
     assert (found.sentences, len(set(found.names))) == ([], 2)
-    assert dict(found.rows)["last step"] == ["100", "–"]
+    assert dict(found.rows)["Last step"] == ["100", "–"]
 
 
 def test_one_page_of_several_runs(tmp_path: Path) -> None:
@@ -472,7 +476,7 @@ def test_one_page_of_several_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     page = (tmp_path / "two" / "report.html").read_text()
     assert "Compared runs" in page
-    assert "times one rank" in page
+    assert "Times one rank" in page
     data = chart_data(page)
     assert data["run_names"] == ["two", "one"]
     (loss,) = [curve for curve in data["curves"] if curve["title"] == "loss"]
@@ -483,6 +487,30 @@ def test_one_page_of_several_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["report", *folders, "--to", "tensorboard"])
     assert result.exit_code == 2
     assert "it writes the curves of one run" in result.stderr
+
+
+def test_the_page_in_chinese(tmp_path: Path, monkeypatch: Any) -> None:
+    """What is found, what to do and the page's own words; names of the user's stay."""
+    logged = {"logged": {"Memory": 1.0}, "pass": "Failed", "training": False, "step": 3}
+    work = made.noisy({1: ("data", 0.05)})
+    made.write(tmp_path / "a", 2, rows=100, work=work, loss=lambda s: math.inf if s > 80 else 1.0,
+               lines=(logged,), end="failed")  # fmt: skip
+    made.write(tmp_path / "b", 2, rows=50)
+    for module in (language, page):
+        monkeypatch.setattr(module, "language", lambda: "zh")
+    text = page.render(Record(tmp_path / "a"), [Record(tmp_path / "b")])
+    assert '<html lang="zh">' in text
+    assert "loss 从第 82 步起变成 NaN 或 inf" in text
+    assert "第 82 步：inf" in text
+    assert "node1 上的 rank 1 是慢 rank：" in text
+    assert "增大 num_workers 也许能掩盖差别。" in text
+    assert "差别主要在 communication 阶段" in text or "差别主要在 data 阶段" in text
+    visible = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
+    visible = visible.replace(str(tmp_path), "")
+    words = set(re.findall(r"\b(?:the|of|and|with|is|are|was|on)\b", visible))
+    assert words == set(), "a text of the page is not translated"
+    titles = [curve["title"] for curve in chart_data(text)["curves"]]
+    assert titles[:3] == ["loss", "Memory (Failed)", "吞吐量（样本/秒）"]
 
 
 def test_how_busy_the_gpus_were(tmp_path: Path) -> None:
@@ -496,9 +524,9 @@ def test_how_busy_the_gpus_were(tmp_path: Path) -> None:
     page = pages(tmp_path)
     assert "<dt>GPU use</dt><dd>65 %, rank 1 45 %</dd>" in page
     curves = {curve["title"]: curve for curve in chart_data(page)["curves"]}
-    (line,) = curves["GPU use"]["lines"]
+    (line,) = curves["GPU use, mean over ranks"]["lines"]
     assert (line["steps"], line["values"]) == ([4, 8], [70, 61.25])
-    assert curves["GPU memory in use"]["unit"] == "bytes"
+    assert curves["GPU memory in use, mean over ranks"]["unit"] == "bytes"
 
 
 def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
@@ -520,7 +548,7 @@ def test_bytes_that_torch_sends_are_not_told_as_none(tmp_path: Path) -> None:
     for strategy, ranks, known in (("ddp", 2, True), ("fsdp", 2, False), ("fsdp", 1, True)):
         folder = tmp_path / f"{strategy}{ranks}"
         made.write(folder, ranks, rows=9, strategy=strategy)
-        assert ("not known: torch sends" in pages(folder)) != known
+        assert ("not known, as torch sends it" in pages(folder)) != known
 
 
 def test_lines_that_are_not_understood_hide_nothing_else(tmp_path: Path) -> None:

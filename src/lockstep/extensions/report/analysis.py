@@ -263,7 +263,7 @@ def _launcher_findings(record: Record) -> Iterator[Finding]:
                 occurrences[message].append((number, line))
     for message, numbered_lines in occurrences.items():
         start_numbers = sorted({number for number, _ in numbered_lines})
-        in_starts = f", in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
+        in_starts = f"in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
         launcher_lines = [line for _, line in numbered_lines]
         evidence = [*message.lines[1:], *_evidence_of_lines(launcher_lines, in_starts)]
         yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], message.lines[0], tuple(evidence))
@@ -290,12 +290,14 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
 
     Args:
         lines: every occurrence of the message, in the order of time.
-        in_starts: text that names the starts in which it was written, such as `, in start 2`;
+        in_starts: text that names the starts in which it was written, such as `in start 2`;
             empty if the run has only one start.
     """
     first = lines[0]
     last = lines[-1]
-    text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}{in_starts}"
+    text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}"
+    if in_starts:
+        text = f"{text}, {in_starts}"
     # Each launcher writes a file. Only the lines of one are counted, since the other launchers
     # wrote the message as often.
     times = sum(1 for line in lines if line["file"] == last["file"])

@@ -125,12 +125,15 @@ def curves(record: Record) -> list[Curve]:
     return found
 
 
+THROUGHPUT = "throughput"
+LEARNING_RATE = "learning rate"
+PEAK_MEMORY = "peak memory"
 GPU_USE = "GPU use"
-GPU_MEMORY = "GPU memory in use"
+GPU_MEMORY = "GPU memory"
 _UNIT_OF_MEASURED = {
-    "throughput (samples/s)": "",
-    "learning rate": "",
-    "peak memory of rank 0": "bytes",
+    THROUGHPUT: "",
+    LEARNING_RATE: "",
+    PEAK_MEMORY: "bytes",
     GPU_USE: "%",
     GPU_MEMORY: "bytes",
 }
@@ -173,9 +176,9 @@ def _lines_of_start(start: Start, clock: _Clock) -> dict[str, Line]:
     steps = main.column("step")
     seconds = clock.seconds_at(steps)
     measured = main.curves()
-    lines["throughput (samples/s)"] = Line(steps, seconds, measured["samples_per_second"])
-    lines["learning rate"] = Line(steps, seconds, measured["learning_rate"])
-    lines["peak memory of rank 0"] = Line(steps, seconds, measured["memory_bytes"])
+    lines[THROUGHPUT] = Line(steps, seconds, measured["samples_per_second"])
+    lines[LEARNING_RATE] = Line(steps, seconds, measured["learning_rate"])
+    lines[PEAK_MEMORY] = Line(steps, seconds, measured["memory_bytes"])
     for title, key in ((GPU_USE, "gpu"), (GPU_MEMORY, "gpu_memory")):
         gpu_steps, means = _mean_over_gpus(start, key)
         lines[title] = Line(gpu_steps, clock.seconds_at(gpu_steps), means)

@@ -107,9 +107,10 @@ def _main_phase(run: Record, other: Record, name: str) -> str:
     phase = max(PHASES, key=lambda phase: differences[phase] / total)
     if differences[phase] / total < MIN_PART_OF_DIFFERENCE:
         return ""
-    more_or_less = "more" if differences[phase] > 0 else "less"
     amount = milliseconds_or_seconds(abs(differences[phase]))
-    return f" Most of the difference is in {phase}: {name} needs {amount} {more_or_less} a step."
+    if differences[phase] > 0:
+        return f" Most of the difference is in {phase}, where {name} needs {amount} more a step."
+    return f" Most of the difference is in {phase}, where {name} needs {amount} less a step."
 
 
 def _mean_phases(record: Record) -> dict[str, float]:
@@ -143,31 +144,31 @@ def _figures(record: Record) -> dict[str, str]:
     """Returns the figures of a run, as texts by name."""
     last = record.starts[-1]
     figures = dict.fromkeys(
-        ("ranks", "last step", "samples/s", "time of a step", "last loss", "trained for",
-         "peak memory of a rank", "starts"),
+        ("Ranks", "Last step", "Samples/s", "Time of a step", "Last loss", "Trained for",
+         "Peak memory of a rank", "Starts"),
         NOT_KNOWN,
     )  # fmt: skip
-    figures["ranks"] = str(last.num_ranks)
-    figures["starts"] = str(len(record.starts))
+    figures["Ranks"] = str(last.num_ranks)
+    figures["Starts"] = str(len(record.starts))
     last_step = analysis.last_step(last)
     if last_step:
-        figures["last step"] = thousands(last_step)
+        figures["Last step"] = thousands(last_step)
     speed = analysis.speed(last)
     if speed is not None:
-        figures["samples/s"] = thousands(speed.samples_per_second)
-        figures["time of a step"] = milliseconds_or_seconds(speed.seconds_per_step)
+        figures["Samples/s"] = thousands(speed.samples_per_second)
+        figures["Time of a step"] = milliseconds_or_seconds(speed.seconds_per_step)
     _, losses = last.loss()
     if len(losses):
-        figures["last loss"] = number(float(losses[-1]))
+        figures["Last loss"] = number(float(losses[-1]))
     totals = analysis.totals(last)
     if totals is not None:
-        figures["trained for"] = duration(totals.seconds)
-        figures["peak memory of a rank"] = format_bytes(totals.peak_memory)
+        figures["Trained for"] = duration(totals.seconds)
+        figures["Peak memory of a rank"] = format_bytes(totals.peak_memory)
     findings = analysis.find(record)
     serious = [finding.text for finding in findings if finding.level != "note"]
-    figures["to look at"] = serious[0] if serious else "nothing"
+    figures["What to look at"] = serious[0] if serious else "nothing stands out"
     if len(serious) > 1:
-        figures["to look at"] += f" (and {len(serious) - 1} more)"
+        figures["What to look at"] += f" (and {len(serious) - 1} more)"
     return figures
 
 

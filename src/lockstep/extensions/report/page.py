@@ -30,9 +30,10 @@ from lockstep.extensions.report.reading import (
     Record,
     Start,
 )
+from lockstep.language import language, translate
 from lockstep.session.extension import PHASES
 from lockstep.units import format_bytes
-from lockstep.wording import count_noun, replace_unprintable
+from lockstep.wording import replace_unprintable
 
 SILENT_S = 60.0
 """A start without an end is not running if it wrote nothing for this long and for four steps."""
@@ -56,6 +57,8 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, trim_blocks=True)
+    environment.globals["_"] = translate
+    environment.filters["translate"] = translate
     template = environment.from_string(_web_text("page.html"))
     # Jinja must not escape the code, which it would change. The data go into an element whose text
     # ends at the first "</script"; in JSON "<" may be written as an escape.
@@ -90,13 +93,34 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     last = record.starts[-1]
     records = [record, *others]
     names = comparison.run_names(records)
+    curves = charts.curve_charts(records, names)
+    for curve in curves:
+        # The names that the user has given stay as they are.
+        curve["title"] = _measured_curves().get(curve["title"], curve["title"])
     return {
         "run_names": names,
         "phase_names": {phase: phase for phase in PHASES},
+        "texts": {
+            "median": translate("like the median rank"),
+            "longer": translate("longer than the median rank"),
+            "shorter": translate("shorter than the median rank"),
+            "no_answer": translate("no answer, and the page is as it was"),
+        },
         "restarts": charts.restarts(record),
-        "curves": charts.curve_charts(records, names),
+        "curves": curves,
         "over_time": charts.phases_over_time(last),
         "slow_ranks": charts.slow_ranks(last),
+    }
+
+
+def _measured_curves() -> dict[str, str]:
+    """Returns how to call the curves that Lockstep measures, by their titles in `charts`."""
+    return {
+        charts.THROUGHPUT: translate("Throughput in samples/s"),
+        charts.LEARNING_RATE: translate("Learning rate"),
+        charts.PEAK_MEMORY: translate("Peak memory of rank 0"),
+        charts.GPU_USE: translate("GPU use, mean over ranks"),
+        charts.GPU_MEMORY: translate("GPU memory in use, mean over ranks"),
     }
 
 
@@ -109,15 +133,19 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
     longest_ms = max([sum(part["ms"] for part in bar["parts"]) for bar in bars], default=0.0)
     phases_in_bars = {part["phase"] for bar in bars for part in bar["parts"]}
     variables = {
-        "language": "en",
+        "language": language(),
         "title": Path(command[0]).name,
-        "state": _state_badge(last),
+        "state": _badge(last),
         "folder": str(record.folder),
         "command": command_line(last.main.header),
         "read_at": analysis.clock_time(time.time()),
         "numbers": _key_numbers(record, last),
         "findings": analysis.find(record),
-        "level_names": {"error": "Error", "warning": "Warning", "note": "Note"},
+        "level_names": {
+            "error": translate("Error"),
+            "warning": translate("Warning"),
+            "note": translate("Note"),
+        },
         "shown": SHOWN_EVIDENCE_LINES,
         "has_steps": bool(last.main.rows),
         "comparison": comparison.compare(records) if others else None,
@@ -149,14 +177,16 @@ def _parts(variables: Mapping[str, Any]) -> list[tuple[str, str]]:
     "What to look at" is not among them, since it is the first.
     """
     has_content = {
-        ("Comparison", "comparison"): bool(variables["comparison"]),
-        ("Curves", "curves"): bool(variables["curves"]),
-        ("Time of a step", "time"): bool(variables["bars"]),
-        ("Scaling", "scaling"): bool(variables["scaling"] or variables["had_several_ranks"]),
-        ("Starts", "starts"): True,
-        ("What was run", "run"): True,
-        ("Traces", "traces"): bool(variables["traces"]),
-        ("Samples", "samples"): bool(variables["ledger"]),
+        (translate("Comparison"), "comparison"): bool(variables["comparison"]),
+        (translate("Curves"), "curves"): bool(variables["curves"]),
+        (translate("Time of a step"), "time"): bool(variables["bars"]),
+        (translate("Scaling"), "scaling"): bool(
+            variables["scaling"] or variables["had_several_ranks"]
+        ),
+        (translate("Starts"), "starts"): True,
+        (translate("What was run"), "run"): True,
+        (translate("Traces"), "traces"): bool(variables["traces"]),
+        (translate("Samples"), "samples"): bool(variables["ledger"]),
     }
     return [part for part, is_shown in has_content.items() if is_shown]
 
@@ -169,26 +199,13 @@ class Badge(NamedTuple):
     """`ok`, `failed`, `running` or empty; the style sheet has a colour for each."""
 
 
-def _state_badge(start: Start) -> Badge:
-    """Returns the state of a start, with the class of its colour."""
-    text = _state(start)
-    if start.end in ("ok", "failed"):
-        return Badge(text, start.end)
-    return Badge(text, "running" if text == "running" else "")
-
-
-def _state(start: Start) -> str:
+def _badge(start: Start) -> Badge:
     """Says how a start has ended, or that it is running if its last row is recent enough."""
     if start.end is not None:
-        # "failed" and "interrupted" are said as they are.
-        endings = {"ok": "ended well", "restarted": "ended, to start again"}
-        text = endings.get(start.end, start.end)
-        if not start.reached_init:
-            text += " without lockstep.init" if start.end == "ok" else " before lockstep.init"
-        return text
+        return _badge_of_end(start)
     silent_s = time.time() - start.last_time
     if not start.reached_init:
-        return f"not at lockstep.init, {clock(silent_s)} after its start"
+        return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), "")
     # No end was written: the start runs, or all its ranks were killed. A row is written when its
     # last step has ended, so a run may be silent for as long as the steps of a row take. It counts
     # as running until the time of four such rows, with steps as long as the longest, has passed.
@@ -199,8 +216,23 @@ def _state(start: Start) -> str:
             longest_step_s = max(longest_step_s, record.column("longest_s").max())
             steps_per_row = max(steps_per_row, record.column("steps").max())
     if silent_s < SILENT_S + 4 * longest_step_s * steps_per_row:
-        return "running"
-    return f"without a word for {clock(silent_s)}"
+        return Badge(translate("Running"), "running")
+    return Badge(translate(f"Without a word for {clock(silent_s)}"), "")
+
+
+def _badge_of_end(start: Start) -> Badge:
+    """Says how a start has ended."""
+    if start.end == "ok":
+        if start.reached_init:
+            return Badge(translate("Ended well"), "ok")
+        return Badge(translate("Ended without lockstep.init"), "ok")
+    if start.end == "failed":
+        if start.reached_init:
+            return Badge(translate("Failed"), "failed")
+        return Badge(translate("Failed before lockstep.init"), "failed")
+    if start.end == "interrupted":
+        return Badge(translate("Interrupted"), "")
+    return Badge(translate("Ended, to start again"), "")
 
 
 def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
@@ -212,29 +244,39 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     """
     # The hosts are known only if the ranks have begun their records, at lockstep.init.
     hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
-    on_hosts = f" on {count_noun(len(hosts), 'host')}" if last.reached_init else ""
-    numbers = [("ranks", f"{last.num_ranks}{on_hosts}")]
+    ranks = str(last.num_ranks)
+    if last.reached_init:
+        num_hosts = len(hosts)
+        ranks = translate(
+            f"{ranks} on {num_hosts} hosts" if num_hosts > 1 else f"{ranks} on 1 host"
+        )
+    numbers = [(translate("Ranks"), ranks)]
     last_step = analysis.last_step(last)
     if last_step:
-        numbers.append(("last step", thousands(last_step)))
+        numbers.append((translate("Last step"), thousands(last_step)))
     speed = analysis.speed(last)
     if speed is not None:
-        numbers.append(("throughput", f"{thousands(speed.samples_per_second)} samples/s"))
         numbers.append(
-            ("time of a step", comparison.milliseconds_or_seconds(speed.seconds_per_step))
+            (translate("Throughput"), f"{thousands(speed.samples_per_second)} samples/s")
+        )
+        numbers.append(
+            (
+                translate("Time of a step"),
+                comparison.milliseconds_or_seconds(speed.seconds_per_step),
+            )
         )
     _, losses = last.loss()
     if len(losses):
-        numbers.append(("last loss", number(float(losses[-1]))))
+        numbers.append((translate("Last loss"), number(float(losses[-1]))))
     gpu_use = _gpu_use(last)
     if gpu_use:
-        numbers.append(("GPU use", gpu_use))
-    numbers.append(("starts", str(len(record.starts))))
+        numbers.append((translate("GPU use"), gpu_use))
+    numbers.append((translate("Starts"), str(len(record.starts))))
     totals = analysis.totals(last)
     if totals is not None:
-        numbers.append(("trained for", duration(totals.seconds)))
-        numbers.append(("most memory of a rank", format_bytes(int(totals.peak_memory))))
-        numbers.append(("sent by rank 0", _sent(last, totals.bytes_sent)))
+        numbers.append((translate("Trained for"), duration(totals.seconds)))
+        numbers.append((translate("Peak memory of a rank"), format_bytes(int(totals.peak_memory))))
+        numbers.append((translate("Sent by rank 0"), _sent(last, totals.bytes_sent)))
     return numbers
 
 
@@ -271,7 +313,7 @@ def _sent(start: Start, num_bytes: float) -> str:
     strategy = start.main.header.get("strategy")
     within_passes = strategy in analysis.STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if start.num_ranks > 1 and within_passes:
-        return "not known: torch sends"
+        return translate("not known, as torch sends it")
     return format_bytes(int(num_bytes))
 
 
@@ -302,7 +344,7 @@ def _working_sentence(start: Start) -> str:
     fraction = analysis.working_fraction(start)
     if fraction is None:
         return ""
-    return (
+    return translate(
         f"The {start.num_ranks} ranks worked for {fraction:.0%} of the time and waited for each "
         f"other for the rest, so they were no more than {start.num_ranks * fraction:.3g} times as "
         "fast as one."
@@ -339,19 +381,18 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
 
 def _start_row(number: int, start: Start) -> dict[str, Any]:
     """Returns the cells of a start in the table of starts."""
-    steps = "none"
+    steps = "–"
     if start.main.rows:
-        steps = f"{analysis.first_step(start.main):.0f} to {analysis.last_step(start):.0f}"
-    # The style sheet has a colour for these two ends; the others have none.
-    css_class = start.end if start.end in ("ok", "failed") else ""
+        steps = f"{analysis.first_step(start.main):.0f}–{analysis.last_step(start):.0f}"
+    badge = _badge(start)
     failures = [line for line in start.launcher_lines if line["kind"] == "failure"]
     return {
         "number": number,
         "time": analysis.clock_time(start.time),
         "ranks": start.num_ranks,
         "steps": steps,
-        "end": _state(start),
-        "level": css_class,
+        "end": badge.text,
+        "level": badge.level,
         "why": _failure_in_one_line(failures[0]) if failures else "",
     }
 

@@ -478,9 +478,9 @@
     let column = steps.findIndex((step) => step >= at);
     if (column < 0) column = steps.length - 1;
     const value = percent[place][column];
-    let text = "like the median rank";
-    if (value > 0) text = `${value} % longer than the median rank`;
-    if (value < 0) text = `${-value} % shorter than the median rank`;
+    let text = data.texts.median;
+    if (value > 0) text = `${value} % ${data.texts.longer}`;
+    if (value < 0) text = `${-value} % ${data.texts.shorter}`;
     showTip(`rank ${ranks[place]} · step ${formatNumber(steps[column])}\n${text}`, ...pointer(chart));
   }
 
@@ -573,7 +573,7 @@
       connection().textContent = "";
       connection().className = "";
     } catch (error) {
-      connection().textContent = `: no answer (${error.message}); the page is as it was`;
+      connection().textContent = `: ${data.texts.no_answer} (${error.message})`;
       connection().className = "lost";
     }
   }
