@@ -33,12 +33,8 @@ from lockstep.errors import UsageError, warn
 from lockstep.extensions import add_extensions
 from lockstep.extensions.report.closing import print_closing
 from lockstep.extensions.report.console import print_choices, print_line, title_of
-from lockstep.extensions.report.metrics import RunningMeans
-from lockstep.extensions.report.progress import (
-    check_loader,
-    check_shown,
-    progress,
-)
+from lockstep.extensions.report.logged import log, means_over_ranks
+from lockstep.extensions.report.progress import check_loader, progress
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
@@ -104,8 +100,6 @@ class World:
         self._ranks_have_own_seeds = False
         self._closed = False
         self._num_calls_of_main_process_first = 0
-        self._running_means: list[RunningMeans] = []
-        """The logged means of each pass that `progress` shows, the innermost pass last."""
         self._epochs = Epochs(self._preparer.loaders, run.step)
         _open_worlds.add(self)
         atexit.register(process_group.close_at_exit, self._close)
@@ -265,13 +259,14 @@ class World:
     def loss(self) -> float | None:
         """Returns the loss of the global batch, from all losses that `backward` got on all ranks.
 
-        All ranks call it together; it waits for the device.
+        After the training loop it is the loss of the last global batch. All ranks call it together;
+        it waits for the device.
 
         Returns:
             The loss; None for a micro-batch that is not the last of its global batch.
 
         Raises:
-            UsageError: called before `backward`, or outside of the training loop.
+            UsageError: called before the first `backward` of a loop.
         """
         if not self.is_last_micro_batch:
             return None
@@ -368,13 +363,27 @@ class World:
             print_line(sep.join(str(value) for value in values))
 
     def log(self, **values: float | Tensor) -> None:
-        """Adds values to the running means, over all ranks' samples, that `progress` shows.
+        """Logs values for the report, for trackers, and for what `progress` shows.
 
-        Raises:
-            UsageError: called outside of a loop `for batch in world.progress(loader)`.
+        In a loop over a prepared loader each value counts as the mean over the present micro-batch,
+        and the means of the pass are over the samples of all ranks (`means`). Elsewhere values are
+        recorded as they are; if several ranks record one, the report has the mean of the ranks.
+        Nothing waits for other ranks, and what cannot be logged is left out with a warning.
+
+        Args:
+            values: by name, one real number each, or a tensor with one element, which is not waited
+                for.
         """
-        check_shown(self._running_means, values)
-        self._running_means[-1].add(self._run.step.micro_batch_in_use.counted_rows, **values)
+        log(self._run, self.epoch, values)
+
+    def means(self) -> dict[str, float]:
+        """Returns the means of what was logged, over the samples of all ranks, by name.
+
+        They are those of the present pass over a loader, or else of the pass that ended last. All
+        ranks call it together; it waits for the device.
+        """
+        self._check_open("means")
+        return means_over_ranks(self._run)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader. Rank 0 shows its progress, its speed, and what is logged."""
@@ -383,7 +392,7 @@ class World:
         return progress(
             loader,
             self._run.collectives,
-            self._running_means,
+            self._run.step,
             text,
             done=loader.start,
             extensions=self._run.extensions,

@@ -25,6 +25,7 @@ from lockstep.extensions.report.console import Choice, print_choices, print_line
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.progress import progress, reduce_every
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 
 pytestmark = pytest.mark.launcher
 
@@ -36,30 +37,38 @@ class PlainLoader:
         self.steps = steps
         self.batch_size = count
         self.current = MicroBatch()
+        self.step_of_run = Step()
         self._local = local
         self._micro_batches = micro_batches
 
     def __iter__(self) -> Iterator[int]:
-        for step in range(self.steps):
-            for j in range(self._micro_batches):
-                self.current = MicroBatch(
-                    global_samples=self.batch_size,
-                    local_rows=self._local,
-                    first=j == 0,
-                    last=j == self._micro_batches - 1,
-                )
-                yield step
+        with self.step_of_run.pass_opened(self, training=torch.is_grad_enabled()):
+            for step in range(self.steps):
+                for j in range(self._micro_batches):
+                    self.current = MicroBatch(
+                        global_samples=self.batch_size,
+                        local_rows=self._local,
+                        first=j == 0,
+                        last=j == self._micro_batches - 1,
+                    )
+                    yield step
 
 
 class PlainWorld:
     def __init__(self, topology: Topology | None = None) -> None:
         self.collectives = Collectives(topology or Topology(), torch.device("cpu"))
-        self.means: list[RunningMeans] = []
+        self.step = Step()
+
+    @property
+    def means(self) -> list[RunningMeans]:
+        """The means of the passes that go on."""
+        return [open_pass.means for open_pass in self.step.open_passes]
 
     def progress(
         self, loader: PlainLoader, description: str = "", *, done: int = 0
     ) -> Generator[Any, None, None]:
-        return progress(loader, self.collectives, self.means, description, done=done)
+        loader.step_of_run = self.step
+        return progress(loader, self.collectives, self.step, description, done=done)
 
 
 @pytest.fixture(autouse=True)

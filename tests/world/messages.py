@@ -195,11 +195,6 @@ MESSAGES: dict[str, str] = {
         "  found: collectives take tensors, numbers, text (gather and broadcast) and nests of them\n"
         "  do:    convert it first, for example with torch.as_tensor"
     ),
-    "log without progress": (
-        "world.log(loss)\n"
-        "  found: no world.progress(loader) is being iterated, so nothing would show it\n"
-        "  do:    iterate world.progress(loader) instead of the loader, or use world.print"
-    ),
     "init twice": (
         "lockstep.init\n"
         "  found: this process is in a run already\n"

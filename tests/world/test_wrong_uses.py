@@ -144,7 +144,6 @@ ALONE_CASES: dict[str, Case] = {
     "weight that is no number": lambda: within(wrong_weight),
     "loss.backward() of a part": lambda: within(plain_backward_of_micro_batches),
     "sum of an object": lambda: within(lambda w: w.sum(object)),
-    "log without progress": lambda: within(lambda w: w.log(loss=1.0)),
     "init twice": lambda: within(lambda w: lockstep.init()),
     "prepare after close": lambda: within(closed),
 }

@@ -432,17 +432,18 @@ class Loader:
                 self._position = start
             elif some_ranks_skip:
                 self._collectives.blocked_reason = SOME_RANKS_SKIP
-            for planned, batch in on_device:
-                self._set_current(planned.micro_batch)
-                if not planned.micro_batch.local_rows:
-                    batch = self._without_samples(batch)
-                if training:
-                    self._hand_out(epoch, training_pass, planned, batch)
-                step.enter_phase(working_phase)
-                yield batch
-                step.enter_phase(reading_phase)
-                if training:
-                    step.extensions.batch_is_done()
+            with step.pass_opened(self, training=training):
+                for planned, batch in on_device:
+                    self._set_current(planned.micro_batch)
+                    if not planned.micro_batch.local_rows:
+                        batch = self._without_samples(batch)
+                    if training:
+                        self._hand_out(epoch, training_pass, planned, batch)
+                    step.enter_phase(working_phase)
+                    yield batch
+                    step.enter_phase(reading_phase)
+                    if training:
+                        step.extensions.batch_is_done()
             exhausted = True
             if not training_pass.ever_stepped:
                 self.evaluated += 1

@@ -640,7 +640,7 @@ def _check_combinations(ctx: click.Context) -> None:
             )
     # `--report tensorboard` is a mistake, unless a folder of this name has the record of a run.
     report = ctx.params["report"]
-    if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
+    if report in ("tensorboard", "wandb", "mlflow") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
         raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:

@@ -71,6 +71,23 @@ class DeliveredBatch(NamedTuple):
     device does not count."""
 
 
+class LoggedMeans(NamedTuple):
+    """Means of what the script has given to `World.log`."""
+
+    means: Mapping[str, float]
+    """By name."""
+    weights: Mapping[str, float] | None
+    """What this rank's means weigh, by name: a number of samples. None: they are over all ranks."""
+    description: str
+    """Of the pass, such as `epoch 3` or `validation`."""
+    training: bool
+    """True if it was logged with gradients enabled."""
+    complete: bool
+    """True if they are the means of the whole pass."""
+    in_pass: bool = True
+    """False if they were logged outside of any loop over a loader."""
+
+
 class Extension:
     """Takes part in a training. Every method does nothing until a subclass overrides it.
 
@@ -165,14 +182,8 @@ class Extension:
     def phase_entered(self, phase: str) -> None:
         """This rank begins to spend its time on something else, one of `PHASES`."""
 
-    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
-        """There are new means over all ranks of what was given to `World.log` in a pass.
-
-        Args:
-            description: of the pass.
-            means: by name.
-            complete: True if they are the means of the whole pass.
-        """
+    def means_logged(self, logged: LoggedMeans) -> None:
+        """There are new means of what was given to `World.log`. Must not communicate."""
 
     def settle(self) -> None:
         """The state is about to be saved, or the run has ended well: raises what it still holds
@@ -346,9 +357,9 @@ class Extensions(Extension):
         for tell in self.listeners["phase_entered"]:
             tell(phase)
 
-    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+    def means_logged(self, logged: LoggedMeans) -> None:
         for tell in self.listeners["means_logged"]:
-            tell(description, means, complete=complete)
+            tell(logged)
 
     def settle(self) -> None:
         for tell in self.listeners["settle"]:

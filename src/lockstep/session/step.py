@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import warn
@@ -70,6 +71,19 @@ class Dispute(NamedTuple):
     """The factor of the loss of each of its micro-batches."""
 
 
+@dataclass(eq=False)
+class OpenPass:
+    """A pass over a prepared loader that goes on, with or without gradients."""
+
+    loader: Any
+    training: bool
+    """True for a pass with gradients."""
+    means: Any = None
+    """The `RunningMeans` of what the script has logged in it; None: nothing yet."""
+    on_end: Callable[[], None] | None = None
+    """Called when the pass is over, or when the loop has left it."""
+
+
 class Step:
     """The state of the optimizer step that is being computed."""
 
@@ -99,6 +113,12 @@ class Step:
         """Global batches, from the first, in which all virtual ranks train one model."""
         self.phase = "other"
         """What this rank spends its time on, one of `extension.PHASES`."""
+        self.open_passes: list[OpenPass] = []
+        """The passes over loaders that go on, the one that was begun last at the end."""
+        self.last_pass: OpenPass | None = None
+        """The pass that ended last; None: none has ended."""
+        self.last_trained_pass: TrainingPass | None = None
+        """The pass with backward passes that ended last; None: none has ended."""
         self._no_loader = TrainingPass()
         """The pass of what is trained outside of any prepared loader. It never ends."""
         self.training_pass = self._no_loader
@@ -460,6 +480,8 @@ class Step:
             return
         self._passes.remove(training_pass)
         training_pass.ended = True
+        if training_pass.num_backwards > 0:
+            self.last_trained_pass = training_pass
         if self._passes:
             self.training_pass = self._passes[-1]
         else:
@@ -557,6 +579,19 @@ class Step:
             self._last_step_at_s = time.perf_counter()
         training_pass.stepped = True
         training_pass.ever_stepped = True
+
+    @contextmanager
+    def pass_opened(self, loader: Any, *, training: bool) -> Iterator[None]:
+        """Notes that a pass over a loader goes on inside this context."""
+        open_pass = OpenPass(loader, training)
+        self.open_passes.append(open_pass)
+        try:
+            yield
+        finally:
+            self.open_passes.remove(open_pass)
+            self.last_pass = open_pass
+            if open_pass.on_end is not None:
+                open_pass.on_end()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

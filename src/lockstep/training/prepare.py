@@ -41,6 +41,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.optim.precision import ForwardsSetLater, Precision
+from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.strategies import sync_batchnorm
@@ -263,28 +264,38 @@ class Preparer:
         return norm
 
     def loss(self) -> float:
-        """Returns the loss of the present global batch; all ranks call it together.
+        """Returns the loss of the present global batch, or of the last one after the loop.
+
+        All ranks call it together.
 
         Raises:
             UsageError: the loss is not known, or not all of it.
         """
-        training_pass = self.run.step.training_pass
+        step = self.run.step
+        training_pass = step.training_pass
+        is_after_loop = not training_pass.num_backwards and not step.in_training_loop
+        last_pass = step.last_trained_pass
+        # A loop that was left in the middle of a global batch has only a part of its loss.
+        if is_after_loop and last_pass is not None and last_pass.micro_batch.last:
+            training_pass = last_pass
         if not training_pass.num_backwards:
             raise UsageError(
                 "world.loss()",
                 "world.backward was not given a loss of this micro-batch",
-                "call it in the training loop, after world.backward(loss)",
+                "call it after world.backward(loss)",
             )
         num_virtual_ranks = self.run.settings.virtual_ranks
         if num_virtual_ranks is not None:
-            return self._loss_over_virtual_ranks(num_virtual_ranks)
+            return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
         mean: float = self.run.collectives.mean(float(training_pass.loss))
         return mean
 
-    def _loss_over_virtual_ranks(self, num_virtual_ranks: int) -> float:
+    def _loss_over_virtual_ranks(
+        self, training_pass: TrainingPass, num_virtual_ranks: int
+    ) -> float:
         """Returns the loss of the global batch, with the same bits on any number of processes."""
         losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
-        for number, loss in self.run.step.training_pass.loss_of_virtual_rank.items():
+        for number, loss in training_pass.loss_of_virtual_rank.items():
             losses[number] = float(loss)
         # The loss of a virtual rank is on one process, and 0 on all others, so no bits change.
         losses_of_all = self.run.collectives.sum(losses)

@@ -7,6 +7,8 @@ the result when it has arrived. Only the last one, at the end of the pass, is wa
 The number of global batches decides when a reduction starts, so all ranks start the same
 collectives at the same places between those of training. Its size is always the same, 68 float64
 values, whatever a rank logged: ranks that log different names are found, and do not hang.
+
+The means of one rank alone are kept in the same way, without the all-reduce (`over_ranks=False`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.streams import side_stream
-from lockstep.errors import RanksDifferError, UsageError
+from lockstep.errors import warn
 from lockstep.wording import describe_type
 
 MAX_NAMES = 32
@@ -49,17 +51,22 @@ class RunningMeans:
     Args:
         collectives: the collectives of the run; on one process a reduction is the identity.
         every: how many global batches lie between two reductions; 0 for only the last one.
+        over_ranks: False for the means of this rank alone: then a reduction communicates nothing.
     """
 
-    def __init__(self, collectives: Collectives, every: int = 10) -> None:
+    def __init__(
+        self, collectives: Collectives, every: int = 10, *, over_ranks: bool = True
+    ) -> None:
         self.values: dict[str, float] = {}
         """The weighted means over all ranks, by name, as the last reduction gave them. Names whose
         weight is 0 are left out."""
+        self.weights: dict[str, float] = {}
+        """What the means weigh, by name."""
         self.total_samples = 0
         """The samples of all ranks, as the last reduction gave them."""
         self.samples = 0
         """The samples of this rank so far; whoever yields them counts them here."""
-        self._is_alone = collectives.single_process
+        self._is_alone = collectives.single_process or not over_ranks
         self._device = collectives.device
         self._on_cuda = collectives.device.type == "cuda"
         self._every = every
@@ -67,6 +74,8 @@ class RunningMeans:
         self._sums: dict[str, _Sum] = {}
         self._num_batches = 0
         self._pending: deque[_Reduction] = deque()
+        self._names_left_out: set[str] = set()
+        self._has_warned_of_names = False
 
     def add(self, weight: float, /, **values: float | Tensor) -> None:
         """Adds the means over one micro-batch.
@@ -75,33 +84,42 @@ class RunningMeans:
             weight: the weight of the values: a number of samples or of tokens. With weight 0 the
                 values are ignored, even if they are NaN, as the mean over no samples is.
             values: one number each, or a tensor with one element, which is detached and not waited
-                for.
-
-        Raises:
-            UsageError: a value is not one real number, or there are more than 32 names.
+                for. What is not one real number is left out, with a warning, and so are names after
+                the first 32: logging does not end a training.
         """
         for name, value in values.items():
+            number = self._to_number(name, value)
+            if number is None:
+                continue
             entry = self._sums.get(name)
             if entry is None:
                 entry = self._new_sum(name)
-            number = self._to_number(name, value)
+                if entry is None:
+                    continue
             # A rank that repeats another rank's work, as in a pipeline, does not contribute.
             if weight and self._contributes:
                 entry.total.add_(number, alpha=weight)
                 entry.weight += weight
 
     def step(self) -> None:
-        """Counts a global batch: starts a reduction if it is time, and reads those that arrived.
-
-        Raises:
-            RanksDifferError: the ranks did not log the same names.
-        """
+        """Counts a global batch: starts a reduction if it is time, and reads those that arrived."""
         self._num_batches += 1
         # With `every` 0 only `finish` starts a reduction.
         if self._every and self._num_batches % self._every == 0:
             self.start_reduce()
+        self.read_arrived()
+
+    def read_arrived(self) -> None:
+        """Reads the reductions that have arrived; waits for none."""
         if self._pending:
             self._read(wait=False)
+
+    def own_sums(self) -> dict[str, tuple[float, float]]:
+        """Returns the weighted sum and the weight of each name on this rank.
+
+        It waits for the device.
+        """
+        return {name: (float(entry.total), entry.weight) for name, entry in self._sums.items()}
 
     def start_reduce(self) -> None:
         """Starts a reduction of all values up to here. All ranks must call it together.
@@ -119,22 +137,20 @@ class RunningMeans:
             self._pending.append(_Reduction(names, packed, work.is_completed, work.wait))
 
     def finish(self) -> None:
-        """Reduces all values and waits for the result. All ranks must call it together.
-
-        Raises:
-            RanksDifferError: the ranks did not log the same names.
-        """
+        """Reduces all values and waits for the result. All ranks must call it together."""
         self.start_reduce()
         self._read(wait=True)
 
-    def _new_sum(self, name: str) -> _Sum:
-        """Adds and returns an empty sum; raises UsageError if there are too many names."""
+    def _new_sum(self, name: str) -> _Sum | None:
+        """Adds and returns an empty sum; None, with a warning, if there are too many names."""
         if len(self._sums) == MAX_NAMES:
-            raise UsageError(
+            self._leave_out(
+                name,
                 f"world.log({name}=...) as name number {MAX_NAMES + 1} of one pass",
-                f"at most {MAX_NAMES} means are kept",
+                f"at most {MAX_NAMES} means are kept, so it is left out",
                 "log fewer names, or log a mean of several of them",
             )
+            return None
         # A tensor that is made under inference_mode() could not be changed outside of it.
         with torch.inference_mode(False):
             total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -142,8 +158,12 @@ class RunningMeans:
         self._sums[name] = new_sum
         return new_sum
 
-    def _to_number(self, name: str, value: Any) -> float | Tensor:
-        """Returns the value as a number, or as a 0-dimensional tensor on the device."""
+    def _to_number(self, name: str, value: Any) -> float | Tensor | None:
+        """Returns the value as a number, or as a 0-dimensional tensor on the device.
+
+        Returns:
+            None, with a warning, if the value is not one real number.
+        """
         if isinstance(value, int | float):
             return value
         found = describe_type(value)
@@ -152,11 +172,19 @@ class RunningMeans:
                 number = value.detach().reshape(())
                 return number.to(self._device, non_blocking=self._on_cuda)
             found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        raise UsageError(
+        self._leave_out(
+            name,
             f"world.log({name}=...)",
-            f"{found}, not one number",
+            f"{found}, not one number, so it is left out",
             f"log the mean over this micro-batch, for example {name}=values.float().mean()",
         )
+        return None
+
+    def _leave_out(self, name: str, was_set: str, found: str, do: str) -> None:
+        """Warns, once in a pass for each name, that a value is left out."""
+        if name not in self._names_left_out:
+            self._names_left_out.add(name)
+            warn(was_set, found, do)
 
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
@@ -216,32 +244,42 @@ class RunningMeans:
             self._compute_means(reduction)
 
     def _compute_means(self, reduction: _Reduction) -> None:
-        """Sets `values` and `total_samples` from the result of a reduction.
+        """Sets `values`, `weights` and `total_samples` from the result of a reduction.
 
-        Raises:
-            RanksDifferError: the ranks did not log the same names.
+        If the ranks have logged different names, there are no means: which of the numbers belong
+        together is not known. They are told once in a pass.
         """
         numbers = reduction.result.tolist()
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
+        self.values = {}  # a new dict, by which others see that the means are new
+        self.weights = {}
+        self.total_samples = int(samples)
         # For n hashes h, n * sum(h**2) is equal to sum(h)**2 if and only if all h are equal (the
         # inequality of Cauchy and Schwarz).
         names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
         if not names_are_equal:
-            raise RanksDifferError(
-                "world.log, whose values are averaged over all ranks",
-                f"this rank logged {', '.join(reduction.names) or 'nothing'} and some other "
-                "rank logged other names",
-                "log the same names on every rank (only rank 0 shows them); for a line from "
-                "rank 0 alone use world.print",
-            )
+            self._warn_of_other_names(reduction.names)
+            return
         weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_NAMES]
         totals = numbers[HEADER_SIZE + MAX_NAMES :]
-        self.values = {}  # a new dict, by which others see that the means are new
         # There are fewer names than places for them; the rest of the places hold zeros.
         for name, weight, total in zip(reduction.names, weights, totals, strict=False):
             if weight != 0:
                 self.values[name] = total / weight
-        self.total_samples = int(samples)
+                self.weights[name] = weight
+
+    def _warn_of_other_names(self, names: list[str]) -> None:
+        """Warns, once in a pass, that nothing is shown since other ranks log other names."""
+        if self._has_warned_of_names:
+            return
+        self._has_warned_of_names = True
+        warn(
+            "world.log in a loop over world.progress(...), which shows means over all ranks",
+            f"this rank logged {', '.join(names) or 'nothing'} and some other rank logged other "
+            "names, so nothing is shown",
+            "log the same names on every rank (only rank 0 shows them); for a line from rank 0 "
+            "alone use world.print",
+        )
 
 
 class _Reduction(NamedTuple):

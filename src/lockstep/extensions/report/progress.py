@@ -7,7 +7,7 @@ global batch. All ranks must iterate it, because the means that it shows are tak
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from lockstep.errors import UsageError
 from lockstep.extensions.report.displays import open_display
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.pass_text import PassState
-from lockstep.session.extension import Extension
+from lockstep.session.extension import Extension, LoggedMeans
+from lockstep.session.step import Step
 from lockstep.wording import describe_type
 
 # How often the means over all ranks are brought up to date during a pass.
@@ -37,25 +38,10 @@ def check_loader(loader: object) -> None:
         )
 
 
-def check_shown(running: Sequence[RunningMeans], names: Iterable[str]) -> None:
-    """Raises UsageError if no pass is running that would show the logged values.
-
-    Args:
-        running: the means of all passes that are running.
-        names: the names of the values that `World.log` was given.
-    """
-    if not running:
-        raise UsageError(
-            f"world.log({', '.join(names)})",
-            "no world.progress(loader) is being iterated, so nothing would show it",
-            "iterate world.progress(loader) instead of the loader, or use world.print",
-        )
-
-
 def progress(
     loader: Loader,
     collectives: Collectives,
-    running: list[RunningMeans],
+    step: Step,
     description: str = "",
     *,
     done: int = 0,
@@ -70,14 +56,11 @@ def progress(
     Args:
         loader: a prepared loader.
         collectives: the collectives of the run.
-        running: the means of all passes that are running. Those of this pass are appended while it
-            runs.
+        step: of the run; its open pass over this loader gets the means.
         description: the text in front of the bar, such as `epoch 3`.
         done: how many global batches of the epoch were trained before it was resumed.
         extensions: its `means_logged` is called with the new means whenever they were reduced.
 
-    Raises:
-        RanksDifferError: the ranks did not log the same names.
     """
     num_batches = loader.steps
     interval = reduce_every(num_batches) if torch.is_grad_enabled() else 0
@@ -85,11 +68,23 @@ def progress(
     display = None
     if collectives.topology.is_main:
         display = open_display(PassState(description, begun=done, done=done, total=num_batches))
-    running.append(means)
+    is_training = torch.is_grad_enabled()
+
+    def tell(*, complete: bool) -> None:
+        """Tells the extensions of the means, which are over all ranks."""
+        if extensions is not None:
+            extensions.means_logged(
+                LoggedMeans(means.values, None, description, is_training, complete)
+            )
+
     is_complete = False
     last_values = means.values
     try:
         for item in loader:
+            if step.open_passes:  # the loader's own pass is the innermost before the loop goes on
+                open_pass = step.open_passes[-1]
+                if open_pass.loader is loader:
+                    open_pass.means = means
             yield item
             # The training loop is done with this micro-batch.
             micro_batch = loader.current
@@ -99,16 +94,13 @@ def progress(
             means.step()
             if means.values is not last_values:  # each reduction makes a new dict
                 last_values = means.values
-                if extensions is not None:
-                    extensions.means_logged(description, means.values, complete=False)
+                tell(complete=False)
             if display is not None:
                 display.step(micro_batch.global_samples, means.values)
         means.finish()
         is_complete = True
-        if extensions is not None:
-            extensions.means_logged(description, means.values, complete=True)
+        tell(complete=True)
     finally:
-        running.remove(means)
         if display is not None:
             display.close(means if is_complete else None)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,12 +69,40 @@ class _GrowingFile:
                 yield value
 
 
-def evaluation_name(logged: dict[str, Any]) -> str:
-    """Returns what to call an evaluation whose means were logged.
+CURVES_OF_RECORDS = (
+    "loss",
+    "learning_rate",
+    "samples_per_second",
+    "seconds_per_step",
+    "memory_bytes",
+)
+"""The curves that a record has without `World.log`."""
 
-    That is the description which the script gave its pass, such as "validation". A pass without a
-    description, or one that is called "epoch 3" like the pass of training, is "evaluation".
+
+def curve_title(logged: dict[str, Any], name: str) -> str:
+    """Returns what to call a curve of logged values, such as `accuracy (validation)`.
+
+    Values of a pass are told apart by the pass: `training`, the description that the script gave
+    its evaluation, or `evaluation` if it gave none, or one like that of a training, `epoch 3`.
+    Values that were logged outside of any loop have the name that the script gave them.
+
+    Args:
+        logged: a line of a record.
+        name: of one of its values.
     """
+    kind = kind_of_values(logged, name)
+    return f"{name} ({kind})" if kind else name
+
+
+def kind_of_values(logged: dict[str, Any], name: str) -> str:
+    """Returns `training`, the name of an evaluation, or "" for what was logged outside of any loop.
+
+    A name that a record has itself, such as `loss`, is `logged` there.
+    """
+    if not logged.get("in_pass", True):
+        return "logged" if name in CURVES_OF_RECORDS else ""
+    if logged["training"]:
+        return "training"
     description: str = logged["pass"]
     if re.fullmatch(r"(epoch \d+)?", description):
         return "evaluation"
@@ -204,6 +233,32 @@ class Start:
         if "end" in launcher_kinds or all_ranks_ended_well:
             return "ok"
         return None
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """What the script has logged: a line for each pass or row, with means over the ranks.
+
+        Means of one rank have their `weights` with them; those of several ranks that belong to one
+        pass and step are averaged. Ranks that have not written theirs yet are left out.
+        """
+        lines: list[dict[str, Any]] = []
+        parts_of_line: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for rank in sorted(self.records):
+            num_seen: Counter[tuple[Any, ...]] = Counter()
+            for line in self.records[rank].logged:
+                if line.get("weights") is None:  # they are over all ranks already
+                    lines.append(line)
+                    continue
+                # Outside of any loop one rank may log what others do not.
+                parts = [line] if line.get("in_pass", True) else _split_by_name(line)
+                for part in parts:
+                    key = _key_of_logged(part)
+                    # Several evaluations may follow one step.
+                    num_seen[key] += 1
+                    parts_of_line.setdefault((*key, num_seen[key]), []).append(part)
+        for parts in parts_of_line.values():
+            lines.append({**parts[0], "logged": _average(parts)})
+        return sorted(lines, key=lambda line: float(line["step"]))
 
     def loss(self) -> tuple[Floats, Floats]:
         """Returns the steps and the loss of their global batches: the mean over the ranks.
@@ -397,6 +452,30 @@ class Record:
                 name = f"{int(begin * 1e9):020d}-{line['file']}"
                 records = {0: RankRecord(rank=0, header=line)}
                 yield Start(name, records, reached_init=False)
+
+
+def _split_by_name(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a line of logged values for each of its names."""
+    return [{**line, "logged": {name: value}} for name, value in line["logged"].items()]
+
+
+def _key_of_logged(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what is equal in the lines of several ranks that belong together."""
+    in_pass = line.get("in_pass", True)
+    names = () if in_pass else tuple(line["logged"])
+    return line["pass"], line["training"], line["step"], line.get("complete"), in_pass, *names
+
+
+def _average(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the weighted means of what several ranks have logged, by name."""
+    totals: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for part in parts:
+        for name, mean in part["logged"].items():
+            weight = part["weights"].get(name, 0.0)
+            totals[name] = totals.get(name, 0.0) + weight * mean
+            weights[name] = weights.get(name, 0.0) + weight
+    return {name: total / weights[name] for name, total in totals.items() if weights[name]}
 
 
 def _time_of_end(lines: Sequence[LauncherLine]) -> float:

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from lockstep.extensions.report.record_format import (
     RECORD_SUFFIX,
 )
 from lockstep.extensions.report.source_code import describe_commit
-from lockstep.session.extension import Extension
+from lockstep.session.extension import Extension, LoggedMeans
 
 ROWS_BEFORE_DOUBLING = 64
 """After this number of rows, the next rows cover twice as many steps each."""
@@ -204,27 +204,31 @@ class Recorder(Extension):
         """Writes down the choices that the run printed."""
         self._write({"choices": choices})
 
-    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+    def means_logged(self, logged: LoggedMeans) -> None:
         """Writes down the means of `world.log`: once per row, and at the end of a pass.
 
-        Args:
-            description: the description of the pass, such as `epoch 3`.
-            means: the means over all ranks, by name.
-            complete: True at the end of a pass. Otherwise the means are only kept: those that were
-                logged last are written when the present row ends.
+        Means over all ranks are written by rank 0, those of one rank by each. Means of a pass that
+        goes on are only kept: those that were logged last are written when the present row ends.
         """
-        if not self._is_main or not means:
+        is_over_all_ranks = logged.weights is None
+        if not logged.means or (is_over_all_ranks and not self._is_main):
             return
-        self._logged = {
-            "logged": dict(means),
-            "pass": description,
-            "training": torch.is_grad_enabled(),
+        line: dict[str, Any] = {
+            "logged": dict(logged.means),
+            "pass": logged.description,
+            "training": logged.training,
             "step": self._step.number,
-            "complete": complete,
+            "complete": logged.complete,
         }
-        if complete:
-            self._write(self._logged)
+        if logged.weights is not None:
+            line["weights"] = dict(logged.weights)
+        if not logged.in_pass:
+            line["in_pass"] = False
+        if logged.complete:
             self._logged = None
+            self._write(line)
+        else:
+            self._logged = line
 
     def path_beside(self, suffix: str) -> Path | None:
         """Returns the path of another file of this rank and start; None if the record has ended.

@@ -76,6 +76,13 @@ def _are_means(value: object) -> bool:
     return all(_is_finite_number(mean) or isinstance(mean, float) for mean in value.values())
 
 
+def _are_weights(value: object) -> bool:
+    """Returns True for a dict from names to finite numbers, or None: there are no weights."""
+    return value is None or (
+        isinstance(value, dict) and all(_is_finite_number(weight) for weight in value.values())
+    )
+
+
 _Fields = dict[str, Callable[[object], bool]]
 
 _FIELDS_OF_A_BEGINNING: _Fields = {
@@ -92,6 +99,7 @@ _FIELDS_BY_KEY: dict[str, _Fields] = {
         "training": _is_bool,
         "pass": _is_text,
         "step": _is_finite_number,
+        "weights": _are_weights,
     },
     "warning": {"warning": _is_text, "step": _is_finite_number},
     "gpu": {

@@ -1,4 +1,4 @@
-"""Writes the curves of a record through TensorBoard or Weights & Biases.
+"""Writes the curves of a record through TensorBoard, Weights & Biases or MLflow.
 
 It runs in a process of its own, after the training or beside it, so that the training does not wait
 for network and disk. A record has one or several *starts*, since a run may be started again after a
@@ -8,12 +8,14 @@ failure; a *scalar* is one value of one curve.
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections import Counter
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
-from lockstep.extensions.report.reading import Record, Start, evaluation_name
+from lockstep.extensions.report.reading import Record, Start, kind_of_values
 from lockstep.wording import count_noun
 
 POLL_INTERVAL_S = 5.0
@@ -50,13 +52,14 @@ def scalars(start: Start) -> list[Scalar]:
         # Rank 0 may not have written its row of this step yet.
         loss_time = time_of_step.get(step, begin)
         found.append(Scalar(int(step), "loss", float(loss), loss_time))
-    for logged in record.logged:
-        kind = "training" if logged["training"] else evaluation_name(logged)
+    for logged in start.logged:
         # The values get the time of the last row before the script logged them.
         steps_before = [step for step in time_of_step if step <= logged["step"]]
         logged_at = time_of_step[max(steps_before)] if steps_before else begin
         for name, value in logged["logged"].items():
-            found.append(Scalar(logged["step"], f"{kind}/{name}", value, logged_at))
+            kind = kind_of_values(logged, name)
+            title = f"{kind}/{name}" if kind else name
+            found.append(Scalar(logged["step"], title, value, logged_at))
     return sorted(found, key=lambda scalar: (scalar.step, scalar.name))
 
 
@@ -71,6 +74,8 @@ def _make_writer(record: Record, tracker: str) -> Any:
             from torch.utils.tensorboard import SummaryWriter
 
             return SummaryWriter(str(record.folder / tracker))
+        if tracker == "mlflow":
+            return _MlflowWriter(record)
         return _WandbWriter(record)
     except ImportError as error:
         raise SettingError(
@@ -80,16 +85,62 @@ def _make_writer(record: Record, tracker: str) -> Any:
         ) from None
 
 
+def _describe_run(record: Record) -> dict[str, Any]:
+    """Returns what the last start was: the choices that it printed, and its header."""
+    last = record.starts[-1]
+    described: dict[str, Any] = {name: value for name, value, _ in last.main.choices}
+    described.update(last.main.header)
+    return described
+
+
+class _MlflowWriter:
+    """A run of MLflow. MLflow's own variables (MLFLOW_TRACKING_URI, ...) say where it is kept."""
+
+    MAX_TEXT = 500
+    """The longest value of a parameter that all of its stores take."""
+
+    def __init__(self, record: Record) -> None:
+        import mlflow
+
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            # With a file store beside the record; MLflow's own default is the working directory.
+            mlflow.set_tracking_uri((record.folder / "mlflow").absolute().as_uri())
+        self._client = mlflow.MlflowClient()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            number = self._client.create_experiment(experiment)
+        else:
+            number = found.experiment_id
+        run = self._client.create_run(number, run_name=record.folder.name)
+        self._run_id = run.info.run_id
+        for name, value in _describe_run(record).items():
+            self._client.log_param(self._run_id, _mlflow_name(name), str(value)[: self.MAX_TEXT])
+
+    def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
+        """Logs a value."""
+        milliseconds = int(walltime * 1000)
+        self._client.log_metric(self._run_id, _mlflow_name(name), value, milliseconds, step)
+
+    def close(self) -> None:
+        """Says that the run is over."""
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """Returns a name with the characters that MLflow allows."""
+    return re.sub(r"[^\w./ -]", "_", name)
+
+
 class _WandbWriter:
     """A run of Weights & Biases. Its own variables (WANDB_PROJECT, ...) say where it is kept."""
 
     def __init__(self, record: Record) -> None:
         import wandb
 
-        last = record.starts[-1]
-        config: dict[str, Any] = {name: value for name, value, _ in last.main.choices}
-        config.update(last.main.header)
-        self._run = wandb.init(name=record.folder.name, dir=str(record.folder), config=config)
+        self._run = wandb.init(
+            name=record.folder.name, dir=str(record.folder), config=_describe_run(record)
+        )
         self._run.define_metric("*", step_metric="step")
 
     def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
@@ -106,7 +157,7 @@ class Exporter:
 
     Args:
         record: the record of the run.
-        tracker: `tensorboard` or `wandb`.
+        tracker: `tensorboard`, `wandb` or `mlflow`.
 
     Raises:
         SettingError: the library is not installed.
