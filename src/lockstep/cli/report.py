@@ -25,7 +25,7 @@ from lockstep.units import format_bytes
     "--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; 0: any free port."
 )
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb", "mlflow"]),
-              help="Write the curves to TensorBoard, Weights & Biases or MLflow instead.")  # fmt: skip
+              help="Write the curves to this tracker instead.")  # fmt: skip
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, metavar="[OTHER]...", type=click.Path(path_type=Path))
 def command(

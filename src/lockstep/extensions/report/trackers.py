@@ -102,9 +102,6 @@ class _MlflowWriter:
     def __init__(self, record: Record) -> None:
         import mlflow
 
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            # With a file store beside the record; MLflow's own default is the working directory.
-            mlflow.set_tracking_uri((record.folder / "mlflow").absolute().as_uri())
         self._client = mlflow.MlflowClient()
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         found = self._client.get_experiment_by_name(experiment)
