@@ -117,7 +117,9 @@ def attempt_and_step(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (3, "fsdp")])
-def test_kills_at_random_moments(tmp_path: Path, size: int, strategy: str) -> None:
+def test_kills_at_random_moments(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, size: int, strategy: str
+) -> None:
     drawn = random.Random(size)
     epochs = str(5 * KILLS)  # of 20 steps each: more than are made until the last kill
     (tmp_path / "whole").mkdir()
@@ -133,8 +135,7 @@ def test_kills_at_random_moments(tmp_path: Path, size: int, strategy: str) -> No
     files_of_zygotes: dict[int, list[dict[str, int]]] = {}
     kinds: list[str] = []
     kept: list[int] = []
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = tmp_path_factory.mktemp("t")  # loader workers bind sockets there: 107 characters
     env = {**os.environ, "TMPDIR": str(temporary)}
     with Launched([*run, *flags, "script.py", epochs], cwd=tmp_path, env=env) as launched:
         for number in range(KILLS):

@@ -381,3 +381,61 @@ def test_batchnorm_counts_the_batches_of_virtual_rank_0(size: int) -> None:
     _, counted, expected = alone
     assert counted == expected
     assert run_ranks(counts_of_batchnorm, size) == [alone] * size
+
+
+class WithNegativeZeros(nn.Module):
+    """Has parameters whose gradients are zeros of either sign, and refuses a batch without rows."""
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.scales = nn.Parameter(torch.ones(3))
+        self.refuses = refuses
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.refuses and not len(rows):
+            raise ValueError("there are no rows")
+        output: torch.Tensor = self.linear(rows)
+        return output + (self.scales * torch.tensor([0.0, -0.0, 1.0])).sum()
+
+
+def without_row_8(rows: list[tuple[torch.Tensor]]) -> torch.Tensor:
+    """Leaves out all samples of the first virtual rank of the second global batch."""
+    kept = [row for (row,) in rows if row[0] not in (8.0, 9.0)]
+    return torch.stack(kept) if kept else torch.empty(0, 2)
+
+
+def signs_of_gradients(refuses: bool) -> list[str]:
+    """The gradients of two global batches of eight samples, with the signs of their zeros."""
+    rows = torch.arange(16.0).view(16, 1).expand(16, 2)
+    found = []
+    with lockstep.init(seed=3, virtual_ranks=4) as world:
+        model = WithNegativeZeros(refuses)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = DataLoader(TensorDataset(rows), batch_size=8, collate_fn=without_row_8)
+        for batch in world.prepare(loader):
+            optimizer.zero_grad()
+            world.backward((-model(batch)).mean())
+            optimizer.step()
+            if world.is_last_micro_batch:
+                for parameter in model.parameters():
+                    gradient = parameter.grad
+                    assert gradient is not None
+                    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                    found.append(str(whole.flatten().tolist()))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:(?s).*a collate function that leaves samples out")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_signs_of_zeros_do_not_depend_on_the_processes(refuses: bool) -> None:
+    """Also where a virtual rank has no rows: its zeros are positive, wherever they are added."""
+    (alone,) = run_ranks(signs_of_gradients, 1, refuses)
+    assert alone[0] == "[-0.0, 0.0, -1.0]"
+    assert alone[3] == "[0.0, 0.0, -1.0]"
+    for strategy in ("ddp", "fsdp"):
+        for size in (2, 3):
+            env = {"LOCKSTEP_STRATEGY": strategy}
+            assert run_ranks(signs_of_gradients, size, refuses, env=env) == [alone] * size
