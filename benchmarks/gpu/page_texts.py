@@ -84,9 +84,8 @@ hang, crash and fill a disk on purpose.
     about={stage.name: stage.about for stage in STAGES},
     comma=", ",
     readme_without_a_gpu=(
-        "**GPUs:** nothing of Lockstep has been run on a GPU yet, neither its CUDA code nor NCCL; a "
-        "run of nine minutes on one GPU is prepared and rehearsed on the CPU "
-        "([what it covers](docs/gpu.md))."
+        "**Not tested yet:** GPUs. Neither Lockstep's CUDA code nor NCCL has run on one; a run of nine "
+        "minutes on one GPU is prepared, and rehearsed on the CPU ([what it covers](docs/gpu.md))."
     ),
     readme_with_a_gpu=(
         "**GPUs:** run on one {gpu} ({day}): {counts}. Over NCCL two to four ranks shared that one "
@@ -149,8 +148,8 @@ make gpu-table                            # 根据结果写出本页
     },
     comma="，",
     readme_without_a_gpu=(
-        "**GPU：** Lockstep 的 CUDA 代码和 NCCL 都还没有在 GPU 上运行过；一套九分钟的单卡运行已经"
-        "准备好，并在 CPU 上演练过（[覆盖的内容](docs/gpu.zh.md)）。"
+        "**尚未测试：** GPU。Lockstep 的 CUDA 代码和 NCCL 都还没有在 GPU 上运行过；一套九分钟的单卡测试"
+        "已经准备好，并在 CPU 上演练过（[覆盖的内容](docs/gpu.zh.md)）。"
     ),
     readme_with_a_gpu=(
         "**GPU：** 在一张 {gpu} 上运行过（{day}）：{counts}。用 NCCL 时，两到四个 rank 共用这一张"
