@@ -47,8 +47,13 @@ def train(
         values.update(json.loads((folder / "checkpoints" / "result.json").read_text()))
         records = list((folder / "report").rglob("*"))
         values["files_of_the_report"] = len(records)
+        traces = [path for path in records if path.name.endswith(".trace.json.gz")]
+        values["traces"] = len(traces)
+        texts = [path.read_text() for path in records if path.suffix == ".record"]
+        values["answers_of_nvml"] = sum(text.count('{"gpu":') for text in texts)  # 0 without it
         assert values["accuracy"] >= MIN_ACCURACY, values
         assert records, "the report's folder is empty"
+        assert bool(traces) == ("--trace-step" in run_options), records
         found[name] = values
 
 
@@ -110,7 +115,7 @@ def main() -> None:
     at_once(
         [
             partial(train, stage, found, "torch.compile, bf16", one, ["--compile"]),
-            partial(train, stage, found, PLAIN, one, []),
+            partial(train, stage, found, PLAIN, (*one, "--trace-step", "20"), []),
             partial(train, stage, found, KILLED, killed, kill),
             partial(train, stage, found, "two ranks over Gloo on one device", two, []),
             partial(launch_copies, stage, "1"),

@@ -94,6 +94,13 @@ def test_ranks_of_one_host_do_not_wait_for_a_network(tmp_path: Path) -> None:
         assert ("network" in finding.text + finding.advice) == (ranks == 9)
 
 
+def test_commands_in_advice_are_shown_as_code(tmp_path: Path) -> None:
+    made.write(tmp_path, 2, work=made.noisy({0: ("backward", 0.03)}))
+    page = pages(tmp_path)
+    assert "Run <code>lockstep doctor</code> on its host" in page
+    assert "with <code>lockstep run --nproc 1 --report ONE</code>, and" in page
+
+
 def test_the_last_step_is_the_last_that_anything_was_written_about(tmp_path: Path) -> None:
     """A rank that was killed lacks the rows of its last second, but not its last warning."""
     line = {"warning": "odd", "step": 100, "time": 1e9}
@@ -436,6 +443,8 @@ def test_what_was_run_is_told(tmp_path: Path) -> None:
         ("torch", "2.13.0", ""),
     ]
     assert "7ab7c1857ab7 (main), with 1 changed file" in pages(tmp_path)
+    made.write(tmp_path / "cpu", 2, rows=2, device_name="EPYC")
+    assert ("host", "node1: ranks 0-1", "EPYC") in run_facts(Record(tmp_path / "cpu").starts[0])
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:

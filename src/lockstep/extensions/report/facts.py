@@ -117,7 +117,9 @@ def _hosts(start: Start) -> list[Fact]:
     for host, ranks in ranks_of_host.items():
         devices = []
         for device, number in devices_of_host[host].items():
-            devices.append(f"{number} × {device}" if number > 1 else device)
+            # Ranks that compute on CPUs may share one.
+            is_gpu = str(start.records[ranks[0]].header.get("device", "")).startswith("cuda")
+            devices.append(f"{number} × {device}" if number > 1 and is_gpu else device)
         facts.append(Fact("host", f"{host}: {format_ranks(ranks)}", ", ".join(devices)))
     return facts
 

@@ -59,6 +59,7 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.globals["_"] = translate
     environment.filters["translate"] = translate
+    environment.filters["with_code"] = _with_code
     template = environment.from_string(_web_text("page.html"))
     # Jinja must not escape the code, which it would change. The data go into an element whose text
     # ends at the first "</script"; in JSON "<" may be written as an escape.
@@ -74,6 +75,17 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     )
     # The name of a folder may have bytes that are not text and cannot be encoded.
     return text.encode(errors="backslashreplace").decode()
+
+
+def _with_code(text: str) -> str:
+    """Returns a text as HTML in which what stands between backticks is code."""
+    from markupsafe import Markup, escape
+
+    html = Markup("")
+    for index, part in enumerate(text.split("`")):
+        is_code = index % 2 == 1
+        html += Markup("<code>{}</code>").format(part) if is_code else escape(part)
+    return html
 
 
 @lru_cache
