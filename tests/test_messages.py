@@ -81,6 +81,18 @@ def test_the_compiled_catalogue_is_that_of_the_text() -> None:
     assert language.read_mo(messages.MO_FILE.read_bytes()) == translations
 
 
+def test_entries_of_both_sides_of_a_conflict_are_read() -> None:
+    text = (
+        'msgid ""\nmsgstr ""\n"Language: zh_CN\\n"\n\n<<<<<<< ours\n#: a\nmsgid "one"\n'
+        'msgstr "\u4e00"\n=======\n#, fuzzy\nmsgid ""\n"two "\n"parts"\nmsgstr ""\n'
+        '"\u4e8c"\n>>>>>>> theirs\n'
+    )
+    assert messages.read_po(text) == [
+        messages.Entry("one", "\u4e00"),
+        messages.Entry("two parts", "\u4e8c", {"fuzzy"}),
+    ]
+
+
 def values_of(message: str) -> dict[str, str]:
     values = {name: f"<{name}>" for name in fields_of(message)}
     who = {name: "rank 7" for name in values if name == "who"}

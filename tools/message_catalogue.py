@@ -103,6 +103,8 @@ POSITION_OF_FOUND = 1
 POSITION_OF_DO = 2
 MAX_DEPTH = 6
 """How many names and calls are followed from an argument to its texts."""
+DEPTH_OF_FOUND = 3
+"""How many for what an error has found, which often quotes names and numbers of the script."""
 
 
 @dataclass
@@ -293,7 +295,7 @@ class Reader:
         shift = 1 if name in ERRORS_WITHOUT_SETTING else 0
         found = _argument(call, POSITION_OF_FOUND - shift, "found")
         if found is not None:
-            for text in self._texts(found, module, function, MAX_DEPTH - 1):
+            for text in self._texts(found, module, function, MAX_DEPTH - DEPTH_OF_FOUND):
                 self._add_if_sentence(text, module)
         do = _argument(call, POSITION_OF_DO - shift, "do")
         if do is not None:
@@ -565,22 +567,28 @@ class Entry:
 
 
 def read_po(text: str) -> list[Entry]:
-    """Reads the entries of a .po file, without its header."""
-    entries = []
-    for block in re.split(r"\n\s*\n", text):
-        fields = {"msgid": "", "msgstr": ""}
-        flags: set[str] = set()
-        current = ""
-        for line in block.splitlines():
-            if line.startswith("#,"):
-                flags |= {flag.strip() for flag in line[2:].split(",")}
-            elif line.startswith(("msgid ", "msgstr ")):
-                current, _, line = line.partition(" ")
-            if line.startswith('"'):
-                fields[current] += ast.literal_eval(line)
-        if fields["msgid"]:
-            entries.append(Entry(fields["msgid"], fields["msgstr"], flags))
-    return entries
+    """Reads the entries of a .po file, without its header.
+
+    Of a merge that git could not do itself, the entries of both sides are read.
+    """
+    entries: list[Entry] = []
+    flags: set[str] = set()
+    is_translation = False
+    for line in text.splitlines():
+        if line.startswith("#,"):
+            flags |= {flag.strip() for flag in line[2:].split(",")}
+        elif line.startswith("msgid "):
+            entries.append(Entry(ast.literal_eval(line.removeprefix("msgid ")), flags=flags))
+            flags = set()
+            is_translation = False
+        elif line.startswith("msgstr "):
+            entries[-1].translation = ast.literal_eval(line.removeprefix("msgstr "))
+            is_translation = True
+        elif line.startswith('"') and is_translation:
+            entries[-1].translation += ast.literal_eval(line)
+        elif line.startswith('"'):
+            entries[-1].message += ast.literal_eval(line)
+    return [entry for entry in entries if entry.message]
 
 
 def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
@@ -648,7 +656,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     messages = extract()
     old_entries = read_po(PO_FILE.read_text(encoding="utf-8")) if PO_FILE.exists() else []
-    translations = {entry.message: entry.translation for entry in old_entries}
+    translations = {entry.message: entry.translation for entry in old_entries if entry.translation}
     PO_FILE.write_text(write_po(messages, translations), encoding="utf-8")
     MO_FILE.write_bytes(compile_mo(read_po(PO_FILE.read_text(encoding="utf-8"))))
     missing = [message for message in messages.places if not translations.get(message)]
