@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 from click.testing import CliRunner
 from ranks import HANG_S
 
@@ -103,6 +104,7 @@ def test_ways_of_computing_the_same(tmp_path: Path) -> None:
     assert "  cause   LS307" in ended.stdout  # BatchNorm's statistics are of a micro-batch
     assert ended.returncode == 1
     verdict = json.loads((tmp_path / "verdict.json").read_text())
+    schemas.check("verify", verdict)
     assert verdict["verdict"] == "DIFFERENT"
     assert [way["verdict"] for way in verdict["ways"]] == [
         "EQUAL",

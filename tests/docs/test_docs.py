@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import click
 import pages
 import pytest
+import schemas
 from click.testing import CliRunner
 from messages import MESSAGES
 from torch.distributed.run import get_args_parser
@@ -19,6 +21,7 @@ import lockstep
 from lockstep import errors
 from lockstep.cli.main import main
 from lockstep.cli.run import command as run_command
+from lockstep.session.extension import PHASES
 from lockstep.settings import resolve_settings
 
 pytestmark = pytest.mark.unit
@@ -125,6 +128,16 @@ def test_the_front_page_of_the_site_shows_what_the_readme_shows() -> None:
     assert len(pages.blocks(front)) == 4
     assert [block.text for block in pages.blocks(front) if block.text not in shown] == []
     assert rows(front, "Figures") == rows(README, "Figures")
+
+
+def test_the_page_for_agents_names_every_schema_and_what_the_report_has() -> None:
+    page = (pages.ROOT / "docs" / "for_agents.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"schemas/(\w+)\.json", page)) == {*schemas.NAMES}
+    section = page.partition("\n## What to read in the report\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert named >= {*PHASES}
+    report = json.loads((schemas.FOLDER / "report.json").read_text(encoding="utf-8"))
+    assert named - {*PHASES} <= report["properties"].keys()
 
 
 def test_the_table_of_settings() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 import torch
 from click.testing import CliRunner
 
@@ -182,6 +183,7 @@ def test_a_limit_that_the_user_may_raise_is_raised_without_root() -> None:
 def test_the_command_on_this_machine(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["doctor", "--folder", str(tmp_path), "--json", "-"])
     report = json.loads(result.stdout)
+    schemas.check("doctor", report)
     assert tuple(report) == doctor.CHECKS
     assert all(set(of) == {"level", "found", "do", "facts"} for of in report.values())
     assert all(UNKNOWN not in of["facts"] for of in report.values())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import schemas
 from launched import launch
 
 from lockstep import doctor
@@ -299,6 +300,7 @@ def test_two_machines_that_are_this_one(tmp_path: Path) -> None:
     arguments += ["--data", "data", "--folder", "runs", "--fix"]
     ended = launch([*arguments, "--json", "found.json"], tmp_path)
     report = json.loads((tmp_path / "found.json").read_text())
+    schemas.check("doctor_hosts", report)
     between = report["findings"]["between the machines"]
     levels = {name: finding["level"] for name, finding in between.items()}
     assert levels.pop("names") == ERROR  # they are loopback, which no other machine reaches

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schemas
 import torch
 from click.testing import CliRunner
 from torch.utils.data import DataLoader, TensorDataset
@@ -179,7 +180,9 @@ def test_what_parts_first_is_named(
     assert exit_code == 1
     assert output.splitlines()[2:] == [*expected, "the manifests are equal"]
     exit_code, text = diff(tmp_path, "--json", "-")
-    assert json.loads(text)["first_difference"]["step"] == 2
+    comparison = json.loads(text)
+    schemas.check("journal_diff", comparison)
+    assert comparison["first_difference"]["step"] == 2
 
 
 def test_equal_journals(tmp_path: Path) -> None:

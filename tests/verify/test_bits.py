@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schemas
 import warm
 from launched import launch
 
@@ -249,6 +250,8 @@ def test_the_cause_of_other_bits_is_looked_for(
     results = compare(plan_of(config_of()), Path())
     assert made == BOTH
     assert [result.verdict.word for result in results] == ["DIFFERENT", "EQUAL"]
+    ways = [result.verdict.as_json() for result in results]
+    schemas.check("verify", {**ways[0], "ways": ways, "bits_not_compared": ""})
     assert results[0].verdict.lines()[:2] == [
         "DIFFERENT  2 processes, bits differ first in gradients (1 of 1), step 1",
         "  where   w, on rank 1",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 import warm
 from patch import apply_patch
 
@@ -124,6 +125,7 @@ def verify(source: str, folder: Path, *, nproc: int = 2, command: bool = False) 
     )
     assert found.exists(), ended.stderr
     verdict = json.loads(found.read_text())
+    schemas.check("verify", verdict)
     assert ended.returncode == {"EQUAL": 0, "DIFFERENT": 1}[verdict["verdict"]]
     return verdict
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.output import write_json
 from lockstep.errors import SettingError
 from lockstep.units import format_bytes
 
@@ -26,6 +27,9 @@ from lockstep.units import format_bytes
 )
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb", "mlflow"]),
               help="Write the curves to this tracker instead.")  # fmt: skip
+@click.option(
+    "--json", "as_json", metavar="FILE", help="Write the report as JSON instead; - is stdout."
+)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, metavar="[OTHER]...", type=click.Path(path_type=Path))
 def command(
@@ -34,6 +38,7 @@ def command(
     live: bool,
     port: int,
     tracker: str | None,
+    as_json: str | None,
     others: tuple[Path, ...],
 ) -> None:
     """Builds a page from folder RUN, recorded with `lockstep run --report RUN`.
@@ -44,6 +49,7 @@ def command(
     """
     from lockstep.extensions.report.reading import Record
 
+    _check_json_alone(as_json, out, live, tracker)
     record = Record(run)
     if tracker is not None:
         if others:
@@ -58,6 +64,11 @@ def command(
         click.echo(summary)
         return
     other_records = [Record(folder) for folder in others]
+    if as_json is not None:
+        from lockstep.extensions.report.summary import summarize
+
+        write_json(as_json, summarize(record, other_records))
+        return
     if live:
         from lockstep.extensions.report.live import serve
 
@@ -71,6 +82,25 @@ def command(
         click.echo(page.encode(), nl=False)
         return
     _write_page(path, page)
+
+
+def _check_json_alone(
+    as_json: str | None, out: Path | None, live: bool, tracker: str | None
+) -> None:
+    """Raises SettingError if --json is given with an option that asks for something else."""
+    if as_json is None:
+        return
+    for option, is_given in (
+        ("--out", out is not None),
+        ("--live", live),
+        ("--to", tracker is not None),
+    ):
+        if is_given:
+            raise SettingError(
+                f"--json {as_json} with {option}",
+                "--json writes no page and no curves",
+                "call the command once for each",
+            )
 
 
 def _is_stdout(path: Path) -> bool:

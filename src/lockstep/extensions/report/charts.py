@@ -170,7 +170,7 @@ def _lines_of_start(start: Start, clock: _Clock) -> dict[str, Line]:
     lines: dict[str, Line] = {}
     loss_steps, losses = start.loss()
     lines["loss"] = Line(loss_steps, clock.seconds_at(loss_steps), losses)
-    for title, (steps, values) in _logged_values(start).items():
+    for title, (steps, values) in logged_values(start).items():
         lines[title] = Line(steps, clock.seconds_at(steps), values)
     main = start.main
     steps = main.column("step")
@@ -208,7 +208,7 @@ def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
     return steps, means
 
 
-def _logged_values(start: Start) -> dict[str, tuple[Floats, Floats]]:
+def logged_values(start: Start) -> dict[str, tuple[Floats, Floats]]:
     """Returns the steps and values of what the script logged in one start, by title.
 
     What was logged under one name in training and in an evaluation are different curves. They are

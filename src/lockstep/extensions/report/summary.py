@@ -1,0 +1,83 @@
+"""What `lockstep report --json` writes: the report as plain values, for programs.
+
+It has the figures of the page without their formatting: seconds, bytes and fractions.
+`docs/schemas/report.json` describes every value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.extensions.report import analysis, comparison
+from lockstep.extensions.report.charts import logged_values
+from lockstep.extensions.report.facts import run_facts
+from lockstep.extensions.report.reading import Floats, Record, Start
+
+
+def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
+    """Returns what the page says of a run, and how it compares with other runs."""
+    last = record.starts[-1]
+    speed = analysis.speed(last)
+    totals = analysis.totals(last)
+    return {
+        "folder": str(record.folder),
+        "end": last.end,
+        "ranks": last.num_ranks,
+        "last_step": analysis.last_step(last),
+        "findings": [finding._asdict() for finding in analysis.find(record)],
+        "speed": None if speed is None else speed._asdict(),
+        "working_fraction": analysis.working_fraction(last),
+        "seconds_per_step": _seconds_per_step(last),
+        "loss": _last_value(*last.loss()),
+        "logged": _logged(last),
+        "totals": None if totals is None else totals._asdict(),
+        "starts": [_start(start) for start in record.starts],
+        "facts": [fact._asdict() for fact in run_facts(last)],
+        "comparison": _comparison(record, others),
+    }
+
+
+def _seconds_per_step(start: Start) -> dict[str, dict[str, float]]:
+    """Returns the seconds of a step by rank and phase."""
+    return {str(rank): phases for rank, phases in analysis.phases_by_rank(start).items()}
+
+
+def _last_value(steps: Floats, values: Floats) -> dict[str, float] | None:
+    """Returns the last point of a curve, or None if it has none."""
+    if not len(steps):
+        return None
+    return {"step": int(steps[-1]), "value": float(values[-1])}
+
+
+def _logged(start: Start) -> dict[str, dict[str, float] | None]:
+    """Returns the last mean of everything that the script logged, such as "accuracy (training)"."""
+    last_means = {}
+    for title, (steps, values) in logged_values(start).items():
+        last_means[title] = _last_value(steps, values)
+    return last_means
+
+
+def _start(start: Start) -> dict[str, Any]:
+    """Returns when a start began, how many ranks it had, its steps and how it ended."""
+    has_steps = bool(start.main.rows)
+    return {
+        "time": start.time,
+        "ranks": start.num_ranks,
+        "first_step": int(analysis.first_step(start.main)) if has_steps else None,
+        "last_step": analysis.last_step(start) if has_steps else None,
+        "end": start.end,
+    }
+
+
+def _comparison(record: Record, others: Sequence[Record]) -> dict[str, Any] | None:
+    """Returns what is different in the other runs; None if there are none."""
+    if not others:
+        return None
+    compared = comparison.compare([record, *others])
+    return {
+        "names": compared.names,
+        "sentences": compared.sentences,
+        "figures": dict(compared.rows),
+        "differing": dict(compared.differing),
+    }
