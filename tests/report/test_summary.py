@@ -55,7 +55,8 @@ def test_a_run_that_failed_without_a_step_and_a_loss_that_is_not_finite(tmp_path
     summary = report(tmp_path / "nan", tmp_path / "none")
     assert summary["loss"]["value"] == "Infinity"
     assert summary["end"] is None
-    assert summary["comparison"]["figures"]["ranks"] == ["1", "2"]
+    assert summary["comparison"]["names"] == ["nan", "none"]
+    assert summary["comparison"]["figures"]["Ranks"] == ["1", "2"]
 
 
 @pytest.mark.parametrize("option", [["--live"], ["--to", "tensorboard"], ["--out", "page.html"]])
