@@ -25,10 +25,11 @@ pytestmark = [pytest.mark.launcher, pytest.mark.thorough]
 
 KILLS = int(os.environ.get("TEST_KILLS", "6"))
 MAX_DELAY_S = 0.7
-NOT_OURS = re.compile(r"lockstep-logs-.*|pymp-.*|(tmp)?[a-z0-9_]{8}")
-"""Files that are kept, or that processes leave in the temporary folder when they are killed: the
-socket of a loader worker; the file by which Python tries whether it can write there; those by which
-torch's DataLoader tries, when a worker has died, whether files can be opened at all."""
+NOT_OURS = re.compile(r"lockstep-logs-.*|torchinductor_.*|pymp-.*|(tmp)?[a-z0-9_]{8}")
+"""Files that are kept (logs, torch's cache), or that processes leave in the temporary folder when
+they are killed: the socket of a loader worker; the file by which Python tries whether it can write
+there; those by which torch's DataLoader tries, when a worker has died, whether files can be opened
+at all."""
 STEPS_AHEAD = 20
 """More than a loader worker reads ahead: if the training makes them, it goes on without it."""
 
