@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
@@ -43,11 +45,18 @@ from lockstep.training.prepare import Preparer
 from lockstep.training.schedule_length import warn_of_lengths_in_micro_batches
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from lockstep.checkpoint.session import Checkpoint
     from lockstep.extensions.memory_table import Memory
 
+
+Data: TypeAlias = DataLoader[Any]
+Preparable: TypeAlias = nn.Module | Optimizer | LRScheduler
+A = TypeVar("A", bound=Preparable)
+B = TypeVar("B", bound=Preparable)
+C = TypeVar("C", bound=Preparable)
+D = TypeVar("D", bound=Preparable)
+T = TypeVar("T")
+ScalarT = TypeVar("ScalarT", int, float, str)
 
 _open_worlds: set[World] = set()
 _steps_at_close: int | None = None
@@ -141,6 +150,52 @@ class World:
 
     # Preparing
 
+    # A type checker knows what `prepare` returns if DataLoaders come last. A prepared module,
+    # optimizer or scheduler is used like the one that was given, and has its type.
+    @overload
+    def prepare(self, x: Data, /) -> Loader: ...
+    @overload
+    def prepare(self, x: Data, y: Data, /) -> tuple[Loader, Loader]: ...
+    @overload
+    def prepare(self, x: Data, y: Data, z: Data, /) -> tuple[Loader, Loader, Loader]: ...
+    @overload
+    def prepare(self, a: A, /) -> A: ...
+    @overload
+    def prepare(self, a: A, x: Data, /) -> tuple[A, Loader]: ...
+    @overload
+    def prepare(self, a: A, x: Data, y: Data, /) -> tuple[A, Loader, Loader]: ...
+    @overload
+    def prepare(self, a: A, x: Data, y: Data, z: Data, /) -> tuple[A, Loader, Loader, Loader]: ...
+    @overload
+    def prepare(self, a: A, b: B, /) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, x: Data, /) -> tuple[A, B, Loader]: ...
+    @overload
+    def prepare(self, a: A, b: B, x: Data, y: Data, /) -> tuple[A, B, Loader, Loader]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, x: Data, y: Data, z: Data, /
+    ) -> tuple[A, B, Loader, Loader, Loader]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, x: Data, /) -> tuple[A, B, C, Loader]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, x: Data, y: Data, /) -> tuple[A, B, C, Loader, Loader]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, x: Data, y: Data, z: Data, /
+    ) -> tuple[A, B, C, Loader, Loader, Loader]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, /) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, x: Data, /) -> tuple[A, B, C, D, Loader]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, x: Data, y: Data, /
+    ) -> tuple[A, B, C, D, Loader, Loader]: ...
+    @overload
+    def prepare(self, *objects: Any) -> Any: ...
     def prepare(self, *objects: Any) -> Any:
         """Places and wraps modules, optimizers, schedulers and DataLoaders, given in any order.
 
@@ -286,6 +341,14 @@ class World:
 
     # Communication between ranks
 
+    @overload
+    def sum(self, value: Tensor) -> Tensor: ...
+    @overload
+    def sum(self, value: int) -> int: ...
+    @overload
+    def sum(self, value: float) -> float: ...
+    @overload
+    def sum(self, value: Any) -> Any: ...
     def sum(self, value: Any) -> Any:
         """Returns on every rank the sum over all ranks.
 
@@ -294,18 +357,32 @@ class World:
         """
         return self._run.collectives.sum(value)
 
+    @overload
+    def mean(self, value: Tensor) -> Tensor: ...
+    @overload
+    def mean(self, value: float) -> float: ...
+    @overload
+    def mean(self, value: Any) -> Any: ...
     def mean(self, value: Any) -> Any:
         """Returns the mean over ranks. For a mean over samples divide two sums."""
         return self._run.collectives.mean(value)
 
-    def max(self, value: Any) -> Any:
+    def max(self, value: T) -> T:
         """Returns the largest value of all ranks; NaN if any rank has NaN."""
-        return self._run.collectives.max(value)
+        result: T = self._run.collectives.max(value)
+        return result
 
-    def min(self, value: Any) -> Any:
+    def min(self, value: T) -> T:
         """Returns the smallest value of all ranks; NaN if any rank has NaN."""
-        return self._run.collectives.min(value)
+        result: T = self._run.collectives.min(value)
+        return result
 
+    @overload
+    def gather(self, value: Tensor, *, gradient: bool = False) -> Tensor: ...
+    @overload
+    def gather(self, value: ScalarT, *, gradient: bool = False) -> list[ScalarT]: ...
+    @overload
+    def gather(self, value: Any, *, gradient: bool = False) -> Any: ...
     def gather(self, value: Any, *, gradient: bool = False) -> Any:
         """Returns all ranks' values: tensors joined along the first dimension, numbers as lists.
 
@@ -342,9 +419,10 @@ class World:
             "compute such a loss without micro-batches, under single, ddp or fsdp",
         )
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: T | None, source: int = 0) -> T:
         """Returns the value of rank `source` on every rank; the other ranks may pass None."""
-        return self._run.collectives.broadcast(value, source)
+        result: T = self._run.collectives.broadcast(value, source)
+        return result
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
