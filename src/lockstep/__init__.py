@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep import testing as testing
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.checkpoint.weights import save_weights as save_weights
+    from lockstep.extensions.report.notebook import report as report
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
@@ -47,6 +48,7 @@ _WHERE = {
     "launch": "lockstep.run.start.spawn",
     "load_weights": "lockstep.checkpoint.weights",
     "optim": "lockstep.optim",
+    "report": "lockstep.extensions.report.notebook",
     "save_weights": "lockstep.checkpoint.weights",
     "strategies": "lockstep.strategies",
     "testing": "lockstep.testing",

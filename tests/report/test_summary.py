@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import schemas
 from click.testing import CliRunner
 
+import lockstep
 from lockstep.cli.main import main
 
 pytestmark = pytest.mark.unit
@@ -64,6 +66,21 @@ def test_it_goes_with_nothing_else(option: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--json", "-", *option])
     assert result.exit_code == 2
     assert f"--json - with {option[0]}" in result.stderr
+
+
+def test_as_an_object(tmp_path: Path) -> None:
+    made.write(tmp_path / "run", 2, work=made.noisy({1: ("forward", 0.1)}), loss=lambda step: 4.0)
+    shown = lockstep.report(tmp_path / "run")
+    first, finding, *_ = repr(shown).splitlines()
+    assert first == f"report of {tmp_path / 'run'}: 2 ranks, ok, last step 100, loss 4.000"
+    assert finding.startswith("  warning: rank 1")
+    frame = shown._repr_html_()
+    assert frame.startswith("<iframe srcdoc=")
+    assert frame.count("<") == 2  # the page is escaped, and cannot end its frame
+    page = html.unescape(frame.split('"')[1])
+    assert page.rstrip().endswith("</html>")
+    made.write(tmp_path / "run", 3, number=2)
+    assert " 3 ranks" in repr(shown)
 
 
 def test_the_check_of_a_schema_finds_what_is_wrong(tmp_path: Path) -> None:

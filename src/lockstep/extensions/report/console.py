@@ -45,6 +45,9 @@ def open_console() -> Console:
         # With None, rich finds out itself whether stdout is a terminal. It would take the pipe to
         # the launcher for none.
         force_terminal=True if prints_through_launcher else None,
+        # A rank that is a copy of a notebook's kernel has a stdout of its own. Rich would take it
+        # for the kernel and send lines to the notebook, which takes none from a copy.
+        force_jupyter=False if sys.stdout is sys.__stdout__ else None,
     )
 
 
