@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 import sys
 from pathlib import Path
@@ -243,3 +244,10 @@ def test_the_fields_are_those_of_str_format() -> None:
                 assert name is None or name.isidentifier(), text
                 assert not specification, text
                 assert conversion is None, text
+
+
+def test_a_value_that_contains_the_words_around_it_is_recognized() -> None:
+    text = "all ranks wait for each other for 33% of the time"
+    translated = language.chinese_catalogue().translate(text)
+    assert "33%" in translated
+    assert not re.search(r"\b(wait|each|other|for)\b", translated)

@@ -136,12 +136,21 @@ class Template:
     num_literal_chars: int
     translation: str
 
-    def values_in(self, text: str) -> dict[str, str] | None:
-        """Returns the values of the fields in a text; None if the text is not of this template."""
+    def values_in(self, text: str) -> list[dict[str, str]]:
+        """Returns the values of the fields in a text; an empty list if it is not of this template.
+
+        A value may contain what the template has between two fields: "all ranks {do} for {fraction}
+        of the time" is ambiguous where they "wait for each other for 33% of the time". Then there
+        are two possibilities: with short first values, and with long ones.
+        """
         if self.longest_literal not in text:
-            return None
-        match = re.fullmatch(self.pattern, text, re.DOTALL)
-        return None if match is None else match.groupdict()
+            return []
+        found: list[dict[str, str]] = []
+        for pattern in (self.pattern, self.pattern.replace(".*?", ".*")):
+            match = re.fullmatch(pattern, text, re.DOTALL)
+            if match is not None and match.groupdict() not in found:
+                found.append(match.groupdict())
+        return found
 
 
 class Catalogue:
@@ -174,10 +183,13 @@ class Catalogue:
         if text in self._texts:
             return self._texts[text]
         for template in self._templates:
-            values = template.values_in(text)
-            if values is not None:
+            possible = []
+            for values in template.values_in(text):
                 translated = {name: self.translate(value) for name, value in values.items()}
-                return fill_in(template.translation, translated)
+                possible.append(fill_in(template.translation, translated))
+            if possible:
+                # The right values are those that are in the catalogue themselves.
+                return min(possible, key=_num_latin_letters)
         return None
 
     def _translate_parts(self, text: str) -> str:
@@ -190,6 +202,11 @@ class Catalogue:
                     return text
                 return translated_separator.join(translations)
         return text
+
+
+def _num_latin_letters(text: str) -> int:
+    """Returns how many letters of a text are not Chinese characters."""
+    return sum(char.isascii() and char.isalpha() for char in text)
 
 
 def fields_of(message: str) -> list[str]:
