@@ -390,7 +390,7 @@ def test_keep_must_be_a_count(keep: Any) -> None:
     [
         ({}, "only the folder was given"),
         ({"best": {"a": 1}}, "a dict has no state_dict()"),
-        ({"best": 3}, "a int has no state_dict()"),
+        ({"best": 3}, "an int has no state_dict()"),
         ({"world": Counter()}, "the name is taken"),
         ({"training": Counter()}, "the name is taken"),
         ({"../x": Counter()}, "no plain word"),
@@ -462,12 +462,12 @@ def test_saved_on_two_resumed_on_two_one_and_three(tmp_path: Path) -> None:
 
     on_three = run_ranks(resume_on_many, 3, str(tmp_path))
     assert [r[0] for r in on_three] == [values] * 3
-    assert all("saved by 2 processes and this run has 3" in r[2] for r in on_three)
+    assert all("saved by 2 processes, resumed on 3" in r[2] for r in on_three)
 
     alone = Training(tmp_path)
     assert alone.checkpoint.resume()
     assert [t.tolist() for t in alone.values()] == values
-    assert "saved by 2 processes and this run has 1" in alone.checkpoint.last_resume_note
+    assert "saved by 2 processes, resumed on 1" in alone.checkpoint.last_resume_note
 
 
 def caught(action: Any) -> tuple[str, str]:

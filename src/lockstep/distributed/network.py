@@ -343,7 +343,7 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     from torch.distributed import TCPStore
 
     with listening_socket(address, port) as listener:
-        _, port = listener.getsockname()
+        port = listener.getsockname()[1]  # an IPv6 address has four parts
         return TCPStore(
             address,
             port,
