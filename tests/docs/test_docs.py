@@ -75,6 +75,7 @@ def test_no_block_hides_python_under_another_name(page: Path) -> None:
 def test_the_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "debugged.py").touch()
     (tmp_path / "examples").symlink_to(pages.ROOT / "examples")
     ours = [line for line in commands() if "lockstep run" in line]
     if "--shutdown-timeout" not in get_args_parser().format_help():  # torch 2.11 has no such flag
