@@ -88,6 +88,15 @@ def test_saved_weights_are_loaded(tmp_path: Path) -> None:
     assert report.missing == report.unexpected == report.mismatched == report.changes == ()
 
 
+def test_weights_are_loaded_whatever_their_file_is_called(tmp_path: Path) -> None:
+    """Whoever is used to torch.save calls the file "net.pth", though it is safetensors."""
+    torch.manual_seed(0)
+    saved, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
+    lockstep.save_weights(saved, tmp_path / "net.pth")
+    lockstep.load_weights(loaded, tmp_path / "net.pth")
+    assert torch.equal(loaded.weight, saved.weight)
+
+
 def test_tied_weights_are_written_under_every_name(tmp_path: Path) -> None:
     model = Tied()
     save_weights(model, tmp_path / "w.safetensors")

@@ -339,6 +339,11 @@ MESSAGES: dict[str, str] = {
         "  found: rank 0: sum of float32[2]; rank 1: sum of float32[3]\n"
         "  do:    call the same collective with the same structure, shapes and types on every rank"
     ),
+    "sum of rank 0 while others train": (
+        "world.sum() on some ranks only\n"
+        "  found: rank 0: all_gather of 16 numbers in uint8; rank 1: all_gather of 7 numbers in float64\n"
+        "  do:    all ranks must call world.sum(): take it out of `if world.is_main:`, and let no rank leave the loop before it earlier than others (break, return)"
+    ),
     "single on two": (
         "strategy='single'\n"
         "  found: world size 2: the processes would train apart\n"

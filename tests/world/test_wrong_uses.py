@@ -278,6 +278,15 @@ def prepare_data_parallel(world: lockstep.World) -> None:
     world.prepare(nn.Sequential(on_several_gpus))
 
 
+def sum_of_one_rank_while_others_train(world: lockstep.World) -> None:
+    """Rank 0 has left the loop. The others are in the forward pass, whose BatchNorm gathers."""
+    model = world.prepare(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(LockstepError) as caught:
+        world.sum(1) if world.is_main else model(torch.ones(4, 2))
+    assert caught.value.__cause__ is None  # it would say the same once more
+    raise caught.value
+
+
 TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "forward through .module": lambda w: step(w, lambda model: model.module),
     "layers of .module": other_encoder,
@@ -296,6 +305,7 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "checkpoint.save() of one rank": save_alone,
     "sum of one rank": lambda w: w.sum(1) if w.is_main else w.mean(1),
     "shapes that do not match": lambda w: w.sum(torch.ones(2 + w.rank)),
+    "sum of rank 0 while others train": sum_of_one_rank_while_others_train,
 }
 
 
@@ -313,6 +323,7 @@ def test_on_two_processes():
     first, second = run_ranks(collect_messages, 2)
     assert first == {name: MESSAGES[name] for name in first}
     assert first.keys() == second.keys()
-    both = ["loss.backward() of uneven parts"]  # names this rank's own part
-    assert [name for name in first if first[name] != second[name]] == both
+    # The first names this rank's own part; of the second, only rank 0 called something by name.
+    differ = ["loss.backward() of uneven parts", "sum of rank 0 while others train"]
+    assert [name for name in first if first[name] != second[name]] == differ
     assert len(MESSAGES) >= 50

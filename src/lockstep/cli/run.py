@@ -21,6 +21,7 @@ from lockstep.cli import launch_file, run_help
 from lockstep.cli.launch_file import LaunchFile
 from lockstep.cli.run_options import (
     LAUNCH_FILE,
+    check_nproc,
     check_settings,
     comes_from_file,
     is_given,
@@ -188,6 +189,13 @@ def _defaults_from_file(
         if key not in option_of_key:
             if TORCHRUN_OPTIONS not in ctx.meta:
                 raise click.NoSuchOption(key)  # it may be a flag of torchrun
+            if isinstance(file.values[key], dict):
+                raise SettingError(
+                    f"the table [{key}] in {file.name}",
+                    "options do not stand in tables of their own",
+                    "write them at the top of lockstep.toml, or under [tool.lockstep] in "
+                    "pyproject.toml",
+                )
             raise SettingError(
                 f"{key} in {file.place_of(key)}",
                 "lockstep run has no such option",
@@ -457,6 +465,7 @@ def command(
             return
 
     # On this machine.
+    check_nproc(ctx, nproc)
     check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
     variables = {name: value for name, value in settings.items() if value is not None}
     if quiet:

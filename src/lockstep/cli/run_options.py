@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from lockstep.cli.launch_file import LaunchFile
 from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.run.start.plan import choose_nproc
 from lockstep.settings import (
     DECLARATIONS,
     Declaration,
@@ -98,6 +99,17 @@ def written(ctx: click.Context, param: click.Parameter, value: object) -> str:
             if key in file.values:
                 return file.written(key)
     return f"{param.opts[0]} {value}"
+
+
+def check_nproc(ctx: click.Context, nproc: str | None) -> None:
+    """Checks how many processes to start on this machine, whatever it has: 4, auto, gpu or cpu.
+
+    Raises:
+        SettingError: `nproc` is none of these. The error says where the user wrote it.
+    """
+    for param in ctx.command.params:
+        if param.name == "nproc" and nproc is not None:
+            _check_as_written(written(ctx, param, nproc), choose_nproc, nproc, 1, 1)
 
 
 def check_settings(

@@ -281,7 +281,10 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
 def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:
     """Returns the advice for functions that only some ranks called."""
     if len(user_calls) == 1:
-        return f"all ranks must call {user_calls[0]}: take it out of `if world.is_main:`"
+        return (
+            f"all ranks must call {user_calls[0]}: take it out of `if world.is_main:`, and let no "
+            "rank leave the loop before it earlier than others (break, return)"
+        )
     return (
         f"all ranks must call {' and '.join(user_calls)}, in the same order: take what only some "
         "ranks call out of `if world.is_main:`"

@@ -436,9 +436,10 @@ class Collectives:
             called = user_call()
             if called is None:  # the user's line is not known, so the error cannot name it
                 raise
+            # Not `from error`: it says the same, with lines of Lockstep's own in its traceback.
             raise RanksDifferError(
                 f"{called} on some ranks only", error.found, advise_call_on_all_ranks([called])
-            ) from error
+            ) from None
         return bool((digest_of_rank == digest).all())
 
     def _exchange(self, value: Any) -> list[Any]:

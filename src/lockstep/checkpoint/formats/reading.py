@@ -22,7 +22,11 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import decode, tensor_places
 from lockstep.checkpoint.file_errors import opened, plain_errors, unreadable
 from lockstep.checkpoint.formats.dcp import METADATA, StoredObject, read_dcp, tensors_in
-from lockstep.checkpoint.formats.safetensors import TensorInFile, read_header
+from lockstep.checkpoint.formats.safetensors import (
+    TensorInFile,
+    begins_like_safetensors,
+    read_header,
+)
 from lockstep.checkpoint.formats.safetensors_files import (
     INDEX_ENDING,
     index_of,
@@ -209,8 +213,9 @@ def locate(path: Path) -> tuple[Path, Kind]:
         return _locate_in_folder(path)
     if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
         path = index_of(path)  # the weights were written to several files
-    with opened(path):
-        pass  # raises an error if it cannot be read
+    with opened(path) as file:  # raises an error if it cannot be read
+        # Whoever is used to torch.save may call a file of save_weights "net.pth".
+        is_safetensors = path.suffix == ".safetensors" or begins_like_safetensors(file)
     if path.suffix == ".json":
         return path, "index"
     if layout.is_one_of_several_files(path):
@@ -219,7 +224,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
             "it holds the shards of one rank",
             f"give the checkpoint that it is in: {path.parent}",
         )
-    if path.suffix == ".safetensors":
+    if is_safetensors:
         return path, "safetensors"
     return path, "torch"
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,13 @@ class TensorInFile(LazyTensor):
 
 
 # Reading headers
+
+
+def begins_like_safetensors(file: BinaryIO) -> bool:
+    """Returns True if a file begins with a length that it can have, and JSON. torch's never do."""
+    file_size = os.fstat(file.fileno()).st_size
+    header_length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    return header_length <= file_size - LENGTH_BYTES and file.read(1) == b"{"
 
 
 def read_header(path: Path) -> dict[str, TensorInFile]:
