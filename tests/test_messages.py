@@ -94,12 +94,25 @@ def test_entries_of_both_sides_of_a_conflict_are_read() -> None:
     ]
 
 
+VALUES_OF_FIELDS = {
+    **dict.fromkeys(GRAMMATICAL_FIELDS, "word"),
+    **dict.fromkeys(("lengths", "number", "rank", "ranges", "steps"), "7"),
+    "context": "in backward",
+    "element_type": "float",
+    "outcomes": "true on rank 7",
+    "operation_name": "all_reduce",
+    "processes": "rank 7",
+    "who": "rank 7",
+}
+"""What fields may be that may not be any text."""
+
+
 def values_of(message: str) -> dict[str, str]:
-    values = {name: f"<{name}>" for name in fields_of(message)}
-    who = {name: "rank 7" for name in values if name == "who"}
-    digits = {name: "7" for name in values if name in ("number", "rank", "ranges", "steps")}
-    words = {name: "word" for name in values if name in GRAMMATICAL_FIELDS}
-    return {**values, **digits, **words, **who}
+    values = {}
+    for name in fields_of(message):
+        kind = re.sub(r"_\d+$", "", name)
+        values[name] = VALUES_OF_FIELDS.get(kind, f"<{name}>")
+    return values
 
 
 def test_what_was_made_from_a_template_is_recognized() -> None:
@@ -120,6 +133,74 @@ def test_values_of_a_template_are_translated_too(chinese: None) -> None:
         "rank 1 在等待数据；no such message"
     )
     assert language.translate("ranks 1-2 wait for data") == "rank 1-2 在等待数据"
+
+
+def test_lists_keep_which_value_belongs_to_which_rank(chinese: None) -> None:
+    """A short template may take the beginning of a list for its first field."""
+    for text, expected in (
+        ("0.5 on rank 0, 2 on rank 1", "0.5（rank 0），2（rank 1）"),
+        (
+            "torch was seeded with 11 on one process and rank 0, 12 on rank 1 and rank 2",
+            "torch 的种子：11（单进程和 rank 0），12（rank 1 和 rank 2）",
+        ),
+        (
+            "it ends after 5 samples on rank 0, not yet on rank 1",
+            "结束的位置：5 个样本之后（rank 0），尚未结束（rank 1）",
+        ),
+        (
+            "they are those of rank 0, 2 times on rank 1, 3 times on rank 2",
+            "它们与 rank 0 的相比：2 倍（rank 1），3 倍（rank 2）",
+        ),
+    ):
+        assert language.translate(text) == expected
+
+
+def test_values_in_parts_of_a_verdict_are_translated(chinese: None) -> None:
+    for text, expected in (
+        (
+            ", first in the parameters before the first step (1 of 2), step 1",
+            "，首个差异：第一步之前的参数（2 个中的 1 个），第 1 步",
+        ),
+        (
+            ", bits differ first in gradients of virtual ranks (1 of 54), step 2 of optimizer 2",
+            "，首个逐位差异：虚拟 rank 的梯度（54 个中的 1 个），第 2 步（优化器 2）",
+        ),
+        (
+            "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)",
+            "梯度（4 个中的 2 个），第 3 步（优化器 2，Net 的 SGD）",
+        ),
+        ("all gradients are 1/2 of those of one process", "所有梯度与单进程的梯度相比：1/2"),
+        ("but for rounding: fc.weight", "只差舍入误差：fc.weight"),
+        (
+            "before step 3, in the gradients fc.weight: rank 1 and 2 more",
+            "在第 3 步之前，梯度中 fc.weight：rank 1 等，另有 2 个",
+        ),
+        (
+            "the ranks went different ways at train.py:71: if rank == 0: true on one process, "
+            "not reached on rank 0 and rank 1",
+            "各 rank 在 train.py:71: if rank == 0 处走了不同的分支：true（单进程），"
+            "没有到达（rank 0 和 rank 1）",
+        ),
+        (
+            "deadlock: ranks 0-1 wait in all_gather and recv, for each other, and nothing has "
+            "moved for 5 s",
+            "死锁：rank 0-1 在 all_gather 和 recv（互相等待）中等待，5 s 内没有任何进展",
+        ),
+        ("1/2 of: fc.weight", "1/2：fc.weight"),
+        (
+            "the gradient of one process is that of parts 1, 2 of 4 alone",
+            "单进程的梯度只是 4 个部分中第 1, 2 个的梯度",
+        ),
+        (
+            "fc.bias (3 of 4 values): gradients up to 1.0e-08 in the script's precision and "
+            "1.0e-17 in float64; the step moves it 90% as far as the parameter that moves most",
+            "fc.bias（4 个值中的 3 个）：以脚本的精度计算，梯度最大为 1.0e-08，以 float64 计算为 "
+            "1.0e-17；这一步移动的距离是移动最多的参数的 90%",
+        ),
+        ("waits in all_reduce of 25x4 float, in backward",
+         "在 all_reduce（25x4 个 float）中等待（在反向传播中）"),
+    ):  # fmt: skip
+        assert language.translate(text) == expected
 
 
 def test_spaces_stand_where_latin_letters_meet_chinese_characters(chinese: None) -> None:

@@ -74,25 +74,42 @@ NO_MESSAGES = {
 }
 """Texts in these modules that are not shown."""
 SHORT_MESSAGES = {
+    "1/{number} of": "verify.rules.evidence",
     "DIFFERENT": "verify.verdict",
     "EQUAL": "verify.verdict",
     "FAILED": "verify.verdict",
-    "all": "verify.verdict",
     "all {compared}": "verify.bits",
+    "all": "verify.verdict",
     "earlier": "run.watch.straggler",
+    "element": "run.watch.messages",
+    "exit code {number}": "run.watch.exit_status",
+    "function": "testing",
     "gradients": "verify.causes",
     "in float32": "verify.comparison",
     "in float64": "verify.comparison",
-    "exit code {number}": "run.watch.exit_status",
-    "killed": "run.watch.first_failure",
+    "in this step{before} another way was gone at {test}: {outcomes}": "verify.line_findings",
     "killed by {name}": "run.watch.exit_status",
+    "killed": "run.watch.first_failure",
     "last": "run.watch.straggler",
     "losses": "verify.verdict",
+    "one process and {processes}": "verify.cause",
     "rank {ranges} {does}": "run.watch.case",
+    "rank {rank} and {processes}": "verify.cause",
     "ranks {ranges} {does}": "run.watch.case",
+    "script": "cli.verify",
+    "that is under {test}: {outcomes}": "verify.line_findings",
+    "the ranks went different ways at {test}: {outcomes}": "verify.line_findings",
+    "wait in {name_call}, {context}": "run.watch.case",
+    "waits in {name_call}, {context}": "run.watch.case",
+    "{number} ({optimizer_class} of {models})": "verify.finding",
+    "{operation_name} and {operation_name_2}": "run.watch.deadlock",
+    "{operation_name} of {lengths} {element_type} of {group}": "run.watch.case",
+    "{operation_name} of {lengths} {element_type}": "run.watch.messages",
+    "{single} on {processes}": "verify.cause",
+    "{text} ({number} of {number_2})": "verify.finding",
 }
-"""Texts that are shown and too short to be recognized as messages, with the modules that write
-them."""
+"""Texts that are shown and too short to be recognized as messages, or are put together from
+several, with the modules that write them."""
 MIN_LETTERS = 4
 """A template with fewer letters between its fields would fit texts that were not made from it."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")

@@ -30,9 +30,16 @@ LANGUAGES = (ENGLISH, CHINESE)
 GRAMMATICAL_FIELDS = ("conjugate", "have", "plural", "pronoun", "them", "verb")
 """Fields of one word that only English needs: a translation may leave them out."""
 PATTERN_OF_FIELD = {
+    "context": r"(?:between|in|while) [^()]*",  # of a call: "in backward"
     "does": r"(?!on ).*?",  # begins with a verb, and not as "on host a: ..."
-    "number": r"\d[\d.,]*",
+    "element_type": r"\w+",
+    "lengths": r"\d[\dx +]*(?: more)?",  # of tensors: "25x4 + 3"
+    "number": r"\d[\d.,]*(?:e[+-]\d+)?",
+    "operation_name": r"\w+",
+    "outcomes": r"(?:true|false|not reached) on (?:(?!: ).)*",  # of a test, by process
+    "processes": r"(?:one process|rank \d+)(?: and rank \d+)*",
     "rank": r"\d+",
+    "single": r"(?:(?![,;] ).)*?",  # one entry of a list, and not several
     "steps": r"\d+",
     "ranges": r"\d[\d., -]*",  # of `format_ranks`
     "who": r"ranks? \d[\d., -]*|\d+ ranks \(.*?\)",
@@ -43,6 +50,9 @@ PATTERN_OF_FIELD = {
 SEPARATORS = {"\n": "\n", "; ": "；", ": ": "：", ", ": "，"}
 """What stands between the parts of a text that is no message as a whole, and what is put there in
 Chinese."""
+
+CHINESE_PUNCTUATION = "，。：；、（）"
+"""It has its own space around it."""
 
 QUOTATION = re.compile(r"\S+:\d+: |[\w.]*(Error|Exception|Exit|Interrupt|Warning): ")
 """How a line of source begins, or what an exception of the script's says. They stay as they are."""
@@ -197,11 +207,21 @@ class Catalogue:
         for separator, translated_separator in SEPARATORS.items():
             parts = text.split(separator)
             if len(parts) > 1:
-                translations = [self.translate(part) for part in parts]
+                translations = [self._translate_part(part, separator) for part in parts[:-1]]
+                translations.append(self.translate(parts[-1]))
                 if translations == parts:
                     return text
                 return translated_separator.join(translations)
         return text
+
+    def _translate_part(self, part: str, separator: str) -> str:
+        """Translates what stands before a separator. A message may end with it: "step {step}:"."""
+        mark = separator.strip()
+        if mark:
+            translation = self._translate_whole(part.strip() + mark)
+            if translation is not None:
+                return translation.removesuffix(SEPARATORS[separator])
+        return self.translate(part)
 
 
 def _num_latin_letters(text: str) -> int:
@@ -214,11 +234,17 @@ def fields_of(message: str) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(message) if name is not None]
 
 
+def pattern_of_field(name: str) -> str:
+    """Returns what a field may be. `number_2` is the second field that is called `number`."""
+    return PATTERN_OF_FIELD.get(re.sub(r"_\d+$", "", name), ".*?")
+
+
 def fill_in(translation: str, values: Mapping[str, str]) -> str:
     """Returns a translation with its values, and with spaces as Chinese has them.
 
     A space stands between a Chinese character and a Latin letter or a digit, and none between two
-    Chinese characters: the translation cannot know which of them a value begins and ends with.
+    Chinese characters or beside Chinese punctuation: the translation cannot know which of them a
+    value begins and ends with.
     """
     text = ""
     for literal, name, _, _ in string.Formatter().parse(translation):
@@ -235,7 +261,8 @@ def _join(left: str, right: str) -> str:
     before = left.rstrip()[-1]
     after = right.lstrip()[0]
     has_space = left[-1] == " " or right[0] == " "
-    if _is_chinese(before) and _is_chinese(after):
+    meets_punctuation = before in CHINESE_PUNCTUATION or after in CHINESE_PUNCTUATION
+    if meets_punctuation or (_is_chinese(before) and _is_chinese(after)):
         return left.rstrip(" ") + right.lstrip(" ")
     meets_latin = (_is_chinese(before) and (after.isascii() and after.isalnum())) or (
         _is_chinese(after) and (before.isascii() and before.isalnum())
@@ -255,7 +282,7 @@ def make_template(message: str, translation: str) -> Template:
         literals.append(literal)
         pattern += re.escape(literal)
         if name is not None:
-            pattern += f"(?P<{name}>{PATTERN_OF_FIELD.get(name, '.*?')})"
+            pattern += f"(?P<{name}>{pattern_of_field(name)})"
     return Template(
         pattern=pattern,
         longest_literal=max(literals, key=len),

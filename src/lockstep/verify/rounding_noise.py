@@ -64,11 +64,11 @@ class NoisyParameter:
     def text(self) -> str:
         """The evidence, in one sentence."""
         (name,) = script_names([self.name])
-        of_values = ""
+        what = name
         if self.num_noisy < self.num_values:
-            of_values = f" ({self.num_noisy} of {self.num_values} values)"
+            what = f"{name} ({self.num_noisy} of {self.num_values} values)"
         return (
-            f"{name}{of_values}: gradients up to {self.gradient:.1e} in the script's precision and "
+            f"{what}: gradients up to {self.gradient:.1e} in the script's precision and "
             f"{self.gradient_in_float64:.1e} in float64; the step moves it "
             f"{self.share_of_step:.0%} as far as the parameter that moves most"
         )

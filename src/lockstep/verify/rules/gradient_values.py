@@ -267,7 +267,10 @@ def changed_after_right_passes(
         return None
     right = "what the backward passes left is, on average over the ranks, that of one process"
     if not near(ratio, 1):
-        right += f" times {ratio:.6g}"
+        right = (
+            f"what the backward passes left is, on average over the ranks, {ratio:.6g} times that "
+            "of one process"
+        )
     patterns = gradient_patterns(case)
 
     hook_line = case.actual.first("comm_hook_line")
@@ -431,8 +434,11 @@ def _parts_left_out(
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
     numbers = format_items([place + 1 for place in parts_of_one])
-    word = "parts" if len(parts_of_one) > 1 else "part"
-    text = f"the gradient of one process is that of {word} {numbers} of {len(right_weights)} alone"
+    plural = "s" if len(parts_of_one) > 1 else ""
+    text = (
+        f"the gradient of one process is that of part{plural} {numbers} of {len(right_weights)} "
+        "alone"
+    )
     what_is_a_part = "a part is what one backward pass of one rank left, in the order of ranks"
     return Cause("LS110", (text, what_is_a_part, *loss_line(case)))
 
