@@ -246,6 +246,7 @@ def test_the_help_has_every_option_in_one_group() -> None:
         "Processes:",
         "Several machines, by ssh:",
         "Several machines, one command on each:",
+        "Ray:",
         "Slurm:",
         "Watching and restarts:",
         "Training settings (what the script leaves unset in lockstep.init):",

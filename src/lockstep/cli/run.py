@@ -1,8 +1,8 @@
 """`lockstep run`: starts a script on several processes, of this machine or of several.
 
 A *launcher* starts and watches the processes of one machine; `lockstep run` is the launcher of this
-machine, or starts launchers elsewhere: by ssh (`--hosts`) or as a job of the scheduler Slurm. It
-accepts the flags of torchrun among its own options and passes them on.
+machine, or starts launchers elsewhere: by ssh (`--hosts`), on a Ray cluster (`--ray`), or as a job
+of the scheduler Slurm. It accepts the flags of torchrun among its own options and passes them on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.cli.run_options import (
     written,
 )
 from lockstep.errors import SettingError
-from lockstep.run.machines import slurm, slurm_batch
+from lockstep.run.machines import ray_run, slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
     HostsSpec,
@@ -37,6 +37,7 @@ from lockstep.run.machines.hosts import (
     forwarded_environment,
     ssh_command,
 )
+from lockstep.run.machines.ray_placement import RUNNING_CLUSTER
 from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
@@ -57,6 +58,7 @@ TORCHRUN_NAME_PREFIX = "torchrun_"
 """The names of click's options that stand for torchrun's flags begin so."""
 
 OPTIONS_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
+OPTIONS_OF_RAY = ("ray", "forward_env")
 OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
 """Options that say where the run is started. The first of each group makes the others valid."""
 
@@ -309,6 +311,20 @@ def _collect_torchrun_flag(
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
 
 
+def _check_ray_address(
+    ctx: click.Context, option: click.Parameter, value: str | None
+) -> str | None:
+    """Raises SettingError if the script, or another word, was taken for the address of --ray."""
+    if value is None or value == RUNNING_CLUSTER or ":" in value:
+        return value
+    raise SettingError(
+        f"--ray {value}",
+        "this is not the address of a Ray cluster, which has a port",
+        f"write --ray={RUNNING_CLUSTER} for the cluster that runs on this machine, or "
+        "--ray=HOST:6379",
+    )
+
+
 @click.command(
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
@@ -344,6 +360,14 @@ def _collect_torchrun_flag(
     default="ssh",
     metavar="COMMAND",
     help="The ssh command, such as 'ssh -F config'.",
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value=RUNNING_CLUSTER,
+    metavar="[ADDRESS]",
+    callback=_check_ray_address,
+    help="Start on a Ray cluster, one process per GPU; --nproc is the number of all of them.",
 )
 @click.option("--slurm", is_flag=True, help="Submit the run to Slurm as a job.")
 @click.option(
@@ -427,7 +451,8 @@ def command(
     _check_combinations(ctx)
     quiet = quiet or is_quiet(os.environ)
     # The options for runs that are started elsewhere, which are no settings of `lockstep.init`.
-    elsewhere = {name: settings.pop(name) for name in (*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM)}
+    names = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
+    elsewhere = {name: settings.pop(name) for name in names}
 
     # By ssh on the machines of --hosts.
     if elsewhere["hosts"] is not None:
@@ -437,6 +462,17 @@ def command(
             click.echo(hosts_spec.describe())
         else:
             _exit(ctx, run_on_hosts(hosts_spec, _print), script, args)
+        return
+
+    # On the nodes of a Ray cluster.
+    if elsewhere["ray"] is not None:
+        ray_spec = _ray_spec(ctx, script, args, elsewhere)
+        num_processes = int(ray_spec.nproc) if ray_spec.nproc.isdigit() else None
+        check_settings(ctx, os.environ, num_processes)
+        if dry_run:
+            click.echo(ray_run.describe(elsewhere["ray"], ray_spec))
+        else:
+            _exit(ctx, ray_run.run_on_ray(elsewhere["ray"], ray_spec, _print), script, args)
         return
 
     # As a job of Slurm.
@@ -596,6 +632,38 @@ def _hosts_spec(
     )
 
 
+def _ray_spec(
+    ctx: click.Context, script: str, args: tuple[str, ...], options: dict[str, Any]
+) -> HostsSpec:
+    """Returns what is to be started on a Ray cluster, before it is known on which nodes.
+
+    Args:
+        ctx: the context of the command.
+        script: the script.
+        args: the arguments of the script.
+        options: the values of OPTIONS_OF_RAY.
+
+    Raises:
+        SettingError: a flag of torchrun cannot be used with --ray, or there is no such script.
+    """
+    from lockstep.run.start.script import check_script
+
+    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--ray")
+    module = ctx.params["module"]
+    check_script(Script(path=script, module=module))
+    return HostsSpec(
+        hosts=(),
+        arguments=_given_options(ctx),
+        script=(script, *args),
+        module=module,
+        torchrun=ctx.meta[TORCHRUN_FLAGS],
+        nproc=ctx.params["nproc"] or "1",
+        environment=forwarded_environment(os.environ, options["forward_env"]),
+        option="--ray",
+        quiet=ctx.params["quiet"] or is_quiet(os.environ),
+    )
+
+
 def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) -> list[str]:
     """Returns the options for sbatch, which submits the job.
 
@@ -635,6 +703,9 @@ def _options_without_effect(ctx: click.Context) -> dict[str, str]:
         if ctx.params[main_option] in (None, False):
             for option in dependent_options:
                 without_effect[option] = main_option
+    if ctx.params["ray"] is not None:
+        for option in OPTIONS_OF_RAY:
+            without_effect.pop(option, None)
     return without_effect
 
 
@@ -654,6 +725,11 @@ def _check_combinations(ctx: click.Context) -> None:
         raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
+    if ctx.params["ray"] is not None:
+        for option in ("hosts", "slurm"):
+            if ctx.params[option] not in (None, False):
+                found = "a Ray cluster has machines of its own"
+                raise SettingError(f"{flag_of[option]} with --ray", found, "take one")
 
 
 def _has_record(folder: Path) -> bool:
@@ -678,7 +754,7 @@ def _given_options(ctx: click.Context) -> list[str]:
     They include those of the launch file, which the launchers on other machines do not read. Left
     out are those that these launchers are not given, or are given otherwise.
     """
-    left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
+    left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
     left_out |= {"launch_file", "from_file"}
     words = [f"--from-file={_source(ctx)}"]
     for param in ctx.command.params:

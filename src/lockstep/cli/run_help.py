@@ -7,6 +7,7 @@ import click
 EXAMPLES = (
     ("lockstep run --nproc 2 train.py --epochs 20", "two processes"),
     ("lockstep run --hosts node1,node2 --nproc gpu train.py", "one per GPU of both"),
+    ("lockstep run --ray=auto --nproc 8 train.py", "eight, on a Ray cluster"),
     ("lockstep run --slurm --nodes 2 --gpus-per-node 4 train.py", "a job of Slurm"),
 )
 
@@ -21,6 +22,7 @@ GROUPS = {
         "local_rank_argument",
     ),
     "Several machines, by ssh": ("hosts", "copy", "on_lost", "forward_env", "ssh"),
+    "Ray": ("ray",),
     "Slurm": ("slurm", "nodes", "gpus_per_node", "time", "sbatch"),
     "Watching and restarts": (
         "on_hang",
@@ -85,6 +87,7 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
         "Processes": [],
         "Several machines, by ssh": [],
         "Several machines, one command on each": [],
+        "Ray": [],
         "Slurm": [],
         "Watching and restarts": [],
         TITLE_OF_SETTINGS: [],

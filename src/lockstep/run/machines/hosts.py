@@ -160,6 +160,8 @@ class HostsSpec:
     """Send the working folder to all machines first (--copy)."""
     keep: bool = False
     """Let the ranks of a machine go on when the connection to it is lost (--on-lost keep)."""
+    option: str = "--hosts"
+    """The option that says on which machines: --hosts, or --ray."""
     quiet: bool = False
     """Print only the script's output and failures (--quiet)."""
 

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from lockstep.run.machines.hosts import SSH_OPTIONS, Host, working_folder
 from lockstep.run.machines.remote import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
@@ -51,6 +51,25 @@ MAX_READS_AFTER_END = 64
 """Enough to read everything that a process wrote before it ended."""
 READ_BYTES = 1 << 16
 MAX_ERROR_OUTPUT_BYTES = 1 << 16
+
+
+class Process(Protocol):
+    """What `Remote` uses of the program that starts the helper: a part of `subprocess.Popen`."""
+
+    @property
+    def stdin(self) -> Any:
+        """The end of a pipe to its input."""
+
+    @property
+    def stdout(self) -> Any:
+        """The end of a pipe from its output."""
+
+    @property
+    def stderr(self) -> Any:
+        """The end of a pipe from its standard error."""
+
+    def poll(self) -> int | None:
+        """Returns its exit code; None: it runs."""
 
 
 class Remote:
@@ -92,7 +111,7 @@ class Remote:
         """The standard error before the launcher was started."""
         self._shutdown_timeout_s: float | None = None
         """The seconds that its ranks have to end; None: the launcher was not started yet."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         """ssh, or rsync, or the helper itself on this machine."""
         self._input: asyncio.WriteTransport | None = None
         self._reading_tasks: list[asyncio.Task[None]] = []
@@ -155,14 +174,7 @@ class Remote:
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         # Not asyncio's subprocess: it waits for all processes that hold the output open, also
         # when the event loop is closed.
-        process = _start_process(
-            self.host.command(self._module, nonce, self._ssh),
-            advice="install OpenSSH's client, or name another program with --ssh",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
-        )
+        process = self._start_program(nonce)
         self._process = process
         loop = asyncio.get_running_loop()
         self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
@@ -173,6 +185,24 @@ class Remote:
             )
             reading = asyncio.create_task(self._read_stream(stream, reader, transport))
             self._reading_tasks.append(reading)
+
+    def _start_program(self, nonce: str) -> Process:
+        """Starts ssh, which starts the helper; on this machine the helper itself.
+
+        Args:
+            nonce: the argument of the helper, with which its answers begin.
+
+        Raises:
+            Problem: it cannot be started.
+        """
+        return _start_process(
+            self.host.command(self._module, nonce, self._ssh),
+            advice="install OpenSSH's client, or name another program with --ssh",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
+        )
 
     async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
         """Starts the helper, and checks what it says about its machine.
@@ -283,9 +313,13 @@ class Remote:
                 return answer
             # Standard output has ended. Standard error, which says why, may still come.
             await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
+        raise self._failure()
+
+    def _failure(self) -> Problem:
+        """Returns why the helper does not answer."""
         exit_code = self._process.poll() if self._process else None
         error_output = self._error_output.decode(errors="replace")
-        raise ssh_failure(self.host, exit_code, error_output, self._ssh)
+        return ssh_failure(self.host, exit_code, error_output, self._ssh)
 
     async def listen(self, address: str, port: int, any_port_if_taken: bool = False) -> None:
         """Has the helper listen, so that the other machines can test the connection to it.
@@ -495,14 +529,15 @@ class Remote:
 
     def kill(self) -> None:
         """Ends the connection at once."""
-        if not self._process or self._process.poll() is not None:
+        process = self._process
+        if not isinstance(process, subprocess.Popen) or process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             if self.here:
                 # Only the helper: the launcher, in the same process group, then ends by itself.
-                os.kill(self._process.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
             else:
-                os.killpg(self._process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
+                os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
 
     async def close(self) -> None:
         """Ends what still runs there, and the connection."""
@@ -587,7 +622,7 @@ def _start_process(command: Sequence[str], advice: str, **options: Any) -> subpr
         raise Problem(found, advice) from None
 
 
-async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+async def _wait_for_exit(process: Process) -> None:
     while process.poll() is None:
         await asyncio.sleep(POLL_INTERVAL_S)
 

@@ -33,6 +33,7 @@ from lockstep.run.machines.ssh_connection import (
     LAUNCHER_END_S,
     POLL_INTERVAL_S,
     Remote,
+    ShowLine,
     run_on_all,
     wait_all,
 )
@@ -53,12 +54,22 @@ MAX_UNPRINTED_BYTES = 4 << 20
 CANNOT_SUSPEND = "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while"
 
 
-def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
+def connect_by_ssh(spec: HostsSpec) -> Callable[[Host, ShowLine], Remote]:
+    """Returns a function that makes the connection by ssh to a host."""
+    return lambda host, show: Remote(host, spec.ssh, show)
+
+
+def run_on_hosts(
+    spec: HostsSpec,
+    say: Callable[[str], None],
+    connect: Callable[[Host, ShowLine], Remote] | None = None,
+) -> int:
     """Starts a run on all of its machines, and ends it on all of them when one fails.
 
     Args:
         spec: what to start.
         say: called with each line for the user.
+        connect: makes the connection to a host, which `Remote.connect` then opens; None: by ssh.
 
     Returns:
         The exit code of the launcher that failed first; see `lockstep.errors`.
@@ -67,20 +78,25 @@ def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
         HostError: the run cannot be started on some machine; then nothing is left running on any.
     """
     resolve_all(spec.hosts)
-    return asyncio.run(_HostsRun(spec, say).run())
+    return asyncio.run(_HostsRun(spec, say, connect or connect_by_ssh(spec)).run())
 
 
 class _HostsRun:
     """The run of `run_on_hosts`, inside the event loop."""
 
-    def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: HostsSpec,
+        say: Callable[[str], None],
+        connect: Callable[[Host, ShowLine], Remote],
+    ) -> None:
         self._spec = spec
         self._say = say
         self._shutdown_timeout_s = spec.shutdown_timeout_s
         self._sinks = open_sinks(os.environ)
         self._host_of_launcher_line: dict[bytes, Host] = {}
         """The host that was the first to print a line of a launcher's own."""
-        self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
+        self._remotes = [connect(host, self._show) for host in spec.hosts]
         self._ending_signal: int | None = None
         """The last signal that asked the run to end."""
         self._launchers_started = False
@@ -221,7 +237,9 @@ class _HostsRun:
             if do not in advice:
                 advice.append(do)
         raise HostError(
-            f"--hosts: a run on {', '.join(names)}", "; ".join(findings), "; ".join(advice)
+            f"{self._spec.option}: a run on {', '.join(names)}",
+            "; ".join(findings),
+            "; ".join(advice),
         )
 
     async def _start_launchers(self) -> None:
@@ -365,7 +383,9 @@ class _HostsRun:
                         "its ranks go on if the other machines reach them (--on-lost keep)"
                     )
                 else:
-                    what_follows = "the run is ended (--on-lost stop)"
+                    what_follows = "the run is ended"
+                    if self._spec.option == "--hosts":
+                        what_follows += " (--on-lost stop)"
                     exit_codes.append(EXIT_LOST_RANK)
                 self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
             # Only launchers whose ranks have not started end at this signal; the others find the

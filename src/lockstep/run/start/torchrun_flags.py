@@ -119,11 +119,11 @@ def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
 def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
     """Refuses torchrun's flags that say how nodes meet, such as --node-rank.
 
-    With --hosts and --slurm, Lockstep gives them to the launcher of each node itself.
+    With --hosts, --ray and --slurm, Lockstep gives them to the launcher of each node itself.
 
     Args:
         torchrun: torchrun's flags and their values, as given.
-        option: `--hosts` or `--slurm`.
+        option: `--hosts`, `--ray` or `--slurm`.
 
     Raises:
         SettingError: such a flag is given, or torchrun does not take a flag's value.

@@ -1,0 +1,213 @@
+"""Where the ranks of `lockstep run --ray` run: on which nodes of a Ray cluster, with which GPUs.
+
+A *placement group* of Ray reserves what the run needs: one *bundle* for each rank, with a GPU and a
+core, or only a core if the cluster has no GPUs. Ray places the bundles on as few nodes as possible,
+among the tasks of others. Each node with bundles then gets one launcher, for as many ranks.
+
+Ray is imported only where it is needed, since most runs do without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import HostError, SettingError
+from lockstep.run.machines.hosts import Host
+from lockstep.wording import count_noun
+
+RUNNING_CLUSTER = "auto"
+"""The address with which Ray finds the cluster that was started on this machine."""
+POLL_INTERVAL_S = 0.2
+TELL_AFTER_S = 5.0
+"""When the user is told that the run waits for resources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode(Host):
+    """A node of a Ray cluster, with the bundles that the run has there."""
+
+    node_id: str
+    ip_address: str
+    """Under this address the other nodes reach it."""
+    bundle_index: int
+    """One of the run's bundles on this node."""
+    gpu_ids: tuple[str, ...]
+    """The GPUs of all of the run's bundles on this node; empty if the cluster has no GPUs."""
+
+    @property
+    def address(self) -> str:
+        """The IP address of the node."""
+        return self.ip_address
+
+    def _is_here(self) -> bool:
+        """Returns False: also on this machine, Ray starts the helper."""
+        return False
+
+
+def connect(address: str) -> None:
+    """Connects this process to a Ray cluster.
+
+    Raises:
+        SettingError: Ray is not installed.
+        HostError: there is no such cluster, or it has another version of Ray or Python.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise SettingError(
+            f"--ray {address}",
+            "Ray cannot be imported here",
+            "install it, in the version of the cluster: pip install ray",
+        ) from None
+    try:
+        # The ranks' output comes with the names of their nodes. Ray would print it a second time.
+        ray.init(address, logging_level="ERROR", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise HostError(
+            f"--ray {address}",
+            " ".join(line for line in lines if line),
+            "start a cluster with `ray start --head`, or give the address that it printed: "
+            "--ray=HOST:6379",
+        ) from None
+
+
+def disconnect() -> None:
+    """Disconnects this process from the cluster. Ray ends what the process has started there."""
+    import ray
+
+    ray.shutdown()
+
+
+def num_ranks(nproc: str | None) -> int:
+    """Returns how many ranks a value of --nproc means on the cluster.
+
+    Raises:
+        SettingError: it is neither a number nor `gpu`, or the cluster has no GPUs.
+    """
+    import ray
+
+    if nproc is None:
+        return 1
+    if nproc.isdigit() and int(nproc) > 0:
+        return int(nproc)
+    setting = f"--nproc {nproc} with --ray"
+    if nproc != "gpu":
+        do = "give the number of all ranks, or gpu: one for each GPU of the cluster"
+        raise SettingError(setting, "it is no number of ranks", do)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if num_gpus == 0:
+        raise SettingError(setting, "the cluster has no GPUs", "give the number of ranks")
+    return num_gpus
+
+
+def bundle() -> dict[str, float]:
+    """Returns what one rank needs of the cluster, by Ray's names of resources."""
+    import ray
+
+    if ray.cluster_resources().get("GPU", 0) > 0:
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": 1}
+
+
+def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) -> Any:
+    """Reserves a bundle for each rank, and waits until the cluster has them all.
+
+    Ray waits without end: another job may end, and a cluster that grows by itself may add nodes.
+
+    Args:
+        bundles: what each rank needs.
+        say: called with a line for the user if this takes long.
+
+    Returns:
+        Ray's placement group.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    group = placement_group([dict(resources) for resources in bundles], strategy="PACK")
+    tell_at = time.monotonic() + TELL_AFTER_S
+    has_told = False
+    while not group.wait(POLL_INTERVAL_S):
+        if has_told or time.monotonic() < tell_at:
+            continue
+        has_told = True
+        name = "GPU" if "GPU" in bundles[0] else "CPU"
+        num_free = ray.available_resources().get(name, 0)
+        num_all = ray.cluster_resources().get(name, 0)
+        say(
+            f"waiting until the Ray cluster has {count_noun(len(bundles), name)} for this run: of "
+            f"its {num_all:g}, {num_free:g} are free; Ctrl-C gives up"
+        )
+    return group
+
+
+def nodes_of_group(group: Any) -> list[RayNode]:
+    """Returns the nodes on which a placement group has bundles, in the order of the bundles."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    table = placement_group_table(group)
+    indices_of_node: dict[str, list[int]] = {}
+    for index in range(group.bundle_count):
+        node_id = table["bundles_to_node_id"][index]
+        indices_of_node.setdefault(node_id, []).append(index)
+    gpu_of_bundle: list[str] = []
+    if "GPU" in group.bundle_specs[0]:
+        gpu_of_bundle = _gpu_of_each_bundle(group)
+    facts_of_node = {facts["NodeID"]: facts for facts in ray.nodes()}
+    names = names_of_nodes(
+        {node_id: facts_of_node[node_id]["NodeManagerHostname"] for node_id in indices_of_node}
+    )
+    nodes = []
+    for node_id, indices in indices_of_node.items():
+        node = RayNode(
+            names[node_id],
+            str(len(indices)),
+            node_id=node_id,
+            ip_address=facts_of_node[node_id]["NodeManagerAddress"],
+            bundle_index=indices[0],
+            gpu_ids=tuple(gpu_of_bundle[index] for index in indices if gpu_of_bundle),
+        )
+        nodes.append(node)
+    return nodes
+
+
+def names_of_nodes(host_name_of_node: Mapping[str, str]) -> dict[str, str]:
+    """Returns a name for each node, by its id: the host name, which several nodes may have.
+
+    In this case the beginning of the node's id is added.
+    """
+    host_names = list(host_name_of_node.values())
+    names = {}
+    for node_id, host_name in host_name_of_node.items():
+        is_unique = host_names.count(host_name) == 1
+        names[node_id] = host_name if is_unique else f"{host_name}-{node_id[:6]}"
+    return names
+
+
+def _gpu_of_each_bundle(group: Any) -> list[str]:
+    """Asks, on the nodes, which GPU Ray has given to each bundle of a placement group."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def gpu_id() -> str:
+        return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+    answers = []
+    for index in range(group.bundle_count):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        task = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)(gpu_id)
+        answers.append(task.remote())
+    gpu_ids: list[str] = ray.get(answers)
+    return gpu_ids
+
+
+def release(group: Any) -> None:
+    """Gives back what a placement group has reserved."""
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)

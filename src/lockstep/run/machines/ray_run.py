@@ -1,0 +1,82 @@
+"""A run on the nodes of a Ray cluster (`lockstep run --ray`), from its start to its end.
+
+Ray says on which nodes, and carries what is written to the launchers there and what they print.
+Everything else is as with `--hosts`: see `ssh_run`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from lockstep.run.machines import ray_placement
+from lockstep.run.machines.hosts import Host, HostsSpec
+from lockstep.run.machines.ray_connection import RayRemote
+from lockstep.run.machines.ray_placement import RayNode
+from lockstep.run.machines.ssh_connection import Remote, ShowLine
+from lockstep.run.machines.ssh_run import run_on_hosts
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int:
+    """Starts a run on a Ray cluster, and ends it on all nodes when one fails.
+
+    Args:
+        address: the cluster's, as `ray.init` takes it.
+        spec: what to start; its `hosts` are empty, and its `nproc` is the number of all ranks.
+        say: called with each line for the user.
+
+    Returns:
+        The exit code of the launcher that failed first; see `lockstep.errors`.
+
+    Raises:
+        SettingError: Ray is not installed, or --nproc cannot be used.
+        HostError: the run cannot be started on the cluster; then nothing is left running there.
+    """
+    group = None
+    try:
+        ray_placement.connect(address)
+        bundles = [ray_placement.bundle()] * ray_placement.num_ranks(spec.nproc)
+        group = ray_placement.reserve(bundles, say)
+        nodes = ray_placement.nodes_of_group(group)
+
+        def connect(host: Host, show: ShowLine) -> Remote:
+            assert isinstance(host, RayNode)
+            return RayRemote(host, group, show)
+
+        return run_on_hosts(_spec_with_nodes(spec, nodes), say, connect)
+    except KeyboardInterrupt:  # before the nodes are known; later, `run_on_hosts` handles signals
+        return EXIT_INTERRUPTED
+    finally:
+        if group is not None:
+            ray_placement.release(group)
+        ray_placement.disconnect()
+
+
+def describe(address: str, spec: HostsSpec) -> str:
+    """Returns the text of `--dry-run`. The cluster is not asked."""
+    example = replace(spec, hosts=(Host("NODE", "N"),))
+    variables = ", ".join(sorted(spec.environment)) or "none"
+    return "\n".join(
+        [
+            f"on the Ray cluster at {address}, for all ranks (--nproc {spec.nproc}): a GPU and a "
+            "core each, or a core if it has no GPUs",
+            "on each node, for the N ranks there:",
+            f"  lockstep {shlex.join(example.launcher_arguments(0, '', 0))}",
+            f"variables that are sent: {variables}, and a token",
+        ]
+    )
+
+
+def _spec_with_nodes(spec: HostsSpec, nodes: list[RayNode]) -> HostsSpec:
+    """Returns what is to be started on nodes that are known now."""
+    flags = list(spec.torchrun)
+    if len(nodes) == 1:
+        # If that machine is in a job of Slurm, its other machines take no part.
+        flags.insert(0, "--standalone")
+    elif spec.torchrun_flag("--master-addr") is None:
+        flags += ["--master-addr", nodes[0].ip_address]
+    return replace(spec, hosts=nodes, torchrun=flags)
