@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.extensions.report.charts import _logged_values
+from lockstep.extensions.report.charts import logged_values
 from lockstep.extensions.report.reading import Record, Start
 from lockstep.extensions.report.trackers import scalars
 
@@ -64,7 +64,7 @@ def evaluate(world: lockstep.World, model: torch.nn.Module, loader: Any) -> None
 def check_record(start: Start, told: list[dict[str, float]], size: int) -> None:
     """What is recorded agrees with what the script was told."""
     steps_of_epoch = -(-SAMPLES // BATCH)
-    curves = _logged_values(start)
+    curves = logged_values(start)
     ends = [steps_of_epoch, 2 * steps_of_epoch]
     of_training = {"loss (training)": "loss", "size (training)": "size"}
     for title, name in of_training.items():
