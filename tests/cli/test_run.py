@@ -417,6 +417,8 @@ def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
     own = {"-m", "--module", "--nproc-per-node", "--nproc_per_node"}
     for name, option in flags.items():
         value = () if option.is_flag else ("value",)
+        if "nproc" in name:
+            value = ("2",)
         run(name, *value, "t.py")
         if name not in own:
             assert asked[-1].torchrun[1:] == value
