@@ -18,9 +18,14 @@ from lockstep.cli.main import main
 pytestmark = pytest.mark.launcher
 
 CHECKPOINTS = pages.ROOT / "docs" / "checkpoints.md"
-MAY_NOT_RUN = {"from_tutorials.md": 22, "running_it.md": 1, "streaming_libraries.md": 4}
-"""Blocks that need several machines, libraries which only `make real` installs, or the rest of a
-listing (`tests/tutorials` runs those), by page."""
+MAY_NOT_RUN = {
+    "from_tutorials.md": 22,
+    "running_it.md": 1,
+    "streaming_libraries.md": 4,
+    "with_other_tools.md": 4,
+}
+"""Blocks by page that need several machines, libraries which only `make real` or an extra installs,
+or the rest of a listing (`tests/tutorials` and `tests/launcher/test_other_tools.py` run those)."""
 PROGRAMS = pages.ROOT / "tests" / "real" / "programs" / "streams"
 
 

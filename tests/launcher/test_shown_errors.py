@@ -94,6 +94,7 @@ def test_the_launcher_tells_an_error_once(folder: Path) -> None:
         assert log.read_text().count(MESSAGE) == 1
 
 
+@pytest.mark.thorough
 def test_a_single_process_and_the_scripts_own_hook(folder: Path) -> None:
     done = launch(["run", "t.py"], folder)
     assert done.stderr.count("SettingError") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 import lockstep
 from lockstep.errors import SettingError, UsageError, WrongDeviceError
 from lockstep.extensions.ledger.judge import judge
-from lockstep.session.extension import Extension, Place
+from lockstep.session.extension import Extension, LoggedMeans, Place
 from lockstep.settings import VERIFY_VARIABLE, resolve_settings
 
 pytestmark = pytest.mark.ranks
@@ -142,20 +142,20 @@ class Flips:
             flip_bit(optimizer.state[parameter]["exp_avg"])
 
 
-class LoggedMeans(Extension):
+class MeansOfPasses(Extension):
     """Keeps the means that `world.progress` has shown for whole passes."""
 
     def __init__(self) -> None:
         self.of_passes: list[float] = []
 
-    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
-        if complete:
-            self.of_passes.append(round(means["loss"], 4))
+    def means_logged(self, logged: LoggedMeans) -> None:
+        if logged.complete:
+            self.of_passes.append(round(logged.means["loss"], 4))
 
 
 def steps_with(world: Any, flips: Flips, steps: int, checkpoints: str = "", **options: Any) -> Any:
     """Trains for some steps; returns a digest of the model, losses, means and counted rows."""
-    means = LoggedMeans()
+    means = MeansOfPasses()
     world._run.extensions.add(means, Place.OBSERVER)
     torch.manual_seed(0)
     model: Any = Net()

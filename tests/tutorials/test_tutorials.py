@@ -186,6 +186,7 @@ def test_two_machines_whose_names_mean_loopback(launcher: str, tmp_path: Path) -
 # One script for many listings
 
 
+@pytest.mark.thorough
 def test_the_converted_script_computes_the_same_on_any_number_of_devices(tmp_path: Path) -> None:
     lines = {"one": "", "two": "--nproc 2"}
     check_with_lockstep(tmp_path, lines)

@@ -214,6 +214,7 @@ def told_of_schedules() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.thorough
 def test_a_schedule_as_long_as_the_micro_batches_is_told() -> None:
     first, second = run_ranks(told_of_schedules, 2)
     assert first == [MESSAGES["schedule of micro-batches"]]
