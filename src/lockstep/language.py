@@ -225,7 +225,7 @@ class Catalogue:
 
 
 def _num_latin_letters(text: str) -> int:
-    """Returns how many letters of a text are not Chinese characters."""
+    """Returns how many Latin letters a text has."""
     return sum(char.isascii() and char.isalpha() for char in text)
 
 

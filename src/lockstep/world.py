@@ -449,8 +449,8 @@ class World:
         Nothing waits for other ranks, and what cannot be logged is left out with a warning.
 
         Args:
-            values: by name, one real number each, or a tensor with one element, which is not waited
-                for.
+            values: by name, one real number each, or a tensor with one element. In a loop the
+                device is not waited for; elsewhere it is, if the run is recorded.
         """
         log(self._run, self.epoch, values)
 

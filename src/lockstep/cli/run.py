@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -466,7 +467,7 @@ def command(
 
     # On the nodes of a Ray cluster.
     if elsewhere["ray"] is not None:
-        ray_spec = _ray_spec(ctx, script, args, elsewhere)
+        ray_spec = _spec_without_hosts(ctx, script, args, "--ray", elsewhere)
         num_processes = int(ray_spec.nproc) if ray_spec.nproc.isdigit() else None
         check_settings(ctx, os.environ, num_processes)
         if dry_run:
@@ -600,11 +601,7 @@ def _hosts_spec(
         SettingError: a flag of torchrun cannot be used with --hosts, there is no such script, or
             --copy would send too much.
     """
-    from lockstep.run.start.script import check_script
-
-    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--hosts")
-    module = ctx.params["module"]
-    check_script(Script(path=script, module=module))
+    spec = _spec_without_hosts(ctx, script, args, "--hosts", options)
     folder = Path(current_folder())
     if options["copy"] and folder in (Path("/"), Path.home().resolve()):
         raise SettingError(
@@ -612,43 +609,37 @@ def _hosts_spec(
             f"all of {folder} would be sent",
             "start the run in the project's own folder",
         )
-    hosts = parse_hosts(options["hosts"])
-    torchrun_flags = [*ctx.meta[TORCHRUN_FLAGS]]
-    if len(hosts) == 1:
-        # If that machine is in a job of Slurm, its other machines take no part.
-        torchrun_flags.insert(0, "--standalone")
-    return HostsSpec(
-        hosts=hosts,
-        arguments=_given_options(ctx),
-        script=(script, *args),
-        module=module,
-        torchrun=torchrun_flags,
-        nproc=ctx.params["nproc"] or "1",
-        environment=forwarded_environment(os.environ, options["forward_env"]),
+    spec = replace(
+        spec,
         ssh=ssh_command(options["ssh"]),
         copy=options["copy"],
         keep=options["on_lost"] == "keep",
-        quiet=ctx.params["quiet"] or is_quiet(os.environ),
     )
+    return spec.on_machines(parse_hosts(options["hosts"]))
 
 
-def _ray_spec(
-    ctx: click.Context, script: str, args: tuple[str, ...], options: dict[str, Any]
+def _spec_without_hosts(
+    ctx: click.Context,
+    script: str,
+    args: tuple[str, ...],
+    option: str,
+    options: dict[str, Any],
 ) -> HostsSpec:
-    """Returns what is to be started on a Ray cluster, before it is known on which nodes.
+    """Returns what is to be started on other machines, before it is known on which.
 
     Args:
         ctx: the context of the command.
         script: the script.
         args: the arguments of the script.
-        options: the values of OPTIONS_OF_RAY.
+        option: `--hosts` or `--ray`.
+        options: the values of the options that belong to it.
 
     Raises:
-        SettingError: a flag of torchrun cannot be used with --ray, or there is no such script.
+        SettingError: a flag of torchrun cannot be used with the option, or there is no such script.
     """
     from lockstep.run.start.script import check_script
 
-    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--ray")
+    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], option)
     module = ctx.params["module"]
     check_script(Script(path=script, module=module))
     return HostsSpec(
@@ -659,7 +650,7 @@ def _ray_spec(
         torchrun=ctx.meta[TORCHRUN_FLAGS],
         nproc=ctx.params["nproc"] or "1",
         environment=forwarded_environment(os.environ, options["forward_env"]),
-        option="--ray",
+        option=option,
         quiet=ctx.params["quiet"] or is_quiet(os.environ),
     )
 

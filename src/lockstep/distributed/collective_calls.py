@@ -30,8 +30,7 @@ CARRIER_DTYPES = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 """The dtypes that torch or a backend cannot compute with, and those that are reduced instead."""
-for dtype in dtypes_named("float8_e8m0fnu"):
-    CARRIER_DTYPES[dtype] = torch.float32
+CARRIER_DTYPES.update(dict.fromkeys(dtypes_named("float8_e8m0fnu"), torch.float32))
 
 Problem = tuple[str, str, str]
 """The parts of a `UsageError`: what was set, what was found, what to do."""

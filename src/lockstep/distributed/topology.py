@@ -35,7 +35,7 @@ OWN_AREAS_PER_RANK = 2
 """Files in memory in which a rank keeps steps: while one is being written, the other one holds the
 step before."""
 AREAS_PER_RANK = 2 * OWN_AREAS_PER_RANK
-"""As many again for what a rank of another machine keeps, in case that machine is lost."""
+"""A rank has as many again for what a rank of another machine keeps: that machine may be lost."""
 
 # Of the ports that jobs get: below those that the kernel hands out.
 FIRST_JOB_PORT = 12288

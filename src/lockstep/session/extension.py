@@ -75,11 +75,11 @@ class LoggedMeans(NamedTuple):
     """Means of what the script has given to `World.log`."""
 
     means: Mapping[str, float]
-    """By name."""
+    """The means, by the names that the script gave them."""
     weights: Mapping[str, float] | None
     """What this rank's means weigh, by name: a number of samples. None: they are over all ranks."""
     description: str
-    """Of the pass, such as `epoch 3` or `validation`."""
+    """What the pass is called, such as `epoch 3` or `validation`; empty if it has no name."""
     training: bool
     """True if it was logged with gradients enabled."""
     complete: bool

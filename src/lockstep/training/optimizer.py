@@ -66,8 +66,8 @@ def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise UsageError(
             f"{kind} on the shards of a model, with torch {torch.__version__}",
-            "torch 2.9 computes it wrongly with parameters that are spread over the ranks, and "
-            "does not say so; versions before 2.11 are not used with it",
+            "torch 2.9 computes it wrongly with parameters that are spread over the ranks, without "
+            "an error; so it is refused before torch 2.11",
             f"use strategy='ddp' with {kind}, or another optimizer",
         )
 

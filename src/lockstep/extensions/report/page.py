@@ -142,8 +142,11 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
     command = last.main.header.get("command") or ["a run"]
     records = [record, *others]
     bars = charts.bars_by_rank(last)
-    longest_ms = max([sum(part["ms"] for part in bar["parts"]) for bar in bars], default=0.0)
-    phases_in_bars = {part["phase"] for bar in bars for part in bar["parts"]}
+    longest_ms = 0.0
+    phases_in_bars: set[str] = set()
+    for bar in bars:
+        longest_ms = max(longest_ms, sum(part["ms"] for part in bar["parts"]))
+        phases_in_bars.update(part["phase"] for part in bar["parts"])
     variables = {
         "language": language(),
         "title": Path(command[0]).name,

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lockstep.distributed.network import is_here, resolve
@@ -164,6 +164,14 @@ class HostsSpec:
     """The option that says on which machines: --hosts, or --ray."""
     quiet: bool = False
     """Print only the script's output and failures (--quiet)."""
+
+    def on_machines(self, hosts: Sequence[Host]) -> HostsSpec:
+        """Returns the same for these machines."""
+        flags = list(self.torchrun)
+        if len(hosts) == 1:
+            # If that machine is in a job of Slurm, its other machines take no part.
+            flags.insert(0, "--standalone")
+        return replace(self, hosts=hosts, torchrun=flags)
 
     def torchrun_flag(self, name: str) -> str | None:
         """Returns the value of one of torchrun's flags, or None if it is not given."""

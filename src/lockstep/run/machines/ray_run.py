@@ -73,10 +73,7 @@ def describe(address: str, spec: HostsSpec) -> str:
 
 def _spec_with_nodes(spec: HostsSpec, nodes: list[RayNode]) -> HostsSpec:
     """Returns what is to be started on nodes that are known now."""
-    flags = list(spec.torchrun)
-    if len(nodes) == 1:
-        # If that machine is in a job of Slurm, its other machines take no part.
-        flags.insert(0, "--standalone")
-    elif spec.torchrun_flag("--master-addr") is None:
-        flags += ["--master-addr", nodes[0].ip_address]
-    return replace(spec, hosts=nodes, torchrun=flags)
+    placed = spec.on_machines(nodes)
+    if len(nodes) == 1 or spec.torchrun_flag("--master-addr") is not None:
+        return placed
+    return replace(placed, torchrun=[*placed.torchrun, "--master-addr", nodes[0].ip_address])

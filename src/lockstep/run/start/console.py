@@ -170,7 +170,7 @@ class Console:
         self._streams: list[_Stream] = []
         self._announcements: deque[str] = deque()
         self._full_folders: set[Path] = set()
-        """Those for which it was announced that nothing more can be written."""
+        """The log folders that are full, which was announced once for each."""
         self._ranks_by_last_words: dict[bytes, list[int]] = {}
         """The keys are last words without their numbers."""
         self._wake_reader, self._wake_writer = os.pipe()

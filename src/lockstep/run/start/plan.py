@@ -78,7 +78,7 @@ class LaunchPlan:
     """The flags for torch's elastic launcher."""
     script: Script
     quiet: bool = False
-    """As in `LaunchSpec`."""
+    """True if only the script's output and failures are printed (--quiet)."""
     script_spawns_ranks: bool = False
     """True if one process is started that spawns the ranks itself. It is not told that it is a
     rank."""
