@@ -85,6 +85,7 @@ def inspect_command(
         _print_health(inspection)
         if inspection.contents is not None:
             _print_contents(inspection.contents, sort, limit)
+
     ctx.exit(0 if inspection.sound else 1)
 
 
@@ -137,17 +138,21 @@ def diff_command(
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
+
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
         if changes:  # a text that says how names of B were changed
             pairing = "paired after this" if match else "with --match they would pair after this"
             _print(f"names in {b}: {pairing}: {changes}")
+
         if match:
             tensors_b = tensors_b_renamed
+
         pairs = list(compare(tensors_a, tensors_b, atol=atol, rtol=rtol))
         differing_extra = _differing_extra(contents_a.extra, contents_b.extra)
     except LockstepError as error:
         error.exit_code = 2  # 1 would say that they differ
         raise
+
     _print_differences(pairs, differing_extra, show_all)
     has_differing_pair = any(pair.differs for pair in pairs)
     ctx.exit(1 if has_differing_pair or differing_extra else 0)
@@ -213,10 +218,12 @@ def convert_command(
     from lockstep.checkpoint.formats.safetensors_files import index_of, parse_shard_size
 
     max_shard_bytes = parse_shard_size(shard_size)
+
     # OUT becomes one file, or an index and several files.
     for path in (out, index_of(out)):
         if path.exists() and not overwrite:
             raise SettingError(f"the output {out}", f"{path} is there already", "add --overwrite")
+
     contents = open_contents(source, **reading)  # `reading`: the values of --name and --trust
     converted = convert(
         contents,
@@ -226,16 +233,21 @@ def convert_command(
         add_prefix=prefix or "",
         shard_bytes=max_shard_bytes,
     )
+
     source_text = f"read    {contents.source.path}: {contents.source.kind}"
     if contents.facts.get("read"):
         source_text += f", {contents.facts['read']}"
+
     _print(source_text)
     tensors_text = f"tensors {converted.num_tensors}"
     if converted.num_renamed:
         tensors_text += f"; {converted.num_renamed} renamed"
+
     if converted.num_cast:
         tensors_text += f"; {converted.num_cast} converted to {dtype}"
+
     _print(tensors_text)
+
     for file in converted.files:
         _print(f"wrote   {file} ({_format_size(file.stat().st_size)})")
 
@@ -255,15 +267,18 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
     if not plan:
         _print(f"{folder}: nothing is wrong")
         return
+
     for repair in plan:
         do = REPAIR_TEXTS[repair.what]
         _print(f"{repair.path}\n  found: {repair.why}\n  do:    {do}")
+
     repairs = [repair for repair in plan if repair.what != "leave"]
     if yes:
         carry_out(repairs)
         _print(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")
     elif repairs:
         _print("nothing was changed; add --yes to do it")
+
     # In order only if all was carried out, and nothing had to be left as it is.
     is_in_order = yes and len(repairs) == len(plan)
     ctx.exit(0 if is_in_order else 1)
@@ -330,15 +345,20 @@ def _print_health(inspection: Inspection) -> None:
         if health.problems:
             _print(f"{health.path}: {'; '.join(health.problems)}")
             continue
+
         text = "complete"
         metric = (health.manifest or {}).get("metric")  # what the checkpoint was saved with
         if isinstance(metric, float):
             text += f", metric {metric:g}"
+
         if health.path == inspection.best:
             text += ", the best"
+
         _print(f"{health.path}: {text}")
+
     for path in inspection.leftovers:
         _print(f"{path}: a save that was stopped, or goes on")
+
     # `contents` are those of a complete checkpoint or, if PATH is one, of a file of weights. They
     # are printed next.
     if inspection.contents is None:
@@ -356,29 +376,39 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
         limit: how many tensors are shown; 0 for all.
     """
     _print(f"{contents.source.path}: {contents.source.kind}")
+
     for key, value in contents.facts.items():
         _print_labelled(key.replace("_", " "), value)
+
     if len(contents.source.modules) > 1:
         _print_labelled("models", ", ".join(contents.source.modules))
+
     for name, num_bytes in contents.files.items():
         _print_labelled("file", f"{name}, {_format_size(num_bytes)}")
+
     _print()
     tensors = _describe_tensors(contents.tensors)
     if sort == "size":
         tensors.sort(key=lambda tensor: tensor["bytes"], reverse=True)
+
     shown = tensors[:limit] if limit else tensors
     rows = []
     for tensor in shown:
         first_name = tensor["tied_to"]  # None unless it is the same tensor under another name
         size = f"is {first_name}" if first_name else _format_size(tensor["bytes"])
         rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
+
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
+
     if len(shown) < len(tensors):
         _print(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
+
     _print()
     _print_totals("total", contents.tensors)
+
     if contents.training:
         _print_totals("besides, of the training", contents.training)
+
     if contents.extra:
         _print(f"no tensors: {', '.join(contents.extra)}")
 
@@ -418,26 +448,33 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     a = pair.a
     b = pair.b
     values = pair.values
+
     if a is None:
         return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
     if b is None:
         return (pair.name, "in a alone", _dtype_and_shape(a), "", "", "", "")
     if values is None:
         return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
+
     differing = []
     if a.dtype is not b.dtype:
         differing.append("dtype")
+
     if values.count:
         differing.append("values")
+
     if any(values.nans):  # the numbers of NaNs in A and in B
         differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
+
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
+
     # `count` may be 0 although values differ: by less than --atol and --rtol allow. The largest
     # difference may be 0 although `count` is not: if one of two values is NaN.
     values_are_same = values.count == 0 and values.absolute == 0
     if values_are_same:
         return (*cells, "0", "", "")
+
     num_values = f"{values.count}/{a.num_elements}"
     return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")
 
@@ -466,6 +503,7 @@ def _print_table(
         table.append(cells)
         for column, cell in enumerate(cells):
             widths[column] = max(widths[column], len(cell))
+
     for cells in table:
         padded_cells = []
         for column, cell in enumerate(cells):

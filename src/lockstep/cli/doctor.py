@@ -60,18 +60,23 @@ def command(
         machines = [hosts, *ctx.args] if hosts else ctx.args
         do = f"lockstep doctor --hosts {','.join(machines)}"
         raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
+
     files = {}  # what to compare on all machines
     if script is not None:
         files["script"] = script
+
     if data is not None:
         files["data"] = data
+
     if hosts is not None:
         ctx.exit(_examine_hosts(hosts, folder, ssh, files, fix, as_json))
+
     if files:
         first_option = next(iter(files))
         raise SettingError(
             f"--{first_option}", "there is nothing to compare it with", "add --hosts"
         )
+
     ctx.exit(_examine_this_machine(folder, fix, as_json))
 
 
@@ -123,6 +128,7 @@ def _examine_hosts(
         repairs = facts_of_machine.get(section, {}).get("fixed", ())
         report.append(f"{section}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
+
     print_for_people(report, as_json)
     findings_as_json = {}
     for section, findings in sections.items():
@@ -130,6 +136,7 @@ def _examine_hosts(
             check: {"level": finding.level, "found": finding.found, "do": finding.do}
             for check, finding in findings.items()
         }
+
     write_json(as_json, {"findings": findings_as_json, "facts": facts_of_machine})
     return max(doctor.exit_code(findings) for findings in sections.values())
 
@@ -152,10 +159,13 @@ def _findings_by_section(
     sections: dict[str, dict[str, Finding]] = {}
     for machine, facts in facts_of_machine.items():
         sections[machine] = doctor.judge(facts["checks"])
+
     for machine, failure in failures.items():
         sections[machine] = {"reached": failure, **sections.get(machine, {})}
+
     if facts_of_machine:
         sections["between the machines"] = comparison.judge(facts_of_machine)
+
     return sections
 
 

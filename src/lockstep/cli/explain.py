@@ -31,10 +31,12 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     if markdown is not None:
         click.echo(catalogue.as_markdown(markdown), nl=False)
         return
+
     query = " ".join(words)
     entries = catalogue.find(query)
     if not entries:
         raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
+
     # Without a terminal it is MAX_WIDTH; the number of lines, 24, is not used.
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     if len(entries) > 1:
@@ -42,11 +44,14 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
         text = translate(f"To read one of them: lockstep explain {entries[0].code}")
         click.echo(f"\n{text}")
         return
+
     entry = entries[0]
     code_without_letters = entry.code.removeprefix("LS")
+
     is_exact = query.upper() in (entry.code, code_without_letters)
     if _is_code(query) and not is_exact:  # a code that does not exist; `find` took a similar one
         click.echo(translate(f"There is no {query}; the nearest is:"))
+
     click.echo(_format_entry(entry, width))
 
 
@@ -62,13 +67,17 @@ def _format_list(entries: list[Entry], width: int) -> str:
         entries_of_group = [entry for entry in entries if entry.code.startswith(group)]
         if not entries_of_group:
             continue
+
         if lines:
             lines.append("")  # between two groups
+
         lines.append(translate(heading))
+
         for entry in entries_of_group:
             head = f"{INDENT}{entry.code}  "
             title = translate(entry.title)
             lines += wrap(head + title, width, subsequent_indent=" " * len(head))
+
     return "\n".join(lines)
 
 

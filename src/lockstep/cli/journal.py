@@ -39,6 +39,7 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -
     except LockstepError as error:
         error.exit_code = 2  # 1 would say that they differ
         raise
+
     print_for_people(comparison.lines(), as_json)
     write_json(as_json, comparison.as_json())
     ctx.exit(1 if comparison.differs else 0)

@@ -74,10 +74,12 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
             return None
         if (place / FILE_NAME).is_file():
             return read_launch_file(place / FILE_NAME)
+
         if (place / PYPROJECT).is_file():
             file = read_launch_file(place / PYPROJECT)
             if file.values:
                 return file
+
     return None
 
 
@@ -101,13 +103,16 @@ def read_launch_file(path: Path) -> LaunchFile:
             f"it is not TOML: {error}",
             'write KEY = VALUE, with texts in quotes: precision = "bf16"',
         ) from None
+
     is_table_of_pyproject = path.name == PYPROJECT
     if is_table_of_pyproject:
         for part in TABLE.split("."):
             content = content.get(part, {})
+
     values = {}
     for key, value in content.items():
         values[key.replace("_", "-")] = value
+
     return LaunchFile(name, values, _lines_of_keys(text, in_table=is_table_of_pyproject))
 
 
@@ -135,4 +140,5 @@ def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
         match = re.match(r"""["']?([\w-]+)["']?\s*=""", stripped)
         if is_inside and match is not None:
             lines.setdefault(match[1].replace("_", "-"), number)
+
     return lines

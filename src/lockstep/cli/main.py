@@ -38,6 +38,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the subcommand of a command line; for an unknown one, suggests what was meant."""
         name = args[0]
+
         # An unknown option in its place is click's to report.
         if name not in COMMANDS and not name.startswith("-"):
             similar = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -47,7 +48,9 @@ class LazyGroup(click.Group):
                 advice = f"Did you mean lockstep run {name}?"
             else:
                 advice = f"There are: {', '.join(COMMANDS)}."
+
             ctx.fail(f"No such command {name!r}. {advice}")
+
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -37,12 +37,14 @@ def write_json(json_file: str | None, values: dict[str, Any]) -> None:
     """
     if json_file is None:
         return
+
     # Python writes NaN and Infinity as bare words, which `parse_constant` turns into texts.
     with_texts_for_nan = json.loads(json.dumps(values), parse_constant=str)
     text = json.dumps(with_texts_for_nan, indent=2)
     if json_file == "-":
         click.echo(text)
         return
+
     try:
         Path(json_file).write_text(text + "\n", encoding="utf-8")
     except OSError as error:

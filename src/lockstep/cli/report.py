@@ -50,6 +50,7 @@ def command(
     from lockstep.extensions.report.reading import Record
 
     _check_json_alone(as_json, out, live, tracker)
+
     record = Record(run)
     if tracker is not None:
         if others:
@@ -58,22 +59,26 @@ def command(
                 "it writes the curves of one run",
                 "call it once for each run",
             )
+
         from lockstep.extensions.report.trackers import follow, write
 
         summary = follow(record, tracker) if live else write(record, tracker)
         click.echo(summary)
         return
+
     other_records = [Record(folder) for folder in others]
     if as_json is not None:
         from lockstep.extensions.report.summary import summarize
 
         write_json(as_json, summarize(record, other_records))
         return
+
     if live:
         from lockstep.extensions.report.live import serve
 
         serve(record, other_records, port, click.echo)
         return
+
     from lockstep.extensions.report.page import render
 
     page = render(record, other_records)
@@ -81,6 +86,7 @@ def command(
     if _is_stdout(path):
         click.echo(page.encode(), nl=False)
         return
+
     _write_page(path, page)
 
 
@@ -90,6 +96,7 @@ def _check_json_alone(
     """Raises SettingError if --json is given with an option that asks for something else."""
     if as_json is None:
         return
+
     for option, is_given in (
         ("--out", out is not None),
         ("--live", live),
@@ -135,4 +142,5 @@ def _write_page(path: Path, page: str) -> None:
             target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
+
     click.echo(f"{click.format_filename(path)}: {format_bytes(len(page.encode()))}")

@@ -97,6 +97,7 @@ class RunCommand(click.Command):
                 if own_flags.isdisjoint(option.opts):  # else this command has it itself
                     options.append(option)
             ctx.meta[TORCHRUN_OPTIONS] = options  # `get_params` returns them from now on
+
         try:
             return self._parse(ctx, args)
         except click.NoSuchOption as error:
@@ -138,10 +139,12 @@ def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -
         for spelling in param.opts:
             if spelling.startswith("--"):
                 flag_of_word[spelling.removeprefix("--")] = spelling
+
     do = "the script's own arguments go after the script: lockstep run SCRIPT " + flag
     similar = difflib.get_close_matches(flag.lstrip("-"), flag_of_word, n=1)
     if similar:
         do = f"did you mean {flag_of_word[similar[0]]}? If not, {do}"
+
     return SettingError(flag, "neither Lockstep nor torchrun has this flag", do)
 
 
@@ -167,10 +170,12 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
     """
     if SOURCE in ctx.meta:  # the launcher that has started this one has read it
         return
+
     if value is None:
         file = launch_file.find_launch_file(Path(current_folder()))
     else:
         file = launch_file.read_launch_file(Path(value))
+
     if file is not None:
         ctx.meta[LAUNCH_FILE] = file
         ctx.default_map = _defaults_from_file(ctx, file, os.environ)
@@ -192,6 +197,7 @@ def _defaults_from_file(
         if key not in option_of_key:
             if TORCHRUN_OPTIONS not in ctx.meta:
                 raise click.NoSuchOption(key)  # it may be a flag of torchrun
+
             if isinstance(file.values[key], dict):
                 raise SettingError(
                     f"the table [{key}] in {file.name}",
@@ -199,14 +205,17 @@ def _defaults_from_file(
                     "write them at the top of lockstep.toml, or under [tool.lockstep] in "
                     "pyproject.toml",
                 )
+
             raise SettingError(
                 f"{key} in {file.place_of(key)}",
                 "lockstep run has no such option",
                 did_you_mean(key, option_of_key, "lockstep run --help lists them"),
             )
+
         option = option_of_key[key]
         if not any(environ.get(variable) for variable in _variables_of_option(option)):
             defaults[str(option.name)] = _default_from_file(option, file, key)
+
     return defaults
 
 
@@ -231,9 +240,11 @@ def _variables_of_option(option: click.Option) -> list[str]:
         return ["PET_NPROC_PER_NODE"]
     if name.startswith(TORCHRUN_NAME_PREFIX):
         return [f"PET_{name.removeprefix(TORCHRUN_NAME_PREFIX).upper()}"]
+
     for declaration in DECLARATIONS.values():
         if declaration.name == name:
             return [declaration.variable]
+
     return []
 
 
@@ -248,6 +259,7 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
         if isinstance(value, bool):
             return value
         raise SettingError(file.written(key), "it is switched on or off", "write true or false")
+
     if option.multiple:
         texts = value if isinstance(value, list) else [value]
         if all(isinstance(text, str) for text in texts):
@@ -255,8 +267,10 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
         raise SettingError(
             file.written(key), "it takes texts", f'write {key} = ["first", "second"]'
         )
+
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
+
     raise SettingError(file.written(key), "it takes a number or a text", f'write {key} = "..."')
 
 
@@ -270,6 +284,7 @@ def torchrun_options() -> list[click.Option]:
         is_positional = not action.option_strings  # the script and its arguments
         if is_positional or action.dest == "help":
             continue
+
         takes_no_value = action.nargs == 0
         options.append(
             click.Option(
@@ -284,6 +299,7 @@ def torchrun_options() -> list[click.Option]:
                 hidden=True,
             )
         )
+
     return options
 
 
@@ -302,6 +318,7 @@ def _collect_torchrun_flag(
     """
     if value is None or value is False:
         return
+
     flag = max(option.opts, key=len)  # the longest spelling: --module rather than -m
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
@@ -451,6 +468,7 @@ def command(
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _check_combinations(ctx)
     quiet = quiet or is_quiet(os.environ)
+
     # The options for runs that are started elsewhere, which are no settings of `lockstep.init`.
     names = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
     elsewhere = {name: settings.pop(name) for name in names}
@@ -470,10 +488,12 @@ def command(
         ray_spec = _spec_without_hosts(ctx, script, args, "--ray", elsewhere)
         num_processes = int(ray_spec.nproc) if ray_spec.nproc.isdigit() else None
         check_settings(ctx, os.environ, num_processes)
+
         if dry_run:
             click.echo(ray_run.describe(elsewhere["ray"], ray_spec))
         else:
             _exit(ctx, ray_run.run_on_ray(elsewhere["ray"], ray_spec, _print), script, args)
+
         return
 
     # As a job of Slurm.
@@ -489,9 +509,11 @@ def command(
     placement = None
     if not has_node_flags(torchrun_flags, os.environ):
         placement = slurm.find_placement(os.environ, nproc)
+
     if placement is not None:
         nproc = placement.nproc
         torchrun_flags += placement.meeting_flags
+
         if placement.srun_nodes:
             # This process is the first of the job, and srun starts a launcher on each machine.
             command_line = slurm.srun_command(placement, _launcher_arguments(ctx, script, args))
@@ -504,13 +526,17 @@ def command(
     # On this machine.
     check_nproc(ctx, nproc)
     check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
+
     variables = {name: value for name, value in settings.items() if value is not None}
     if quiet:
         variables["quiet"] = 1
+
     source = _source(ctx)
+
     # Without a launch file, what another launcher has told this one must not be passed on.
     if source or FROM_FILE_VARIABLE in os.environ:
         variables["from_file"] = source
+
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
@@ -539,9 +565,11 @@ def _source(ctx: click.Context) -> str:
     if SOURCE in ctx.meta:  # the launcher that has started this one says so
         source: str = ctx.meta[SOURCE]
         return source
+
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
     if file is None:
         return ""
+
     option_of_key = _options_by_key(ctx)
     without_effect = _options_without_effect(ctx)
     used = []
@@ -549,8 +577,10 @@ def _source(ctx: click.Context) -> str:
         name = str(option_of_key[key].name)
         if comes_from_file(ctx, name) and name not in without_effect:
             used.append(key)
+
     if not used:
         return ""
+
     return f"{file.name}: {', '.join(used)}"
 
 
@@ -567,8 +597,10 @@ def _num_processes_here(
     num_nodes = environ.get("PET_NNODES", "1")
     if "--nnodes" in torchrun_flags:
         num_nodes = torchrun_flags[torchrun_flags.index("--nnodes") + 1]
+
     if nproc is None:
         nproc = environ.get("PET_NPROC_PER_NODE", "1")
+
     # Other machines may run other numbers of processes.
     if num_nodes != "1" or not nproc.isdigit():
         return None
@@ -609,6 +641,7 @@ def _hosts_spec(
             f"all of {folder} would be sent",
             "start the run in the project's own folder",
         )
+
     spec = replace(
         spec,
         ssh=ssh_command(options["ssh"]),
@@ -672,6 +705,7 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
     # A job that waits in the queue for hours should not end with this error.
     if ctx.params["keep_in_memory"]:
         check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
+
     request = slurm_batch.JobRequest(
         nodes=options["nodes"] or 1,
         gpus_per_node=options["gpus_per_node"],
@@ -694,9 +728,11 @@ def _options_without_effect(ctx: click.Context) -> dict[str, str]:
         if ctx.params[main_option] in (None, False):
             for option in dependent_options:
                 without_effect[option] = main_option
+
     if ctx.params["ray"] is not None:
         for option in OPTIONS_OF_RAY:
             without_effect.pop(option, None)
+
     return without_effect
 
 
@@ -709,13 +745,16 @@ def _check_combinations(ctx: click.Context) -> None:
             raise SettingError(
                 flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"
             )
+
     # `--report tensorboard` is a mistake, unless a folder of this name has the record of a run.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb", "mlflow") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
         raise SettingError(f"--report {report}", "it takes a folder for the record", do)
+
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
+
     if ctx.params["ray"] is not None:
         for option in ("hosts", "slurm"):
             if ctx.params[option] not in (None, False):
@@ -750,10 +789,12 @@ def _given_options(ctx: click.Context) -> list[str]:
     words = [f"--from-file={_source(ctx)}"]
     for param in ctx.command.params:
         name = str(param.name)
+
         if not isinstance(param, click.Option):  # the script and its arguments
             continue
         if name in left_out or not is_given(ctx, name):
             continue
+
         value = ctx.params[name]
         if not param.is_flag:
             words += [param.opts[0], str(value)]
@@ -761,6 +802,7 @@ def _given_options(ctx: click.Context) -> list[str]:
             words.append(param.opts[0])
         else:
             words.append(param.secondary_opts[0])  # the flag for False, such as --no-warm
+
     return words
 
 

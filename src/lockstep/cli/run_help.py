@@ -94,19 +94,25 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
     }
     for title, torchrun_rows in TORCHRUN_GROUPS.items():
         rows[title] += torchrun_rows
+
     group_of_option = {}
     for title, names in GROUPS.items():
         for name in names:
             group_of_option[name] = title
+
     for param in command.get_params(ctx):
         row = param.get_help_record(ctx)
         if row is None or not isinstance(param, click.Option):  # it is hidden, or an argument
             continue
+
         spellings, text = row
         for spelling in OTHER_SPELLINGS:
             spellings = spellings.replace(f", {spelling}", "")
+
         title = group_of_option.get(str(param.name), TITLE_OF_SETTINGS)
         if param.name == "help":
             title = "Processes"
+
         rows[title].append((spellings, text))
+
     return rows

@@ -69,6 +69,7 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
     for declaration in reversed(list(DECLARATIONS.values())):
         if not declaration.help:
             continue
+
         add_option = click.option(
             declaration.option,
             type=SettingType(declaration),
@@ -76,6 +77,7 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
             help=declaration.help,
         )
         command = add_option(command)
+
     return command
 
 
@@ -131,11 +133,13 @@ def check_settings(
         if declaration.name in values:
             variable = declaration.variable
             texts[declaration.name] = f"{variable}={environ[variable]}"
+
     for param in ctx.command.params:
         name = str(param.name)
         if name in SETTING_NAMES and ctx.params[name] is not None:
             values[name] = ctx.params[name]
             texts[name] = written(ctx, param, ctx.params[name])
+
     check_outside(values)
     strategy = values.get("strategy")
     strategy_name = None
@@ -145,11 +149,14 @@ def check_settings(
             raise unknown_choice_error(
                 texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME
             )
+
     if num_processes is None or num_processes == 1:
         return
+
     if strategy_name is not None:
         with_text = f"{texts['strategy']} on {num_processes} processes"
         _check_as_written(with_text, check_number_of_processes, strategy_name, num_processes)
+
     if values.get("shares") is not None and not is_auto(values["shares"]):
         has_too_many = values["shares"].count(":") + 1 > num_processes
         # A pipeline has one part for several processes, and the script may ask for one.

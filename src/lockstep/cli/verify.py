@@ -102,9 +102,11 @@ def command(
     bit first, with virtual ranks, in their own precision and with dropout.
     """
     plan = _plan_comparison(script, args, options)
+
     # A run whose strategy trains several replicas has a reference of its own.
     num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
     names = "; ".join(config.name for config in (plan.reference, *plan.ways))
+
     # Printed before torch is imported, which takes seconds.
     if plan.by_bits and plan.source_uses_lockstep:
         num_bit_runs = 1 + len(plan.ways)
@@ -134,14 +136,18 @@ def command(
         for result in comparison.results():
             verdict = result.verdict
             print_for_people(verdict.lines(), as_json)
+
             switched_off = verdict.parallel.switched_off
             is_first_of_kind = not any(type(earlier) is type(verdict) for earlier in verdicts)
             if is_first_of_kind and switched_off:  # it is the same in all runs
                 text = f"switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([f"  {translate(text)}"], as_json)
+
             if result.notes:
                 print_for_people(result.notes, as_json)
+
             verdicts.append(verdict)
+
     from_best_to_worst = list(EXIT_CODES)
     worst = max(verdicts, key=lambda verdict: from_best_to_worst.index(verdict.word))
     verdicts_as_json = [verdict.as_json() for verdict in verdicts]
@@ -168,6 +174,7 @@ def _check_arguments(
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return
+
     hint = misplaced_option_hint(ctx, script, args)
     if hint:
         raise UsageError(f"lockstep verify {script}", hint, "move it there")
@@ -188,10 +195,12 @@ def _check_reference(
 
     module_flag = ["-m"] if options["module"] else []
     command_without_verify = shlex.join(["lockstep", "run", *module_flag, script, *args])
+
     lockstep_options = []  # these need a script that trains with Lockstep
     for name in ("accumulate", "shares", "strategy"):
         if options[name]:
             lockstep_options.append(f"--{name}")
+
     check_reference(
         reference,
         was_set=f"lockstep verify {script}",
@@ -217,10 +226,13 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
     if options["same_samples"]:
         _check_options_with_same_samples(options)
+
     if options["by_bits"]:
         _check_options_with_bits(options)
+
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
+
     source = read_script(program)
     if source.spawns_ranks:
         raise UsageError(
@@ -228,7 +240,9 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",
             OWN_PROCESSES_HINT,
         )
+
     nproc = options["nproc"]
+
     # The plain run on several processes. Those that follow differ from it in a few settings.
     several = RunConfig(
         name=f"{nproc} processes",
@@ -237,21 +251,26 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
         steps=options["steps"] or DEFAULT_STEPS,
         precision=options["precision"] or "fp64",
     )
+
     # With --batch-per-process the one process trains on as much as all processes together.
     reference = several.reference(batch_times=nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
+
     configs = [several]
     if options["accumulate"]:
         count = options["accumulate"]
         name = f"{several.name}, {count} micro-batches"
         configs.append(replace(several, name=name, overrides={"min_micro_batches": count}))
+
     if options["shares"]:
         shares = options["shares"]
         name = f"{several.name}, shares {shares}"
         configs.append(replace(several, name=name, overrides={"shares": shares}))
+
     for strategy in options["strategy"]:
         strategy_name = strategy.partition(":")[0]  # options follow the colon
+
         # With dp one process computes on all of its devices.
         processes = 1 if strategy_name == "dp" else nproc
         configs.append(
@@ -262,10 +281,12 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
                 overrides={"strategy": strategy},
             )
         )
+
     reason = ""
     if options["accumulate"]:
         count = options["accumulate"]
         reason = f"--accumulate {count} computes in pieces of another size, so sums are rounded"
+
     excluded = [name for name in OPTIONS_WITHOUT_BITS if options[name]]
     return ComparisonPlan(
         reference=reference,
@@ -285,6 +306,7 @@ def _check_options_with_bits(options: dict[str, Any]) -> None:
     for name in OPTIONS_WITHOUT_BITS:
         if options[name]:
             excluded.append(f"--{name.replace('_', '-')}")
+
     if excluded:
         raise SettingError(
             f"lockstep verify --bits {' '.join(excluded)}",
@@ -299,6 +321,7 @@ def _check_options_with_same_samples(options: dict[str, Any]) -> None:
     for name in ("batch_per_process", "accumulate", "shares", "strategy"):
         if options[name]:
             excluded.append(f"--{name.replace('_', '-')}")
+
     if excluded:
         raise SettingError(
             f"lockstep verify --same-samples {' '.join(excluded)}",

@@ -37,6 +37,7 @@ class VerifyProgress:
         self._expected_run_s: float | None = None
         """The estimated seconds of a whole run, by the present run or the one before it; None until
         a first step has ended."""
+
         # Of the present run:
         self._run_begin_s = 0.0
         self._num_steps = -1  # nothing is known of the run yet
@@ -78,6 +79,7 @@ class VerifyProgress:
         num_steps = min(num_steps, config.steps)
         if num_steps > self._num_steps:
             self._note_steps(config, num_steps, now)
+
         if self._on_terminal:
             click.echo(f"\r{self._line(config, now)}\x1b[K", nl=False, err=True)
         elif now >= self._next_print_s:
@@ -99,8 +101,10 @@ class VerifyProgress:
             # at the latest now: if more steps have ended since the last call, nobody knows when.
             self._first_step_end_s = elapsed_s
             self._next_print_s = now  # both are printed at once
+
         if num_steps > 0:
             self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
+
         self._num_steps = num_steps
 
     def _remaining_s(self, config: RunConfig, num_steps: int, elapsed_s: float) -> float:
@@ -132,10 +136,13 @@ class VerifyProgress:
 
         if self._expected_run_s is None:
             return "how long it takes is known after the first step"
+
         rest_of_run_s = max(0.0, self._run_begin_s + self._expected_run_s - now)
         later_runs_s = (self._num_runs - self._run_number) * self._expected_run_s
+
         left_s = rest_of_run_s + later_runs_s
         if left_s < 1.0:  # perhaps it takes longer than expected, which no number could say
             return "about to end"
+
         total_s = now - self._begin_s + left_s
         return f"{clock(left_s)} left of about {clock(total_s)}"

@@ -80,9 +80,11 @@ def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> di
     threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in functions]
     for thread in threads:
         thread.start()
+
     deadline = time.monotonic() + seconds  # for all of them together
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
     too_late = {UNKNOWN: f"no answer within {seconds:.3g} s"}
     return {name: results.get(name, too_late) for name in functions}
 
@@ -118,6 +120,7 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
             done += _module_of(check).fix(facts_of_check)
         except OSError as error:
             done.append(f"{check}: cannot be fixed: {error}")
+
     return done
 
 
@@ -140,8 +143,10 @@ def examine(
         The facts by the name of the check, and a line about each repair.
     """
     end = time.monotonic() + deadline_s
+
     if not repair:
         return gather(folder, deadline_s=deadline_s), []
+
     facts = gather(folder, deadline_s=deadline_s * FIRST_EXAMINATION_SHARE)
     done = fix(facts)
     if done:
@@ -149,6 +154,7 @@ def examine(
         fixable = [check for check in facts if _can_fix(check)]
         remaining_s = end - time.monotonic()
         facts.update(gather(folder, fixable, remaining_s))
+
     return facts, done
 
 
@@ -174,6 +180,7 @@ def lines(findings: Mapping[str, Finding]) -> list[str]:
         text.append(f"{level}{padded_name}{finding.found}")
         if finding.level != OK and finding.do:
             text.append(" " * (LEVEL_WIDTH + name_width) + f"do: {finding.do}")
+
     return text
 
 
@@ -187,4 +194,5 @@ def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict
             "do": finding.do,
             "facts": facts[name],
         }
+
     return report

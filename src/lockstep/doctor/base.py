@@ -42,8 +42,10 @@ def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
         level = WARNING
     else:
         level = OK
+
     texts = [summary, *(problem.found for problem in problems)]
     found = "; ".join(text for text in texts if text)
+
     # Problems may have the same remedy, which is said once.
     remedies = dict.fromkeys(problem.do for problem in problems if problem.do)
     return Finding(level, found, "; ".join(remedies))

@@ -41,9 +41,12 @@ def judge(facts: Facts) -> Finding:
             f"{now}, which is years ago: certificates will fail, and times in logs will be wrong"
         )
         return Finding(ERROR, found, do)
+
     if facts["synchronised"] is False:
         found = f"{now}, not kept right by the network: logs of several machines may not fit"
         return Finding(WARNING, found, do)
+
     if facts["synchronised"] is None:
         return Finding(OK, f"{now} (who keeps it is not known)")
+
     return Finding(OK, now)

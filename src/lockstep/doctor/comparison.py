@@ -58,8 +58,10 @@ def judge(machines: Machines) -> dict[str, Finding]:
     }
     if any("script" in facts for facts in machines.values()):
         findings["script"] = _judge_script(machines)
+
     if any("data" in facts for facts in machines.values()):
         findings["data"] = _judge_data(machines)
+
     return findings
 
 
@@ -74,6 +76,7 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
     names: dict[str, None] = {}  # a set that keeps the order
     for values in values_of_machine.values():
         names.update(dict.fromkeys(values))
+
     differences = []
     for name in names:
         machines_with_value: dict[str, list[str]] = defaultdict(list)
@@ -81,12 +84,14 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
             value = values.get(name)
             text = "none" if value is None else str(value)
             machines_with_value[text].append(machine)
+
         if len(machines_with_value) > 1:
             parts = [
                 f"{text} on {_name_machines(machines)}"
                 for text, machines in machines_with_value.items()
             ]
             differences.append(f"{name} {', '.join(parts)}")
+
     return differences
 
 
@@ -124,10 +129,12 @@ def _compare(
             unknown.append(machine)
         else:
             known[machine] = facts
+
     problems = []
     differences = _differences(known)
     if differences:
         problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
+
     problems += _warnings_about_unknown(unknown)
     summary = "" if problems else if_equal
     return verdict(summary, problems)
@@ -170,6 +177,7 @@ def _judge_versions(machines: Machines) -> Finding:
         # Facts that are not known have only the key `UNKNOWN`, which `_compare` must see.
         keys = [key for key in software if key in VERSIONS or key == UNKNOWN]
         compared[name] = {key: software[key] for key in keys}
+
     return _compare(
         compared,
         level=ERROR,
@@ -183,6 +191,7 @@ def _judge_packages(machines: Machines) -> Finding:
     packages = {}
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _select(software, "packages")
+
     # This number is said only if all machines have the same packages.
     num_packages = max(len(versions) for versions in packages.values())
     return _compare(
@@ -199,6 +208,7 @@ def _judge_variables(machines: Machines) -> Finding:
     for name, variables in _facts_of_check(machines, "variables").items():
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
+
     return _compare(
         compared,
         level=WARNING,
@@ -219,11 +229,13 @@ def _judge_clocks(machines: Machines) -> Finding:
     if largest_s <= MAX_CLOCK_OFFSET_S:
         measured_s = max(largest_s, 0.001)  # it is not measured better than to a millisecond
         return Finding(OK, f"within {measured_s:.3f} s of this machine")
+
     wrong_clocks = []
     for name, seconds in offset_s.items():
         if abs(seconds) > MAX_CLOCK_OFFSET_S:
             direction = "ahead of" if seconds > 0 else "behind"
             wrong_clocks.append(f"{name} is {abs(seconds):.1f} s {direction} this machine")
+
     return Finding(
         ERROR if largest_s > MAX_CLOCK_OFFSET_WITHOUT_ERROR_S else WARNING,
         _join_differences(wrong_clocks),
@@ -246,6 +258,7 @@ def _judge_names(machines: Machines) -> Finding:
         if UNKNOWN in addresses_of_name:
             unknown.append(machine)
             continue
+
         for name, addresses in addresses_of_name.items():
             if not addresses:
                 has_given_address = bool(machines[name]["own"])
@@ -259,10 +272,12 @@ def _judge_names(machines: Machines) -> Finding:
                 found = f"on {machine}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == machine else ERROR
                 problems.append(Finding(level, found, ADVICE_ON_NAMES))
+
     summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
     if reached_by_address:
         names = _name_machines(list(reached_by_address))
         summary += f"; not all know {names}: a run uses the address"
+
     return verdict(summary, [*_warnings_about_unknown(unknown), *problems])
 
 
@@ -296,26 +311,33 @@ def _judge_links(machines: Machines) -> Finding:
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"
+
             if link.get("interface"):
                 interfaces.add(link["interface"])
+
             problem = _link_problem(direction, link)
             if problem is not None:
                 problems.append(problem)
             elif "bandwidth" in link:
                 measured.append(_MeasuredLink(direction, link["bandwidth"], link["latency_s"]))
+
     problems = _shorten(problems)
     if not measured:
         summary = "none" if len(machines) > 1 else "one machine"
         return verdict(summary, problems)
+
     slowest = min(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
     bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
+
     summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
     num_links = len(machines) * (len(machines) - 1)  # each pair of machines has two, one each way
     if len(measured) != num_links:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
+
     if interfaces:
         summary += f", over {', '.join(sorted(interfaces))}"
+
     problems += _warnings_about_slow_link(measured)
     return verdict(summary, problems)
 
@@ -369,17 +391,21 @@ def _judge_folder(machines: Machines) -> Finding:
         if "shared" not in facts:
             no_answer.append(name)
             continue
+
         sees_file = facts["shared"]
         if sees_file is None:  # this is the machine that was to write the file
             found = f"not known: {name} cannot write there"
             return Finding(WARNING, found, "name another folder")
+
         if not sees_file:
             not_shared.append(name)
+
     problems = []
     if not_shared:
         found = f"not shared: files written there are not visible on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
         problems.append(Finding(WARNING, found, do))
+
     problems += _warnings_about_unknown(no_answer)
     return verdict("" if problems else "all machines see the same files", problems)
 
@@ -418,6 +444,7 @@ def _judge_data(machines: Machines) -> Finding:
     missing = [name for name, facts in data.items() if facts is None]  # nothing is at the path
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
+
     # These numbers are said only if they are the same on all machines that answered. So they are
     # taken from the first of these.
     num_files = 0
@@ -427,6 +454,7 @@ def _judge_data(machines: Machines) -> Finding:
             num_files = facts["files"]
             num_digested = len(facts["contents"])
             break
+
     if_equal = (
         f"the same names and sizes ({count_noun(num_files, 'file')}), and pieces of contents "
         f"({count_noun(num_digested, 'file')})"
@@ -435,8 +463,10 @@ def _judge_data(machines: Machines) -> Finding:
     for key in ("files", "bytes", "sizes", "names", "contents"):
         compared = {machine: _select(facts, key) for machine, facts in data.items()}
         findings.append(_compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal))
+
     differences = [finding for finding in findings if finding.level == ERROR]
     if differences:
         return differences[0]
+
     # Nothing differs, so all findings are the same: equal, or not known of some machines.
     return findings[0]

@@ -34,13 +34,16 @@ def judge(facts: Facts) -> Finding:
     machine = facts["machine"]
     quota = facts["quota"]
     load = facts["load"]
+
     problems = []  # their texts follow the summary: `4 of 8; 60.0 processes want them`
     if quota is not None and quota < machine:
         found = f"the control group allows {quota:g}, but libraries count {machine}"
         do = "lockstep run sets OMP_NUM_THREADS to fit; choose num_workers of loaders yourself"
         problems.append(Finding(WARNING, found, do))
+
     # The load is that of the whole machine, so it is compared with all of its cores.
     if load > MAX_LOAD_PER_CORE * machine:
         found = f"{load:.1f} processes want them"
         problems.append(Finding(WARNING, found, "use top to see what else is running"))
+
     return verdict(f"{facts['allowed']} of {machine}", problems)

@@ -30,6 +30,7 @@ def gather(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
+
     size_of_file = dict(islice(_files(path), MAX_FILES))
     chosen_files = _spread(list(size_of_file), NUM_DIGESTED_FILES)
     digested = sorted(set(chosen_files))
@@ -87,4 +88,5 @@ def _digest(path: Path, size: int) -> str:
                 digest.update(file.read(PIECE_SIZE))
     except OSError as error:
         return error.strerror or "not readable"
+
     return digest.hexdigest()[:8]

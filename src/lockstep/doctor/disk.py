@@ -51,10 +51,12 @@ def gather(folder: Path) -> Facts:
         "speed": None,
         "problem": None,
     }
+
     # What stands in the way of the folder is a file, or a link that leads nowhere.
     if nearest_folder != nearest_path:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
+
     try:
         # A folder that is missing is no problem. But `isdir` also takes a folder on a dead network
         # mount for missing. Here that raises another error.
@@ -63,6 +65,7 @@ def gather(folder: Path) -> Facts:
         facts["speed"] = _measure_speed(nearest_folder)
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
+
     return facts
 
 
@@ -84,6 +87,7 @@ def _measure_speed(folder: Path) -> float:
             written += file.write(data)
             os.fsync(file.fileno())
         seconds = time.monotonic() - begin
+
     return written / max(seconds, 1e-9)
 
 
@@ -99,17 +103,22 @@ def judge(facts: Facts) -> Finding:
         problems.append(Finding(WARNING, found, "choose a faster disk, or save less often"))
     else:
         summary += f", {facts['speed'] / 1e6:.0f} MB/s"
+
     if facts["problem"] is None and not facts["exists"]:  # only mentioned: it can be created
         do = "it is made with the first checkpoint, or by --fix"
         problems.append(Finding(OK, "the folder does not exist yet", do))
+
     if facts["free"] < MIN_FREE:
         problems.append(Finding(WARNING, "that is not much for checkpoints", "make room"))
+
     if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:
         found = f"no more than {count_noun(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))
+
     if facts["temporary_free"] < MIN_FREE_TEMPORARY:
         found = f"{gib(facts['temporary_free'])} free in {facts['temporary']}, where logs go"
         problems.append(Finding(WARNING, found, "make room, or give lockstep run --log-dir"))
+
     return verdict(summary, problems)
 
 

@@ -40,6 +40,7 @@ def gather(folder: Path) -> Facts:
     # If CUDA does not work, the check of the software says so.
     if not torch.cuda.is_available() or why_cuda_fails() is not None:
         return {"gpus": [], "nvml": None}
+
     nvml, why_no_nvml = _load_nvml()
     gpus = []
     for index in range(torch.cuda.device_count()):
@@ -51,11 +52,14 @@ def gather(folder: Path) -> Facts:
         if nvml is not None:
             # Before anything is computed here: that takes memory of the GPU too.
             facts.update(_ask_nvml(nvml, str(torch.cuda.get_device_properties(index).uuid)))
+
         try:
             facts["difference"] = _difference_from_cpu(index)
         except RuntimeError as error:
             facts["error"] = str(error).partition("\n")[0]
+
         gpus.append(facts)
+
     return {"gpus": gpus, "nvml": why_no_nvml}
 
 
@@ -81,6 +85,7 @@ def _load_nvml() -> tuple[Any, str | None]:
 
     if torch.version.hip is not None:
         return None, "NVML knows NVIDIA's GPUs alone"
+
     try:
         import pynvml
 
@@ -89,6 +94,7 @@ def _load_nvml() -> tuple[Any, str | None]:
         return None, "nvidia-ml-py is not installed"
     except Exception as error:  # the classes of its errors are made when it is imported
         return None, str(error)
+
     return pynvml, None
 
 
@@ -115,11 +121,13 @@ def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
     device = ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
     if device is None:
         return {}
+
     memory = ask("nvmlDeviceGetMemoryInfo", device)
     processes = ask("nvmlDeviceGetComputeRunningProcesses", device)
     other_pids = None
     if processes is not None:
         other_pids = [process.pid for process in processes if process.pid != os.getpid()]
+
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     since_last_start = nvml.NVML_VOLATILE_ECC
     return {
@@ -136,17 +144,21 @@ def judge(facts: Facts) -> Finding:
     gpus = facts["gpus"]
     if not gpus:
         return Finding(OK, "none that torch can use; training runs on the CPU")
+
     problems = []  # their texts follow the summary: `2 x T4; GPU 1 does not compute`
     for index, gpu in enumerate(gpus):
         for problem in _problems(gpu):
             problems.append(problem._replace(found=f"GPU {index} {problem.found}"))
+
     names = sorted({gpu["name"] for gpu in gpus})
     if len(names) > 1:
         do = "shares='auto' gives each as much as it can compute"
         problems.append(Finding(WARNING, "they are of different kinds", do))
+
     summary = f"{len(gpus)} x {', '.join(names)}"
     if facts["nvml"]:
         summary += f" (memory, other processes, ECC and throttling not known: {facts['nvml']})"
+
     return verdict(summary, problems)
 
 
@@ -163,6 +175,7 @@ def _problems(gpu: Facts) -> list[Finding]:
     elif not gpu["difference"] <= MAX_DIFFERENCE:  # also if it is NaN
         do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
         problems.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
+
     processes = gpu.get("processes")
     if processes:
         pids = ", ".join(str(pid) for pid in processes)
@@ -172,12 +185,15 @@ def _problems(gpu: Facts) -> list[Finding]:
         # NVML does not see all processes, for example those of another container.
         found = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
         problems.append(Finding(WARNING, found, "use nvidia-smi to see what uses the rest"))
+
     if gpu.get("ecc"):
         found = f"has had {count_noun(gpu['ecc'], 'memory error')} that could not be corrected"
         problems.append(Finding(ERROR, found, "reset it or have it replaced"))
+
     throttle_bits = gpu.get("throttled") or 0
     reasons = [reason for bit, reason in THROTTLE_REASONS.items() if throttle_bits & bit]
     if reasons:
         found = f"is slowed down: {', '.join(reasons)}"
         problems.append(Finding(WARNING, found, "check its cooling and its power supply"))
+
     return problems

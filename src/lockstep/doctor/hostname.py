@@ -25,9 +25,12 @@ def gather(folder: Path) -> Facts:
     address = address_reaching() or LOOPBACK  # the address by which it reaches other machines
     if ":" not in address:
         address = f"::ffff:{address}"  # an IPv4 address as torch's IPv6 sockets write it
+
     begin = time.monotonic()
+
     with suppress(OSError):  # only the time matters: not having a name is no problem
         socket.getnameinfo((address, 0, 0, 0), 0)
+
     lookup_s = time.monotonic() - begin
     return {"name": name, "addresses": resolve(name), "address": address, "waited_s": lookup_s}
 
@@ -46,6 +49,7 @@ def judge(facts: Facts) -> Finding:
             "programs may not"
         )
         problems.append(Finding(WARNING, found, do))
+
     if facts["waited_s"] > MAX_LOOKUP_S:
         found = (
             f"looking up the name of {facts['address']} takes {facts['waited_s']:.0f} s, and torch "
@@ -57,5 +61,6 @@ def judge(facts: Facts) -> Finding:
             "root"
         )
         problems.append(Finding(WARNING, found, do))
+
     summary = f"{name} is {', '.join(addresses)}" if addresses else ""
     return verdict(summary, problems)

@@ -101,13 +101,16 @@ class _Examination:
         """
         if names is None:
             names = self._remotes
+
         remotes = [self._remotes[name] for name in names if name not in self.failures]
         for remote in remotes:
             remote.answer_timeout_s = timeout_s
+
         answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
             found, do = problem.args  # what went wrong with the machine, and what to do about it
             self.failures[remote.host.name] = Finding(ERROR, found, do)
+
         return {remote.host.name: answer for remote, answer in answers.items()}
 
     async def run(self, *, files: Mapping[str, str], fix: bool) -> None:
@@ -141,11 +144,13 @@ class _Examination:
                     ERROR, answer["missing"], "the folder must be there, too"
                 )
                 continue
+
             address = answer["own"]
             if self._remotes[name].here:
                 # No ssh connection led to this machine, which would show by which address it is
                 # reached. But the others were reached from it, and saw its address.
                 address = _address_of_this_machine(answers.values()) or address
+
             self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
     async def _read_clocks(self) -> None:
@@ -180,6 +185,7 @@ class _Examination:
         for name, errors in errors_of_machine.items():
             links = {other: {"error": errors.get(other, "")} for other in places if other != name}
             self.facts[name]["links"] = links
+
         await self._measure_links(places)
 
     async def _measure_links(self, places: Mapping[str, tuple[str, int]]) -> None:
@@ -229,8 +235,10 @@ class _Examination:
             fix: repair on each machine what can be repaired.
         """
         addresses = {name: self._remotes[name].host.address for name in self.facts}
+
         # The answer needs time to arrive, and so do the requests that come after this one.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
+
         # The arguments of `remote.facts`, which runs the checks on a machine.
         request = {
             "folder": str(self._folder),
@@ -243,12 +251,14 @@ class _Examination:
             lambda remote: remote.ask(ask="facts", **request),
             timeout_s=self._remaining_s(reserve_s=ANSWER_TRANSFER_S),
         )
+
         # `lockstep run --hosts` sends these variables from here to each machine, so in a run they
         # have the same values everywhere.
         forwarded = {}
         for name, value in variables.gather(self._folder).items():
             if is_forwarded(name):
                 forwarded[name] = value
+
         for name, answer in answers.items():
             answer["checks"]["variables"].update(forwarded)
             self.facts[name].update(answer)
@@ -263,6 +273,7 @@ class _Examination:
         able = [name for name in self.facts if name not in self.failures]
         if not able:
             return
+
         writer = able[0]
         answers = await self._ask(
             lambda remote: remote.ask(ask="write", path=path, text=path),
@@ -271,6 +282,7 @@ class _Examination:
         )
         if writer not in answers:  # it is one of the failures now
             return
+
         self.facts[writer]["shared"] = None  # it stays None if it cannot write
         if answers[writer]["error"] is None:
             await self._read_shared_file(answers[writer]["path"], expected_text=path)
@@ -319,4 +331,5 @@ async def _read_clock(remote: Remote) -> dict[str, Any]:
         if end - begin < shortest_s:
             shortest_s = end - begin
             ahead_s = answer["time"] - (begin + end) / 2
+
     return {"clock": ahead_s}

@@ -52,22 +52,28 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
     """Returns torch's files whose process has ended, and that no other process has mapped."""
     if not SHARED_MEMORY.is_dir():
         return []
+
     abandoned = []
     for path in SHARED_MEMORY.glob("torch_*"):
         match = TORCH_FILE.match(path.name)  # its first group is the process that made the file
         if match is None:
             continue
+
         try:
             status = path.stat()
         except OSError:  # it was removed meanwhile
             continue
+
         is_ours = status.st_uid == os.getuid()
         is_old = time.time() - status.st_mtime > SHARED_MIN_AGE_S
         if is_ours and is_old and not _is_running(int(match[1])):
             abandoned.append((str(path), status.st_size))
+
     if not abandoned:  # then the maps of all processes need not be read
         return []
+
     mapped = _mapped_shared_memory()
+
     # The number of its process means nothing here if that one runs in another container.
     return [(path, size) for path, size in abandoned if path not in mapped]
 
@@ -80,6 +86,7 @@ def _old_logs() -> list[FileAndSize]:
     logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
     if not logs.is_dir() or logs.stat().st_uid != os.getuid():
         return []
+
     old = []
     for run in logs.iterdir():
         files = []  # the size and time of each file and folder in it
@@ -89,6 +96,7 @@ def _old_logs() -> list[FileAndSize]:
         newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
         if time.time() - newest_time > LOGS_MIN_AGE_S:
             old.append((str(run), sum(file.st_size for file in files)))
+
     return old
 
 
@@ -134,21 +142,26 @@ def judge(facts: Facts) -> Finding:
     """Finds abandoned shared memory, and old logs if they are large."""
     shared = facts["shared"]
     logs = facts["logs"]
+
     problems = []
     if shared:
         size_mib = _total_size(shared) // MIB
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
+
         if facts["sees_all"]:
             do = "--fix removes them"
         else:
             do = "remove them if no container uses this /dev/shm: its processes have other numbers"
+
         problems.append(Finding(WARNING, found, do))
+
     if _total_size(logs) > MAX_LOGS_SIZE:
         size_mib = _total_size(logs) // MIB
         runs = count_noun(len(logs), "run")
         found = f"logs of {runs} of more than two weeks ago take {size_mib} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))
+
     return verdict("of earlier runs" if problems else "nothing that matters", problems)
 
 
@@ -162,8 +175,10 @@ def fix(facts: Facts) -> list[str]:
         for path, _ in facts["shared"]:
             Path(path).unlink(missing_ok=True)
             done.append(f"removed {path}")
+
     if _total_size(facts["logs"]) > MAX_LOGS_SIZE:
         for path, _ in facts["logs"]:
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed {path}")
+
     return done

@@ -27,6 +27,7 @@ def gather(folder: Path) -> Facts:
     processes = None
     if hasattr(resource, "RLIMIT_NPROC"):  # not every system limits the number of processes
         processes = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+
     return {
         "files": _limit(soft_files),
         "most_files": _limit(hard_files),
@@ -49,16 +50,20 @@ def judge(facts: Facts) -> Finding:
     files = facts["files"]
     processes = facts["processes"]
     locked = facts["locked"]
+
     problems = []
     if files is not None and files < MIN_OPEN_FILES:
         found = "loaders with workers may need more open files"
         problems.append(Finding(WARNING, found, _how_to_raise_open_files(facts["most_files"])))
+
     if processes is not None and processes < MIN_PROCESSES:
         found = f"at most {processes} processes and threads"
         problems.append(Finding(WARNING, found, "ulimit -u, or ask for a higher limit"))
+
     if facts["infiniband"] and locked is not None and locked < MIN_LOCKED_MEMORY:
         found = f"InfiniBand needs locked memory, and {locked // 2**10} KiB may be locked"
         problems.append(Finding(WARNING, found, "as root, memlock unlimited in limits.conf"))
+
     return verdict(f"{'unlimited' if files is None else files} open files", problems)
 
 

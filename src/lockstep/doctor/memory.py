@@ -33,13 +33,16 @@ def judge(facts: Facts) -> Finding:
     group = facts["group"]
     do = "end the programs that use it"
     problems = []  # their texts follow the summary: `3 GiB of 8 GiB available; ...`
+
     # The tighter of the two counts: what the machine has, and what the control group allows.
     if group is not None and group < available:
         available = group
         problems.append(Finding(OK, f"its control group leaves {gib(group)}"))
+
     if available < MIN_FOR_TORCH:
         problems.append(Finding(ERROR, "too little for one process with torch", do))
     elif available < MIN_FOR_A_MODEL:
         found = "a process with torch takes about 0.5 GiB, without any model"
         problems.append(Finding(WARNING, found, f"start few processes, or {do}"))
+
     return verdict(f"{gib(facts['available'])} of {gib(facts['total'])} available", problems)

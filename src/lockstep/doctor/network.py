@@ -36,6 +36,7 @@ def gather(folder: Path) -> Facts:
     import psutil
 
     address = address_reaching()  # the address from which packets to other machines leave
+
     interface = None if address is None else interface_of(address)
     mtu = None
     megabits = None
@@ -43,10 +44,12 @@ def gather(folder: Path) -> Facts:
     if interface in statistics_of_interface:
         mtu = statistics_of_interface[interface].mtu
         megabits = statistics_of_interface[interface].speed or None  # 0: it is not known
+
     variables = {}
     for name in (GLOO_VARIABLE, NCCL_VARIABLE):
         if os.environ.get(name):
             variables[name] = os.environ[name]
+
     return {
         "interfaces": local_addresses(),
         "loopback_problem": _loopback_problem(),
@@ -76,11 +79,13 @@ def judge(facts: Facts) -> Finding:
     if facts["loopback_problem"]:
         found = f"loopback does not work: {facts['loopback_problem']}"
         problems.append(Finding(ERROR, found, "as root: ip link set lo up"))
+
     for variable, value in facts["variables"].items():
         if not _names_interfaces(variable, value, interfaces):
             found = f"{variable}={value}, and there is no such interface"
             do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
+
     if facts["interface"] is None:  # no packet to other machines would leave
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:
@@ -88,14 +93,17 @@ def judge(facts: Facts) -> Finding:
         else:
             summary = "no route to other machines; runs on this machine use loopback"
         return verdict(summary, problems)
+
     summary = f"{facts['interface']} ({facts['address']}) has the default route"
     if facts["mbits"]:
         summary += f", {facts['mbits']} Mb/s"
+
     if facts["mtu"] is not None:
         summary += f", MTU {facts['mtu']}"
         if facts["mtu"] < MIN_MTU:
             found = "packets are so small that much of the bandwidth is lost"
             problems.append(Finding(WARNING, found, "as root: ip link set ... mtu 1500"))
+
     return verdict(summary, problems)
 
 

@@ -64,9 +64,12 @@ def facts(
     functions: dict[str, Callable[[], Any]] = {}
     if "script" in files:
         functions["script"] = partial(_digest, Path(files["script"]))
+
     if "data" in files:
         functions["data"] = partial(data.gather, Path(files["data"]))
+
     functions["resolved"] = partial(_resolve_all, names)
+
     # What is to be compared is read in another thread, and the checks run in this one, so that
     # together they take no longer than `seconds`.
     with ThreadPoolExecutor(1) as pool:
@@ -109,9 +112,11 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
     """Acknowledges each message on a connection that begins with the token, and then closes it."""
     with connection:
         connection.settimeout(SERVER_TIMEOUT_S)
+
         try:
             if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
+
             while True:  # until the other end closes the connection, which raises here
                 remaining = int.from_bytes(receive(connection, 8))
                 if remaining == 0:  # no message is empty: this is somebody else's connection
@@ -159,6 +164,7 @@ def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
 
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         problems = list(pool.map(try_to_connect, places.values()))
+
     return {name: problem for name, problem in zip(places, problems, strict=True) if problem}
 
 
@@ -177,20 +183,25 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         connection = socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S)
     except OSError as error:
         return {"error": _describe(error, CONNECT_TIMEOUT_S)}
+
     with connection:
         interface = interface_of(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(ANSWER_TIMEOUT_S)
+
         try:
             connection.sendall(token.encode())
             _send_message(connection, 1)  # not counted: the other end starts a thread first
             round_trips = [_send_message(connection, 1) for _ in range(NUM_PINGS)]
         except OSError as error:
             return {"error": _describe(error, ANSWER_TIMEOUT_S)}
+
         latency_s = statistics.median(round_trips) / 2
         bandwidth = _measure_bandwidth(connection, latency_s)
+
     if bandwidth is None:
         return {"latency_s": latency_s, "stalled": True}
+
     return {"latency_s": latency_s, "bandwidth": bandwidth, "interface": interface}
 
 
@@ -213,16 +224,19 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
     for size in MESSAGE_SIZES:
         if bandwidth is not None and size / bandwidth > MAX_MESSAGE_S:  # it would take too long
             break
+
         try:
             # The shorter of two times, since a busy machine may have delayed one.
             seconds = min(_send_message(connection, size), _send_message(connection, size))
         except OSError:  # it was not acknowledged in time: what shorter ones have shown stays
             break
+
         # `seconds` includes one latency, in which the acknowledgement came back. But at least half
         # of it counts as the time of sending: the latency may have been measured too large.
         #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
+
     return bandwidth
 
 
@@ -236,12 +250,15 @@ def write(path: str, text: str) -> dict[str, Any]:
     folder = Path(path).parent
     while not os.path.isdir(folder):
         folder = folder.parent
+
     file = folder / Path(path).name
     atexit.register(file.unlink, missing_ok=True)
+
     try:
         file.write_text(text)
     except OSError as error:
         return {"error": error.strerror}
+
     return {"error": None, "path": str(file)}
 
 

@@ -29,6 +29,7 @@ def judge(facts: Facts) -> Finding:
     """Finds shared memory that is closed, full, or as small as containers have it by default."""
     if facts["total"] is None:
         return Finding(OK, "there is no /dev/shm on this system")
+
     problems = []  # their texts follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`
     if not facts["writable"]:
         found = "this user may not write there"
@@ -39,4 +40,5 @@ def judge(facts: Facts) -> Finding:
     elif facts["free"] < MIN_FREE:
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
+
     return verdict(f"{gib(facts['free'])} of {gib(facts['total'])} free in /dev/shm", problems)

@@ -31,6 +31,7 @@ def gather(folder: Path) -> Facts:
         name = distribution.metadata["Name"]
         if name:  # a broken installation may have none
             packages[name] = distribution.version
+
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -49,6 +50,7 @@ def gather(folder: Path) -> Facts:
     except Exception as error:  # a broken installation raises all kinds of errors
         facts["problem"] = f"{type(error).__name__}: {error}"
         return facts
+
     facts["torch"] = torch.__version__
     facts["cuda"] = torch.version.cuda
     facts["rocm"] = torch.version.hip
@@ -65,13 +67,16 @@ def _nvidia_driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
+
     lines = text.splitlines()
     if not lines:
         return None
+
     # The first line: NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar ...
     for word in lines[0].split():
         if word[0].isdigit():
             return word
+
     return "unknown"
 
 
@@ -81,19 +86,24 @@ def judge(facts: Facts) -> Finding:
     problems = []
     if _major_and_minor(facts["python"]) < MIN_PYTHON:
         problems.append(Finding(ERROR, "Python is older than 3.11", "use a newer Python"))
+
     if facts["torch"] is None:
         found = f"torch cannot be imported: {facts['problem']}"
         problems.append(Finding(ERROR, found, "reinstall torch in this environment"))
         return verdict(", ".join(versions), problems)
+
     versions.append(f"torch {facts['torch']}")
     nccl_name = "RCCL" if facts["rocm"] else "NCCL"
+
     names = {"cuda": "CUDA", "rocm": "ROCm", "nccl": nccl_name, "driver": "driver"}
     for library, name in names.items():
         if facts[library]:
             versions.append(f"{name} {facts[library]}")
+
     if _major_and_minor(facts["torch"]) < MIN_TORCH:
         found = f"torch is older than {'.'.join(map(str, MIN_TORCH))}"
         problems.append(Finding(ERROR, found, "install a newer torch"))
+
     if facts["driver"] and not facts["cuda"]:
         found = "an NVIDIA driver is installed, but this torch is built without CUDA"
         problems.append(Finding(WARNING, found, "install a build of torch for CUDA"))
@@ -101,6 +111,7 @@ def judge(facts: Facts) -> Finding:
         found = "torch cannot use CUDA"
         do = "check that nvidia-smi works and that the driver is new enough for this CUDA"
         problems.append(Finding(ERROR, found, do))
+
     return verdict(", ".join(versions), problems)
 
 

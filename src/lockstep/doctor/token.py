@@ -33,6 +33,7 @@ def gather(folder: Path) -> Facts:
     path = token_file(os.environ)
     if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
         return facts  # there is none yet, and `find_token` would create one
+
     try:
         token = find_token(os.environ)
     except SettingError as error:
@@ -40,8 +41,10 @@ def gather(folder: Path) -> Facts:
         facts["problem"] = error.found
         facts["do"] = error.do
         return facts
+
     facts["source"] = token.source
     facts["open"] = token.open_to_all
+
     # 16 bits: enough to see that two machines differ, too few to guess the token from.
     facts["digest"] = token.key.hex()[:4]
     return facts
@@ -67,11 +70,14 @@ def fix(facts: Facts) -> list[str]:
     """
     if not facts["problem"]:
         return []
+
     path = Path(facts["source"])
     if not path.is_file():
         return []
+
     is_open_to_others = path.stat().st_mode & MODE_FOR_OTHERS != 0
     if not is_open_to_others:  # the problem is another one
         return []
+
     path.chmod(0o600)
     return [f"took {path} from other users' eyes (mode 0600)"]

@@ -49,12 +49,15 @@ def judge(facts: Facts) -> Finding:
         found = f"{assignments}: a script started without a launcher believes it is a rank"
         do = f"in this shell: unset {' '.join(rank_variables)}"
         problems.append(Finding(WARNING, found, do))
+
     for name, (slow_value, effect) in DEBUG_VARIABLES.items():
         # Other values of these variables are harmless.
         if facts.get(name) == slow_value:
             found = f"{name}={slow_value}: {effect}"
             problems.append(Finding(WARNING, found, "unset it to train"))
+
     if facts.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         found = "CUDA_VISIBLE_DEVICES hides all GPUs"
         problems.append(Finding(WARNING, found, "unset it to use them"))
+
     return verdict(f"{len(facts)} that torch and its libraries read", problems)

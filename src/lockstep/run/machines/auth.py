@@ -89,6 +89,7 @@ class ConnectionServer:
         Until it is closed, its writer is in `_open_writers`.
         """
         self._open_writers.add(writer)
+
         try:
             await self._handle_connection(Streams(reader, writer))
         except (OSError, ConnectionFailed):
@@ -129,8 +130,10 @@ class AuthProxy(ConnectionServer):
         """Authenticates a client, then carries its connection to the store or to `on_peer`."""
         if self._num_handshakes >= MAX_HANDSHAKES_AT_ONCE:
             return  # too many strangers at once; the connection is closed
+
         address = str(client.writer.get_extra_info("peername")[0])
         self._num_handshakes += 1
+
         # The time for a handshake is short, so a stranger that says nothing is not kept for long.
         try:
             handshake = _handshake_with_client(client, self._token)
@@ -140,6 +143,7 @@ class AuthProxy(ConnectionServer):
             return
         finally:
             self._num_handshakes -= 1
+
         if purpose == TO_STORE:
             await relay(client, await _connect(LOOPBACK, self._store_port))
         elif purpose == TO_LAUNCHER:
@@ -206,6 +210,7 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     own_nonce = secrets.token_bytes(NONCE_BYTES)
     client.writer.write(MAGIC + own_nonce)
     await _check_magic(reader)
+
     client_nonce = await reader.readexactly(NONCE_BYTES)
     purpose = await reader.readexactly(1)
     proof = await reader.readexactly(PROOF_BYTES)
@@ -213,6 +218,7 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
         client.writer.write(REFUSAL)
         await client.writer.drain()
         return WRONG_TOKEN
+
     client.writer.write(ACCEPTED + _hmac(token, b"server", own_nonce, client_nonce, purpose))
     return purpose
 
@@ -238,19 +244,24 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
             proof = _hmac(token, b"client", proxy_nonce, own_nonce, purpose)
             proxy.writer.write(MAGIC + own_nonce + purpose + proof)
             answer = await proxy.reader.readexactly(1 + PROOF_BYTES)
+
         # The proxy must prove that it has the token, too: another program may listen there.
         expected = ACCEPTED + _hmac(token, b"server", proxy_nonce, own_nonce, purpose)
         if not hmac.compare_digest(answer, expected):
             raise ConnectionFailed(TOKEN_DIFFERS)
     except BaseException as error:
         proxy.writer.transport.abort()
+
         # It accepted the connection and then said nothing. (A TimeoutError is an OSError as well.)
         if isinstance(error, TimeoutError):
             raise ConnectionFailed(NOT_A_LAUNCHER) from None
+
         # The connection broke, or the other side closed it.
         if isinstance(error, OSError | EOFError):
             raise ConnectionFailed(CUT) from None
+
         raise
+
     return proxy
 
 

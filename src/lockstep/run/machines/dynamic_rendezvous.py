@@ -72,28 +72,35 @@ class DynamicRendezvous(Rendezvous):
         announcer = WaitAnnouncer(self._say)
         while True:
             present = self._peers.present()
+
             if self._server_is_gone():
                 raise self._missing_nodes_error(describe_departure(self._peers.server))
+
             has_too_few_nodes = len(present) < self._parameters.min_nodes
             if has_too_few_nodes and time.monotonic() > deadline:
                 raise self._missing_nodes_error(
                     "too few nodes have come within the join timeout; "
                     f"here: {describe_present(present)}"
                 )
+
             own = self._peers.own
             decided = self._peers.server.decided
             decided_round = decided["round"]
             participants = decided["nodes"]
+
             # It is no new round if this node has started its ranks for it already, or if this node
             # has asked for a later one.
             is_new_round = decided_round > own.started and decided_round >= own.round
             if is_new_round and own.number in participants:
                 return decided_round, participants
+
             round_number = self._choose_round(present)
             if round_number > own.round:
                 self._peers.update(round=round_number)
+
             if own.number == 0:
                 self._decide_participants(round_number)
+
             announcer.update(
                 f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
             )
@@ -113,6 +120,7 @@ class DynamicRendezvous(Rendezvous):
         lost = [node for node in self.lost_nodes() if node.state == LOST]
         if not lost:
             return ""
+
         has_enough_nodes = len(self._peers.present()) >= self._parameters.min_nodes
         can_go_on = self.elastic and has_enough_nodes and not self._server_is_gone()
         if not can_go_on:
@@ -143,13 +151,16 @@ class DynamicRendezvous(Rendezvous):
         own = self._peers.own
         running_round = max(node.started for node in present)
         latest_round_asked = max(node.round for node in present)
+
         round_number = max(latest_round_asked, own.started + 1)
         others_run_without_this_node = own.started < running_round
         if not others_run_without_this_node or round_number != running_round:
             return round_number
+
         num_running = len([node for node in present if node.started == running_round])
         if num_running >= self._parameters.max_nodes:
             return own.round
+
         return running_round + 1
 
     def _decide_participants(self, round_number: int) -> None:
@@ -161,21 +172,27 @@ class DynamicRendezvous(Rendezvous):
         present = self._peers.present()
         max_nodes = self._parameters.max_nodes
         now = time.monotonic()
+
         if len(present) < self._parameters.min_nodes:
             self._enough_nodes_since = math.inf
             return
+
         if self._enough_nodes_since == math.inf:
             self._enough_nodes_since = now
+
         # The first round waits a while for more nodes than the fewest.
         last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
+
         # `decided` is what the server has decided last: a round, and the nodes that take part.
         is_decided_already = self._peers.own.decided["round"] >= round_number
         all_have_asked = all(node.round >= round_number for node in present)
         if is_decided_already or not all_have_asked:
             return
+
         delete_keys_of_ranks(self._store)  # those of the last round
+
         # Ordered by host, as in torch's rendezvous.
         participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
         numbers = [node.number for node in participants]

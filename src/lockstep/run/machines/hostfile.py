@@ -43,6 +43,7 @@ def parse_hosts(text: str) -> list[Host]:
     else:
         for part in text.split(","):
             hosts.append(_parse_list_item(was_set, part.strip()))
+
     host_of_address: dict[str, Host] = {}
     for host in hosts:
         if host.address in host_of_address:  # with another user name, perhaps
@@ -52,11 +53,14 @@ def parse_hosts(text: str) -> list[Host]:
                 f"{other.name} and {host.name} are one machine",
                 "name each machine once, with its number of processes",
             )
+
         host_of_address[host.address] = host
+
     if not hosts:
         raise SettingError(
             was_set, "the file lists no hosts", "write one line per host: node1 slots=4"
         )
+
     return hosts
 
 
@@ -71,6 +75,7 @@ def _parse_list_item(was_set: str, text: str) -> Host:
     """Returns the host of one item of a list: `node1` or `node1:4`."""
     name = text
     processes = None
+
     # An IPv6 address without brackets contains colons that do not precede a number of processes.
     is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
     match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
@@ -84,6 +89,7 @@ def _parse_list_item(was_set: str, text: str) -> Host:
                 f"{processes!r} is not a number of processes",
                 "write node1:4, or node1:gpu for one for each GPU",
             )
+
     _check_name(
         was_set,
         name,
@@ -104,6 +110,7 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
         if key not in ("slots", "max_slots") or not re.fullmatch("[0-9]+", value):
             raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
+
     slots = numbers.get("slots")
     max_slots = numbers.get("max_slots")
     needed_slots = 1 if slots is None else slots
@@ -113,6 +120,7 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
             f"{' '.join(options)}: there is no room for so many processes",
             "give slots of at least 1, and no more than max_slots",
         )
+
     _check_name(was_set, name, LINE_ADVICE)
     return Host(name, None if slots is None else str(slots))
 

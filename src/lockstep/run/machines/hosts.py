@@ -133,6 +133,7 @@ def resolve_all(hosts: Iterable[Host]) -> None:
     threads = [threading.Thread(target=resolve_host, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
+
     for thread in threads:
         thread.join()
 
@@ -202,16 +203,19 @@ class HostsSpec:
                 f"--master-addr={address}",
                 f"--master-port={port}",
             ]
+
         # --master-addr and --master-port are in `meeting`, with the values found at the start.
         other_flags = list(self.torchrun)
         for name in ("--master-addr", "--master-port"):
             if name in other_flags:
                 index = other_flags.index(name)
                 del other_flags[index : index + 2]  # the flag and its value
+
         nproc = self.hosts[node_rank].nproc or self.nproc
         arguments = ["run", f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:
             arguments.append("-m")
+
         return arguments + list(self.script)
 
     def describe(self) -> str:
@@ -219,6 +223,7 @@ class HostsSpec:
         resolve_all(self.hosts)
         lines = [f"{count_noun(len(self.hosts), 'host')}, in {working_folder()}:"]
         given_address = self.torchrun_flag("--master-addr")
+
         address = given_address or "ADDRESS"
         port = int(self.torchrun_flag("--master-port") or DEFAULT_MASTER_PORT)
         for node_rank, host in enumerate(self.hosts):
@@ -226,10 +231,12 @@ class HostsSpec:
             arguments = shlex.join(self.launcher_arguments(node_rank, address, port))
             lines.append(f"  {host.name} ({'here' if host.here else ssh_call}):")
             lines.append(f"    lockstep {arguments}")
+
         if len(self.hosts) > 1 and address == "ADDRESS":
             lines.append(
                 "ADDRESS: of the first machine, as the others reach it; found at the start"
             )
+
         variables = ", ".join(sorted(self.environment)) or "none"
         lines.append(f"variables that are sent: {variables}, and a token")
         return "\n".join(lines)
@@ -256,12 +263,14 @@ def forwarded_environment(environ: Mapping[str, str], names: Iterable[str]) -> d
     for name, value in environ.items():
         if is_forwarded(name):
             variables[name] = value
+
     for name in names:
         if name not in environ:
             raise SettingError(
                 f"--forward-env {name}", "it is not set here", "set it, or leave it out"
             )
         variables[name] = environ[name]
+
     return variables
 
 

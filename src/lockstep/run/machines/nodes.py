@@ -137,18 +137,21 @@ class Peers:
         """
         server = self.own
         nodes = self.all()
+
         if candidate.run_id != server.run_id:
             raise MasterUnreachableError(
                 f"run {candidate.run_id!r} (--rdzv-id)",
                 f"the launcher there serves another run, {server.run_id!r}: {server.process_name}",
                 "start all nodes with the same --rdzv-id, or this run with another port",
             )
+
         if candidate.nodes != server.nodes:
             raise WorldSizeError(
                 f"--nnodes {format_nnodes(candidate.nodes)} on {candidate.host}",
                 f"{server.name} was started with --nnodes {format_nnodes(server.nodes)}",
                 "start all nodes with the same --nnodes",
             )
+
         for node in nodes:
             is_same_rank = candidate.rank is not None and node.rank == candidate.rank
             if is_same_rank and node.state == HERE:
@@ -157,6 +160,7 @@ class Peers:
                     f"node {candidate.rank} has already come: {node.process_name}",
                     "give each machine its own --node-rank; the first one continues",
                 )
+
         # Nodes stay in the table when they leave, so their count is the next free number.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
         self.write(admitted.number, vars(admitted))
@@ -183,12 +187,14 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     for node in sorted(nodes, key=lambda node: node.number):  # in the order in which they came
         if node.rank is None:
             continue
+
         older_node = node_of_rank.get(node.rank)
         only_older_is_here = (
             older_node is not None and older_node.state == HERE and node.state != HERE
         )
         if not only_older_is_here:
             node_of_rank[node.rank] = node
+
     return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
 
 
@@ -216,8 +222,10 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
             reasons.append(describe_departure(node))
         elif node.round < round_number:
             reasons.append(f"{node.name} is still ending its previous start")
+
     if not reasons:
         return ""
+
     return f"{'; '.join(reasons)}; here: {describe_present(nodes)}"
 
 

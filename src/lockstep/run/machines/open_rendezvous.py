@@ -92,8 +92,10 @@ def open_rendezvous(
             "several machines are not told"
         )
         return TorchRendezvous(parameters, Peers(own), say)
+
     if parameters.max_nodes > 1:
         return _MultiNodeOpener(parameters, own, say, environ).open()
+
     # One node. With "static" the port becomes the ranks' MASTER_PORT. With c10d it would be the
     # port at which other nodes find the store; there are none, so any free port (0) will do.
     endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
@@ -101,6 +103,7 @@ def open_rendezvous(
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
     except OSError as error:
         raise network.listening_error(error, endpoint) from None
+
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
@@ -118,12 +121,14 @@ def _own_node(parameters: RendezvousParameters) -> Node:
     rank = None
     if is_static or num_nodes == 1:
         rank = int(parameters.get("rank", 0))
+
     if is_static and rank not in range(num_nodes):
         raise SettingError(
             f"--node-rank {rank} with --nnodes {num_nodes}",
             f"node ranks count from 0 to {num_nodes - 1}",
             "give each machine its own --node-rank",
         )
+
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
         number=0,
@@ -187,6 +192,7 @@ class _MultiNodeOpener:
             # another machine, on which another launcher was started as node 0 by mistake.
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
+
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
             listener = network.listening_socket(address, endpoint.port)
@@ -194,12 +200,14 @@ class _MultiNodeOpener:
             error = network.listening_error(os_error, endpoint)
             if not isinstance(error, PortTakenError):
                 raise error from None
+
             # If a launcher has the port, this node connects to it, or is told why it may not.
             timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
             try:
                 return self._connect(timeout)
             except (MasterUnreachableError, TokenDiffersError):
                 raise error from None
+
         return self._serve(listener)
 
     def _choose_server(self) -> _ServerChoice:
@@ -211,6 +219,7 @@ class _MultiNodeOpener:
         if self._parameters.backend == "static":
             is_server = self._own.rank == 0
             return _ServerChoice.SERVE_BY_FLAGS if is_server else _ServerChoice.CONNECT
+
         try:
             is_host = self._parameters.get_as_bool("is_host")
         except ValueError:
@@ -218,11 +227,14 @@ class _MultiNodeOpener:
             raise SettingError(
                 f"--rdzv-conf is_host={value}", "neither yes nor no", "write 1 or 0"
             ) from None
+
         if is_host is not None:
             return _ServerChoice.SERVE_BY_FLAGS if is_host else _ServerChoice.CONNECT
+
         host = self._endpoint.host
         if host in ("localhost", socket.gethostname()) or _is_this_machine(host):
             return _ServerChoice.SERVE_BY_GUESS
+
         return _ServerChoice.CONNECT
 
     def _serve(self, listener: socket.socket) -> Rendezvous:
@@ -250,9 +262,11 @@ class _MultiNodeOpener:
             thread.run(proxy.listen(listener))
             resources.callback(lambda: thread.run(proxy.close()))
             resources.callback(lambda: thread.run(server.close()))
+
             if self._token.open_to_all:
                 place = Endpoint(address, self._endpoint.port)
                 self._say(f"{TOKEN_VARIABLE}=none: anyone who can reach {place} can join this run")
+
             return self._make_rendezvous(peers, store, address, resources)
 
     def _connect(self, timeout: float) -> Rendezvous:
@@ -267,6 +281,7 @@ class _MultiNodeOpener:
             address, streams = self._authenticate(thread, timeout)
             connection = Connection(streams.reader, streams.writer)
             resources.callback(lambda: thread.run(connection.close()))
+
             try:
                 peers = thread.run(join_server(connection, self._own))
             except (OSError, EOFError, ValueError):
@@ -282,6 +297,7 @@ class _MultiNodeOpener:
 
             peers.send = send_changes
             thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
+
             try:
                 store = TCPStore(
                     LOOPBACK,
@@ -292,6 +308,7 @@ class _MultiNodeOpener:
                 )
             except RuntimeError:
                 raise network.unreachable_error(SERVER, endpoint, network.CUT) from None
+
             own_address = str(streams.writer.get_extra_info("sockname")[0])
             return self._make_rendezvous(peers, store, own_address, resources)
 
@@ -332,6 +349,7 @@ class _MultiNodeOpener:
                     return address, thread.run(connecting)
                 except ConnectionFailed as error:
                     reason = str(error)
+
             if reason == auth.TOKEN_DIFFERS:
                 raise TokenDiffersError(
                     f"the run at {endpoint}, with the token of {self._token.source}",
@@ -339,6 +357,7 @@ class _MultiNodeOpener:
                     f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
                     "16` makes one), or copy the token file of one machine to the others",
                 )
+
             waited = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
                 # Another program listens there. It may be about to end, so it is waited for, but
@@ -349,6 +368,7 @@ class _MultiNodeOpener:
                 raise network.unreachable_error(
                     SERVER, endpoint, reason, address=address, tried=timeout
                 )
+
             announcer.update(f"{SERVER} at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)
 
@@ -370,6 +390,7 @@ class _MultiNodeOpener:
                 if network.is_here(local_address):
                     address = local_address
                     break
+
         is_static = self._parameters.backend == "static"
         rendezvous_type = StaticRendezvous if is_static else DynamicRendezvous
         rendezvous = rendezvous_type(

@@ -84,11 +84,14 @@ class Connection:
             (length,) = LENGTH_FORMAT.unpack(length_bytes)
             if length > MAX_MESSAGE_BYTES:
                 raise ValueError("a message that is too long")
+
             is_heartbeat = length == 0
             message = None
             if not is_heartbeat:
                 message = json.loads(await self._reader.readexactly(length))
+
             self._missed_heartbeats = 0  # any message shows that the other side is there
+
             if isinstance(message, dict):  # None: it was a heartbeat
                 return message
 
@@ -158,6 +161,7 @@ class PeerServer:
             candidate = Node(**fields)
         except (OSError, EOFError, ValueError, TypeError):
             return
+
         try:
             number = self._peers.admit(candidate).number
         except JoinError as error:
@@ -168,8 +172,10 @@ class PeerServer:
             connection.send({"error": [type(error).__name__, error.was_set, error.found, error.do]})
             await connection.close()
             return
+
         nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
+
         # The other clients are told of the new node, which is not yet one of the clients.
         self.send(vars(self._peers.node(number)), number)
         self._clients[number] = connection
@@ -177,6 +183,7 @@ class PeerServer:
             lambda message: self._handle_message(number, message)
         )
         del self._clients[number]
+
         has_said_goodbye = self._peers.node(number).state != HERE
         if not has_said_goodbye and not self._closing:
             self._change_node(number, {"state": LOST, "why": reason})
@@ -193,10 +200,12 @@ class PeerServer:
         for name, value in message["changes"].items():
             if name in FIELDS_A_CLIENT_MAY_CHANGE:
                 changes[name] = value
+
         # The only state that a client can tell of itself is that it leaves. Whether it is lost is
         # found out here, when its connection ends.
         if changes.get("state") != LEFT:
             changes.pop("state", None)
+
         recipient = message.get("to")
         if recipient is None:
             self._change_node(number, changes)  # in the server's table, and at all clients
@@ -234,10 +243,12 @@ class PeerServer:
             if to in self._clients:
                 self._clients[to].send({"nodes": [change]})
             return
+
         # Collected until the event loop's next iteration, and sent as one message: often many
         # launchers come or change at once.
         if not self._unsent_changes:
             asyncio.get_running_loop().call_soon(self._send_unsent)
+
         self._unsent_changes.append(change)
 
     def _send_unsent(self) -> None:
@@ -272,10 +283,12 @@ async def join_server(connection: Connection, own: Node) -> Peers:
         type_name, was_set, found, do = answer["error"]
         error_type = ERROR_TYPES.get(type_name, JoinError)
         raise error_type(was_set, found, do)
+
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
     peers = Peers(Node(**fields_of_node[answer["number"]]))
     for number, fields in fields_of_node.items():
         peers.write(number, fields)
+
     return peers
 
 

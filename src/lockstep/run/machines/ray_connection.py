@@ -42,10 +42,13 @@ class HelperActor:
 
     def __init__(self, module: str, nonce: str, gpu_ids: Sequence[str]) -> None:
         environment = dict(os.environ)
+
         # Ray sets it in its processes. The launcher decides it for its ranks.
         environment.pop(THREADS_VARIABLE, None)
+
         if gpu_ids:
             environment[GPU_VARIABLE] = ",".join(gpu_ids)
+
         # Ray blocks SIGINT in this thread, and the ranks would inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helper = subprocess.Popen(
@@ -197,6 +200,7 @@ class RayRemote(Remote):
             raise Problem(
                 missing, "the folder must be on a disk that all nodes of the cluster share"
             ) from None
+
         # One machine may have several nodes, each with devices of its own.
         self.facts["machine"] += f" {self._node.node_id}"
 
@@ -205,6 +209,7 @@ class RayRemote(Remote):
         failure = ""
         if isinstance(self._process, HelperProcess):
             failure = self._process.failure
+
         error_lines = self._error_output.decode(errors="replace").strip().splitlines()
         if "No module named 'lockstep" in failure + "".join(error_lines):
             return Problem(
@@ -212,12 +217,14 @@ class RayRemote(Remote):
                 "install the same version on all nodes of the cluster, for the Python that started "
                 "Ray there",
             )
+
         if failure:
             found = " ".join(failure.split())
         elif error_lines:
             found = error_lines[-1]
         else:
             found = f"no answer within {self.answer_timeout_s:g} s"
+
         return Problem(
             found, "see `ray status`, and Ray's logs in /tmp/ray/session_latest/logs there"
         )

@@ -62,6 +62,7 @@ def connect(address: str) -> None:
             "Ray cannot be imported here",
             "install it, in the version of the cluster: pip install ray",
         ) from None
+
     try:
         # The ranks' output comes with the names of their nodes. Ray would print it a second time.
         ray.init(address, logging_level="ERROR", log_to_driver=False)
@@ -94,13 +95,16 @@ def num_ranks(nproc: str | None) -> int:
         return 1
     if nproc.isdigit() and int(nproc) > 0:
         return int(nproc)
+
     setting = f"--nproc {nproc} with --ray"
     if nproc != "gpu":
         do = "give the number of all ranks, or gpu: one for each GPU of the cluster"
         raise SettingError(setting, "it is no number of ranks", do)
+
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
     if num_gpus == 0:
         raise SettingError(setting, "the cluster has no GPUs", "give the number of ranks")
+
     return num_gpus
 
 
@@ -134,6 +138,7 @@ def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) 
     while not group.wait(POLL_INTERVAL_S):
         if has_told or time.monotonic() < tell_at:
             continue
+
         has_told = True
         name = "GPU" if "GPU" in bundles[0] else "CPU"
         num_free = ray.available_resources().get(name, 0)
@@ -142,6 +147,7 @@ def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) 
             f"waiting until the Ray cluster has {count_noun(len(bundles), name)} for this run: of "
             f"its {num_all:g}, {num_free:g} are free; Ctrl-C gives up"
         )
+
     return group
 
 
@@ -155,9 +161,11 @@ def nodes_of_group(group: Any) -> list[RayNode]:
     for index in range(group.bundle_count):
         node_id = table["bundles_to_node_id"][index]
         indices_of_node.setdefault(node_id, []).append(index)
+
     gpu_of_bundle: list[str] = []
     if "GPU" in group.bundle_specs[0]:
         gpu_of_bundle = _gpu_of_each_bundle(group)
+
     facts_of_node = {facts["NodeID"]: facts for facts in ray.nodes()}
     names = names_of_nodes(
         {node_id: facts_of_node[node_id]["NodeManagerHostname"] for node_id in indices_of_node}
@@ -173,6 +181,7 @@ def nodes_of_group(group: Any) -> list[RayNode]:
             gpu_ids=tuple(gpu_of_bundle[index] for index in indices if gpu_of_bundle),
         )
         nodes.append(node)
+
     return nodes
 
 
@@ -202,6 +211,7 @@ def _gpu_of_each_bundle(group: Any) -> list[str]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         task = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)(gpu_id)
         answers.append(task.remote())
+
     gpu_ids: list[str] = ray.get(answers)
     return gpu_ids
 

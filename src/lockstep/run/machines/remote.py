@@ -99,16 +99,20 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
     """
     own_address = ""
     first_address = ""
+
     # SSH_CONNECTION has the address and port of the client, then of the server; see ssh(1). On the
     # first machine it is that of the user's own login.
     ssh_connection = os.environ.get("SSH_CONNECTION", "")
     if ssh_connection and not request["here"]:
         first_address, _, own_address, _ = ssh_connection.split(" ")
+
     if first_address == "UNKNOWN":  # ssh was not connected by a network but by a pipe
         first_address = ""
         own_address = ""
+
     if not own_address or is_loopback_address(own_address):
         own_address = address_reaching() or ""
+
     return {
         "versions": versions(),
         "missing": _enter_folder(request["folder"], request["script"]),
@@ -150,6 +154,7 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
         if any_port_if_taken:
             return listen(0, any_port_if_taken=False)
         return None, {"error": error.strerror}
+
     return listener, {"port": listener.getsockname()[1]}
 
 
@@ -173,6 +178,7 @@ def try_connection(address: str, port: int) -> dict[str, str]:
         # Python's own error at a timeout has no `strerror`.
         reason = error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         return {"why": reason, "own": ""}
+
     return {"why": "" if has_arrived else MESSAGE_LOST, "own": own_address}
 
 
@@ -203,10 +209,13 @@ class RequestReader:
         readable, _, _ = select.select([STDIN], [], [], timeout)
         if not readable:
             return []
+
         data = os.read(STDIN, READ_BYTES)
         self._last_heard = time.monotonic()
+
         if not data:
             return None
+
         text = self._unfinished_line + data
         *lines, unfinished_line = text.split(b"\n")
         self._unfinished_line = unfinished_line
@@ -242,6 +251,7 @@ def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts the launcher, which ends when this process does."""
     parent_pid = os.getpid()
     environment = {**os.environ, **request["environment"]}
+
     # So that commands which are installed beside this Python, such as ninja, are found.
     commands_folder = Path(sys.executable).parent
     environment["PATH"] = f"{commands_folder}:{environment.get('PATH', os.defpath)}"
@@ -303,6 +313,7 @@ def watch_launcher(
         )
         thread.start()
         threads.append(thread)
+
     first_machine_lost = False
     kill_at = float("inf")
     next_heartbeat = 0.0
@@ -310,14 +321,18 @@ def watch_launcher(
         exit_code = launcher.poll()
         if exit_code is not None:
             break
+
         for request in requests:
             launcher.send_signal(signal.Signals[request["signal"]])
+
         requests = []
+
         if first_machine_lost:  # nothing more can come from it or be told it
             time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > kill_at:
                 launcher.kill()
             continue
+
         received = reader.receive(POLL_INTERVAL_S)
         if received is None or reader.is_silent:
             first_machine_lost = True
@@ -326,18 +341,24 @@ def watch_launcher(
                 launcher.send_signal(signal.SIGTERM)
                 kill_at = time.monotonic() + KILL_LAUNCHER_AFTER_S + grace
             continue
+
         requests = received
+
         if time.monotonic() >= next_heartbeat:
             with contextlib.suppress(OSError):
                 if write_if_possible(STDOUT, _encode_answer(ALIVE)):
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
+
     for thread in threads:
         # Not for long: a process that the ranks have left behind may hold the output open.
         thread.join(LAST_OUTPUT_TIMEOUT_S)
+
     nobody_reads.set()
+
     if exit_code < 0:
         signal_number = -exit_code
         return 128 + signal_number
+
     return exit_code
 
 
@@ -349,6 +370,7 @@ def main() -> int:
         requests = reader.receive(SILENCE_TIMEOUT_S)
         if requests is None or reader.is_silent:
             return 1
+
         while requests:
             request = requests.pop(0)
             if "folder" in request:
@@ -362,10 +384,12 @@ def main() -> int:
             elif "start" in request:
                 if listener is not None:
                     listener.close()  # the launcher needs the port
+
                 # A handler that does nothing, because the launcher would inherit SIG_IGN.
                 signal.signal(signal.SIGHUP, lambda *_: None)
                 signal.signal(signal.SIGINT, lambda *_: None)
                 launcher = start_launcher(request)
+
                 # The requests after this one are for the launcher.
                 exit_code = watch_launcher(
                     launcher, reader, requests, keep=request["keep"], grace=request["grace"]

@@ -115,14 +115,17 @@ class Rendezvous(RendezvousHandler):
         """
         if len(json.dumps(value)) > MAX_PUBLISHED_BYTES:
             return False
+
         # With the attempt, so that nobody takes it for a value of a later one.
         published = {key: {"attempt": self.attempt, "value": value}}
         if to is None:
             self._peers.update(published=published)
             return True
+
         for node in without_replaced(self._peers.all()):
             if node.rank == to:
                 self._peers.send({"published": published}, node.number)
+
         return True
 
     def published(self, key: str) -> dict[int, Any]:
@@ -150,6 +153,7 @@ class Rendezvous(RendezvousHandler):
         """
         if self._closed:
             return
+
         self._closed = True
 
         def others_have_left() -> bool:
@@ -159,10 +163,12 @@ class Rendezvous(RendezvousHandler):
             if why:
                 # The others are told at once: they end as well, or start again without this node.
                 self._peers.update(state=LEFT, why=why)
+
             is_server = self._peers.own_number == 0
             if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(others_have_left, time.monotonic() + timeout)
+
             self._peers.update(state=LEFT)
 
     def __enter__(self) -> Rendezvous:

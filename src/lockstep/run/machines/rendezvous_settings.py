@@ -45,15 +45,18 @@ def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -
     if parameters.backend == "static":  # it has one option for all timeouts
         name = "timeout"
         default = DEFAULT_JOIN_TIMEOUT_S
+
     value = parameters.get(name, default)
     try:
         seconds = float(value)
     except ValueError:
         seconds = 0.0
+
     if not 0 < seconds < math.inf:
         raise SettingError(
             f"--rdzv-conf {name}={value}", "not a number of seconds above 0", "write a number"
         )
+
     return seconds
 
 
@@ -69,15 +72,18 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     else:
         flags = "--rdzv-endpoint"
         default_port = DEFAULT_C10D_PORT
+
     was_set = f"{flags}: {parameters.endpoint!r}"
     try:
         host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port)
     except ValueError as error:
         raise SettingError(was_set, str(error), "write HOST:PORT") from None
+
     if port < 1 and parameters.max_nodes > 1:
         raise SettingError(
             was_set,
             "no port is given at which the machines can meet",
             "give the address of one of the machines and a free port there, the same on all",
         )
+
     return Endpoint(host, port, one_node=network.means_loopback(host))

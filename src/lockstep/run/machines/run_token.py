@@ -52,6 +52,7 @@ def find_token(environ: Mapping[str, str]) -> Token:
     text = environ.get(TOKEN_VARIABLE, "").strip()
     if text == NO_TOKEN:
         return Token(_derive_key(NO_TOKEN), f"{TOKEN_VARIABLE}={NO_TOKEN}", open_to_all=True)
+
     if text:
         if len(text) < MIN_TOKEN_LENGTH:
             raise SettingError(
@@ -60,6 +61,7 @@ def find_token(environ: Mapping[str, str]) -> Token:
                 "make one with `openssl rand -hex 16` and set it on all machines",
             )
         return Token(_derive_key(text), TOKEN_VARIABLE)
+
     path = token_file(environ)
     try:
         if not path.exists():
@@ -111,11 +113,14 @@ def _read_token_file(path: Path) -> str:
                 f"other users may read or change the file (its mode is {mode:04o})",
                 f"remove it, or run `chmod 600 {path}`, on all machines",
             )
+
         text = file.read().strip()
+
     if len(text) < MIN_TOKEN_LENGTH:
         raise SettingError(
             f"the token of {path}",
             f"the file holds fewer than {MIN_TOKEN_LENGTH} characters",
             "remove it; the next run makes a new one",
         )
+
     return text

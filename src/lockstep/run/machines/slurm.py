@@ -67,12 +67,14 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
+
     # A launcher on a machine of the job starts a rank for each GPU there, else one.
     default_nproc = environ.get("SLURM_GPUS_ON_NODE") or "1"
     topology = detect(environ)
     if topology is not None:
         if topology.source != "Slurm":
             return None  # another launcher, such as torchrun, has started this process
+
         # srun has started this process, in a step with several tasks.
         if topology.local_size > 1:
             raise SettingError(
@@ -80,6 +82,7 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
                 f"{topology.local_size} tasks of this machine start it, and each would start ranks",
                 "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with a task a rank",
             )
+
         meeting_flags = (
             f"--nnodes={topology.size}",
             f"--node-rank={topology.node_rank}",
@@ -101,12 +104,16 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
             "ask for one component; or start the launchers yourself: srun --het-group ... "
             "lockstep run --nnodes ... --rdzv-backend c10d --rdzv-endpoint ...",
         )
+
     num_nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+
     if not nproc:
         nproc = _tasks_per_node(environ)
+
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
     if num_nodes == 1 and is_on_job_machine:
         return JobPlacement(nproc=nproc or default_nproc)
+
     # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
     gpus_per_task = int(environ.get("SLURM_GPUS_PER_TASK", "0").rpartition(":")[2])  # "a100:2"
     num_tasks = int(environ.get("SLURM_NTASKS") or num_nodes)
@@ -122,6 +129,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
     """
     if not environ.get("SLURM_NTASKS") and not environ.get("SLURM_NTASKS_PER_NODE"):
         return None  # without --ntasks, SLURM_TASKS_PER_NODE counts the cores
+
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     counts = set(expand_tasks(text))
     if len(counts) > 1:
@@ -130,6 +138,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
             f"the job has {text} tasks on its machines",
             "give --nproc, or ask for as many on each: --ntasks-per-node",
         )
+
     (count,) = counts
     return str(count) if count > 1 else None  # one is Slurm's default
 
@@ -144,11 +153,14 @@ def srun_command(placement: JobPlacement, arguments: Sequence[str]) -> list[str]
     command = ["srun"]
     if placement.srun_nodes:
         command += [f"--nodes={placement.srun_nodes}", f"--ntasks={placement.srun_nodes}"]
+
     if placement.gpus_per_node:
         command.append(f"--gpus-per-node={placement.gpus_per_node}")
+
     command += [*SRUN_OPTIONS, sys.executable, "-m", "lockstep", "run"]
     if placement.nproc:
         command.append(f"--nproc={placement.nproc}")
+
     return command + list(arguments)
 
 
@@ -163,8 +175,10 @@ def exec_srun(command: list[str]) -> NoReturn:
         # These have what the job asks for each rank. A launcher would get no more than that.
         if name not in PER_TASK_VARIABLES:
             environment[name] = value
+
     if not environment.get(TOKEN_VARIABLE):
         environment[TOKEN_VARIABLE] = secrets.token_hex(32)
+
     try:
         os.execvpe(command[0], command, environment)
     except FileNotFoundError:

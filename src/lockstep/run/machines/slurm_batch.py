@@ -66,6 +66,7 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
             "sbatch can name no file in a folder with a backslash or a line's end in its name",
             "start it in another folder",
         )
+
     # In names of files sbatch replaces %x by the job's name and %j by its number.
     output_file = folder.replace("%", "%%") + "/%x-%j.out"
     options = [
@@ -75,8 +76,10 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
     ]
     if request.gpus_per_node is not None:
         options.append(f"--gpus-per-node={request.gpus_per_node}")
+
     if request.time is not None:
         options.append(f"--time={request.time}")
+
     options += [
         f"--output={output_file}",
         "--open-mode=append",
@@ -101,34 +104,41 @@ def _normalize_option(text: str) -> str:
         raise SettingError(
             was_set, "that is not an option", "write it as in --sbatch --partition=gpu"
         )
+
     name = match["name"]
     separator = match["separator"]
     value = match["value"]
+
     if TASKS_OPTION_PATTERN.match(name):
         raise SettingError(
             was_set,
             "each machine of the job has one task, the launcher, which starts the ranks there",
             "say with --nproc how many ranks, and with --nodes how many machines",
         )
+
     if name in ("-W", "--wait"):
         raise SettingError(
             was_set,
             "sbatch would say nothing, not even the job's number, until the job has ended",
             "leave it out; use `squeue --me` to see the job",
         )
+
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         value = value[1:-1]
     elif NEXT_OPTION_PATTERN.search(separator + value):  # as in "--exclusive --qos=high"
         raise SettingError(was_set, "this is two options", "give each its own --sbatch")
+
     if UNWRITABLE_PATTERN.search(value):
         raise SettingError(
             was_set, "sbatch takes no backslash or line's end there", "write it without"
         )
+
     is_long_name = name.startswith("--")
     has_value = bool(separator or value)
     if is_long_name and has_value:
         return f"{name}={value}"
+
     return name + value  # "-p gpu" becomes "-pgpu", and "--exclusive" stays
 
 
@@ -202,6 +212,7 @@ def submit(script: str, options: Sequence[str]) -> str:
     """
     if not shutil.which("sbatch"):
         raise missing_program("sbatch")
+
     result = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
     if result.returncode:
         raise SettingError(
@@ -209,4 +220,5 @@ def submit(script: str, options: Sequence[str]) -> str:
             f"sbatch rejected the job: {result.stderr.strip() or 'without a word'}",
             "compare what the cluster offers (sinfo) with what --dry-run prints",
         )
+
     return result.stdout.strip()

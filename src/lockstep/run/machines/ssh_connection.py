@@ -159,6 +159,7 @@ class Remote:
                 if last_drop is not None and time.monotonic() >= deadline:
                     raise last_drop from None
                 raise
+
             await self.close()
             await asyncio.sleep(pause)
 
@@ -170,8 +171,10 @@ class Remote:
         self._reading_tasks = []
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
         self._begun_answers = {"stdout": b"", "stderr": b""}
+
         # Gets the answers, and None when there will be no more.
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
         # Not asyncio's subprocess: it waits for all processes that hold the output open, also
         # when the event loop is closed.
         process = self._start_program(nonce)
@@ -217,6 +220,7 @@ class Remote:
         time_before = time.time()
         self.facts = await self.connect(**request, here=self.here)
         time_after = time.time()
+
         # The helper has read its clock at some moment between the two.
         remote_time = self.facts["time"]
         if remote_time > time_after:
@@ -225,6 +229,7 @@ class Remote:
             self.clock_offset_s = remote_time - time_before
         else:
             self.clock_offset_s = 0.0
+
         for name, version_here in versions().items():
             version_there = self.facts["versions"].get(name)
             if version_there != version_here:
@@ -233,6 +238,7 @@ class Remote:
                     f"install {name} {version_here} there, for {sys.executable}, or the other one "
                     "here",
                 )
+
         if self.facts["missing"]:
             advice = "the folder must be on a shared disk, or be sent: --copy"
             if was_copied:
@@ -264,6 +270,7 @@ class Remote:
             command.append("--filter=:- .gitignore")
         else:
             command += ["--from0", "--files-from=-", "--ignore-missing-args"]
+
         command += [f"{folder}/", f"{self.host.name}:{folder}/"]
         await self._retry_if_dropped(partial(self._run_rsync, command, file_names or b""))
 
@@ -287,8 +294,10 @@ class Remote:
                     if not await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S):
                         self.kill()
                         await _wait_for_exit(process)
+
             error_file.seek(0)
             error_output = error_file.read().decode(errors="replace")
+
         if process.returncode:
             advice = f"see whether {working_folder()} can be written on it, and has room"
             raise ssh_failure(self.host, process.returncode, error_output, self._ssh, advice)
@@ -313,6 +322,7 @@ class Remote:
                 return answer
             # Standard output has ended. Standard error, which says why, may still come.
             await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
+
         raise self._failure()
 
     def _failure(self) -> Problem:
@@ -358,10 +368,12 @@ class Remote:
             )
             if "MTU" in reason:
                 advice = "set the MTU of their interfaces to what the way carries, as root"
+
             raise Problem(
                 f"{other.host.name} cannot be reached from it at {address}, port {port}: {reason}",
                 advice,
             )
+
         return str(answer["own"])
 
     def start_launcher(
@@ -409,9 +421,11 @@ class Remote:
             await self._read_until_end(stream, reader)
         finally:
             transport.close()
+
         # Shows the last line, also if its end is missing.
         has_unfinished_line = bool(self.unfinished_lines[stream].strip())
         await self._process_output(stream, b"\n" if has_unfinished_line else b"")
+
         if stream == "stdout":
             self._answers.put_nowait(None)  # there will be no more answers
 
@@ -434,14 +448,17 @@ class Remote:
             data = await _read_within(FINISH_TIMEOUT_S, reader)
             if data == b"":
                 return True
+
             if data is not None:
                 silent_s = 0.0
                 await self._process_output(stream, data)
                 continue
+
             silent_s += time.monotonic() - read_started
             expects_heartbeats = self._launcher_started and stream == "stdout"
             if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
                 self.kill()
+
         return False
 
     async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
@@ -457,10 +474,12 @@ class Remote:
             read_started = time.monotonic()
             data = await _read_within(timeout, reader)
             remaining_wait_s -= time.monotonic() - read_started
+
             is_closed = data == b""
             is_all_read = data is None and remaining_wait_s <= 0
             if is_closed or is_all_read:
                 return
+
             if data is not None:
                 await self._process_output(stream, data)
 
@@ -472,15 +491,18 @@ class Remote:
         """
         text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
         text = self._take_answers(text)
+
         # The end of the text may be the beginning of an answer. It is kept until the rest comes.
         start = self._find_begun_answer(text)
         self._begun_answers[stream] = text[start:]
         lines, unfinished_line = finished_lines(text[:start])
+
         self.unfinished_lines[stream] = unfinished_line
         if not self._launcher_started:
             if stream == "stderr":
                 self._error_output = (self._error_output + data)[-MAX_ERROR_OUTPUT_BYTES:]
             return
+
         for line in lines:
             if self._show is not None:
                 await self._show(self.host, stream, line)
@@ -498,11 +520,14 @@ class Remote:
             start = text.find(self._answer_mark)
             if start < 0:
                 return text
+
             end = text.find(b"\n", start)
             if end < 0:  # the rest of this answer has not come yet
                 return text
+
             answer = json.loads(text[start + len(self._answer_mark) : end])
             text = text[:start] + text[end + 1 :]
+
             is_heartbeat = answer == ALIVE
             if not is_heartbeat:
                 self.exit_code = answer.get("exit")  # None in all answers but the last
@@ -532,6 +557,7 @@ class Remote:
         process = self._process
         if not isinstance(process, subprocess.Popen) or process.poll() is not None:
             return
+
         with contextlib.suppress(ProcessLookupError):
             if self.here:
                 # Only the helper: the launcher, in the same process group, then ends by itself.
@@ -543,13 +569,16 @@ class Remote:
         """Ends what still runs there, and the connection."""
         if self._input:
             self._input.close()  # the helper then ends the launcher and itself
+
         if self._shutdown_timeout_s is None:  # no launcher was started
             timeout = FINISH_TIMEOUT_S
         else:
             timeout = LAUNCHER_END_S + self._shutdown_timeout_s
+
         if not await wait_all([self.wait_for_end()], timeout):
             self.kill()
             await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
+
         for task in self._reading_tasks:
             task.cancel()
 
@@ -584,6 +613,7 @@ async def run_on_all(
             raise outcome
         else:
             results[remote] = outcome
+
     return results, problems
 
 
@@ -638,4 +668,5 @@ def _temporary_file(content: bytes = b"") -> Iterator[IO[bytes]]:
         except OSError as error:
             found = f"no file for rsync can be written here: {error.strerror}"
             raise Problem(found, "make room in /tmp, or set TMPDIR to another folder") from None
+
         yield file

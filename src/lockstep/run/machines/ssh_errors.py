@@ -193,12 +193,15 @@ def ssh_failure(
     problem = _known_problem_on_host(error_output, values)
     if problem is None:
         problem = _known_problem_of_ssh(error_output, values)
+
     if problem is not None:
         return problem
+
     do = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
     last_line = _last_informative_line(error_output)
     if exit_code is not None:
         return Problem(f"exit code {exit_code}: {last_line}", do)
+
     do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
     return Problem(f"no answer in time: {last_line}", do)
 
@@ -228,14 +231,18 @@ def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Probl
     for cause in CAUSES_OF_SSH:
         if not re.search(cause.pattern, lines_of_ssh):
             continue
+
         found = cause.found.format(**values)
         do = cause.advice.format(**values)
         if cause.pattern != DROP_PATTERN:
             return Problem(found, do)
+
         lines_before = _lines_before_drop(error_output)
         if lines_before:
             found += f"; before that it said: {lines_before[-1]}"
+
         return ConnectionDropped(found, do)
+
     return None
 
 

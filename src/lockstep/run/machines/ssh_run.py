@@ -110,6 +110,7 @@ class _HostsRun:
             number = signal.Signals[name]
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, name)
+
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
@@ -129,16 +130,21 @@ class _HostsRun:
         """Passes a signal on to the launchers, or gives up if they are not started yet."""
         asks_to_end = name != "SIGUSR1"  # SIGUSR1 asks the ranks to save
         was_asked_before = self._ending_signal is not None
+
         if asks_to_end:
             self._ending_signal = signal.Signals[name]
+
         if self._launchers_started:
             self._send_signal(name, self._remotes)
             return
+
         if not asks_to_end:
             return  # there are no ranks yet that could save
+
         if self._main_task and not was_asked_before:
             self._main_task.cancel()  # `run` then closes the connections
             return
+
         # The user asks a second time, and does not want to wait until the connections are closed.
         for remote in self._remotes:
             remote.kill()
@@ -165,6 +171,7 @@ class _HostsRun:
             line: the line, without its end.
         """
         sink = self._sinks[stream]
+
         # If the run has several ranks, their lines begin with "[rank".
         is_launcher_line = bool(line.strip()) and not line.startswith(b"[rank")
         if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
@@ -173,7 +180,9 @@ class _HostsRun:
             first_host = self._host_of_launcher_line.setdefault(key, host)
             if first_host is not host:  # another machine has printed it before
                 return
+
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
+
         # While the terminal takes nothing, no further line of this machine is read.
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -185,6 +194,7 @@ class _HostsRun:
         """
         if not sink.can_draw:
             return b""
+
         for remote in self._remotes:
             for stream, text in remote.unfinished_lines.items():
                 if self._sinks[stream] is not sink:
@@ -192,6 +202,7 @@ class _HostsRun:
                 visible_text = last_state(text)  # of a progress bar, what was drawn last
                 if visible_text.strip():
                     return sink.crop(f"[{remote.host.name}] ".encode() + visible_text)
+
         return b""
 
     def _draw(self) -> None:
@@ -208,9 +219,11 @@ class _HostsRun:
         was_asked_to_end = self._ending_signal is not None
         deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
         self._draw()
+
         while not deadline.over():
             await asyncio.sleep(POLL_INTERVAL_S)
             self._draw()
+
         lost_output = self._sinks["stdout"].lost
         if lost_output:
             self._say(lost_output)
@@ -226,6 +239,7 @@ class _HostsRun:
         _, problems = await run_on_all(remotes, work)
         if not problems:
             return
+
         names = []
         findings = []
         advice = []
@@ -236,6 +250,7 @@ class _HostsRun:
             findings.append(f"{name}: {found}" if len(problems) > 1 else found)
             if do not in advice:
                 advice.append(do)
+
         raise HostError(
             f"{self._spec.option}: a run on {', '.join(names)}",
             "; ".join(findings),
@@ -253,24 +268,29 @@ class _HostsRun:
             file_names = await asyncio.to_thread(list_git_files)
             elsewhere = [remote for remote in self._remotes if not remote.here]
             await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
+
         script = None if spec.module else spec.script[0]
         request = {"folder": working_folder(), "script": script}
         await self._run_on_all(self._remotes, lambda remote: remote.open(request, spec.copy))
         self._warn_about_machines()
+
         address = ""
         port = 0
         if len(self._remotes) > 1:
             address, port = await self._find_meeting_place()
+
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
         environment = {TOKEN_VARIABLE: token, **spec.environment}
         self._launchers_started = True
         for node_rank, remote in enumerate(self._remotes):
             arguments = spec.launcher_arguments(node_rank, address, port)
             remote.start_launcher(arguments, environment, spec.keep, self._shutdown_timeout_s)
+
         names = ", ".join(host.name for host in spec.hosts)
         line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if address:
             line += f"; they meet at {address}, port {port}"
+
         if not spec.quiet:
             self._say(line)
 
@@ -285,6 +305,7 @@ class _HostsRun:
                 self._say(f"{first_name} and {name} are one machine: each uses its devices")
             else:
                 host_name_of_machine[machine] = name
+
             offset_s = remote.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
                 where = "ahead" if offset_s > 0 else "behind"
@@ -328,17 +349,21 @@ class _HostsRun:
 
         await self._run_on_all([first], listen_first)
         await self._run_on_all(remotes[1:], reach_first)
+
         # If the user has chosen Gloo's interface, it may be another one than those tested here.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
             await self._run_on_all(remotes, reach_neighbors)
+
         return first.listen_address
 
     def _address_of_first(self) -> str:
         """Returns the first machine's address, as the other machines see it."""
         first = self._remotes[0]
         second = self._remotes[1]
+
         if not first.here:
             return str(first.facts["own"] or first.host.address)
+
         # The address from which ssh came to the second machine: this one's, or a jump host's.
         ssh_came_from = str(second.facts["first"])
         if ssh_came_from and is_here(ssh_came_from):
@@ -364,6 +389,7 @@ class _HostsRun:
             timeout = None
             if failed:
                 timeout = OTHERS_NOTICE_FAILURE_S + self._shutdown_timeout_s
+
             done, _ = await asyncio.wait(
                 remote_of_task, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
@@ -372,12 +398,15 @@ class _HostsRun:
                 endings = [remote.wait_for_end() for remote in remote_of_task.values()]
                 await wait_all(endings, end_timeout_s)
                 break
+
             for task in done:
                 remote = remote_of_task.pop(task)
                 if remote.exit_code is not None:
                     exit_codes.append(remote.exit_code)
                     continue
+
                 connection_lost = True
+
                 if self._spec.keep:
                     what_follows = (
                         "its ranks go on if the other machines reach them (--on-lost keep)"
@@ -387,18 +416,23 @@ class _HostsRun:
                     if self._spec.option == "--hosts":
                         what_follows += " (--on-lost stop)"
                     exit_codes.append(EXIT_LOST_RANK)
+
                 self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
+
             # Only launchers whose ranks have not started end at this signal; the others find the
             # failure out by themselves, and report it.
             if any(exit_codes) and not failed:
                 failed = True
                 self._send_signal(FAILED_ELSEWHERE_SIGNAL, remote_of_task.values())
+
         for exit_code in exit_codes:
             if exit_code != 0:
                 return exit_code
+
         # With --on-lost keep there is no exit code if all connections were lost.
         if connection_lost and not exit_codes:
             return EXIT_LOST_RANK
+
         return 0
 
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:

@@ -45,6 +45,7 @@ class StaticRendezvous(Rendezvous):
         round_number = 1
         for node in self._peers.present():
             round_number = max(round_number, node.round, node.started + 1)
+
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
@@ -52,10 +53,12 @@ class StaticRendezvous(Rendezvous):
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         rank = self._peers.own.rank
         assert rank is not None  # each node has a --node-rank, and a single node is node 0
+
         # Node 0 prepares the store; the others wait until the key is there.
         if rank == 0:
             delete_keys_of_ranks(self._store)
             store.set(READY_KEY, "")
+
         store.get(READY_KEY)
         return self._make_info(store, rank, self._parameters.max_nodes)
 
@@ -73,18 +76,21 @@ class StaticRendezvous(Rendezvous):
             missing = describe_missing(self._peers.all(), num_nodes, round_number)
             if not missing:
                 return
+
             found = ""
             node_gone_for_good = self._find_node_gone_for_good(round_number)
             if node_gone_for_good is not None:
                 found = describe_departure(node_gone_for_good)
             elif time.monotonic() > deadline:
                 found = f"{missing} (waited {timeout:g} s)"
+
             if found:
                 raise MissingRankError(
                     f"--nnodes {num_nodes}",
                     found,
                     "look at the output of the launcher there, or start it",
                 )
+
             announcer.update(missing)
             time.sleep(POLL_INTERVAL_S)
 

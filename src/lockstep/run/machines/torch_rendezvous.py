@@ -26,6 +26,7 @@ class TorchRendezvous(Rendezvous):
 
     def __init__(self, parameters: RendezvousParameters, peers: Peers, say: Say) -> None:
         super().__init__(parameters, peers, store=None, say=say, interface=None)
+
         try:
             handler = get_rendezvous_handler(parameters)
         except ValueError as error:
@@ -34,6 +35,7 @@ class TorchRendezvous(Rendezvous):
                 str(error),
                 "give one that torch has, such as c10d or static",
             ) from None
+
         self._handler: RendezvousHandler | None = handler
         """None when the run has ended: without the handler its heartbeats end, too."""
 

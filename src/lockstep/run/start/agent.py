@@ -144,6 +144,7 @@ def launch_agent(
         agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, step_memory)
         agent.start_zygote = start_zygote
         at_end.callback(agent.close_other_zygote)
+
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
             signal.SIGUSR2: agent.end_unless_started,
@@ -153,6 +154,7 @@ def launch_agent(
             name = text.strip()
             if name:
                 handlers[signal.Signals[name]] = agent.interrupt
+
         # `events.record` tells the handler of --event-log-handler how the run ended, as torchrun
         # does.
         try:
@@ -168,18 +170,22 @@ def launch_agent(
         else:
             events.record(agent.get_event_succeeded(), flags.event_log_handler)
             rendezvous.shutdown()
+
         if step_memory.is_wanted_and_unused:
             console.announce(
                 "--keep-in-memory: the script has kept nothing; it needs world.checkpoint(...), "
                 "and resume() before the loop"
             )
+
         # If this machine leaves before the end of the run, the other launchers are told why.
         if agent.failure is not None:
             rendezvous.close(agent.failure.headline)
         elif agent.interrupted is not None:
             rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
+
         # After Ctrl-C the console does not wait for a slow terminal.
         console.hurry = agent.interrupted is not None
+
     return agent
 
 
@@ -191,21 +197,27 @@ def _variables_of_all_ranks(
     for name, value in FLIGHT_RECORDER_VARIABLES.items():
         if name not in os.environ:  # a value that the user has set stays
             variables[name] = value
+
     variables.update(gloo_variables(os.environ, rendezvous.interface))
+
     if plan.has_gpus:
         chosen = choose_nccl_interfaces(os.environ, running_interfaces(), rendezvous.interface)
         if chosen is not None:
             variables[NCCL_INTERFACE], reason = chosen
             if not plan.quiet:
                 console.announce(f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {reason}")
+
     variables.update(plan.environment)
+
     # The width of the launcher's terminal. The only rank of a run has the terminal itself.
     is_only_rank = plan.nproc == 1 and plan.one_node
     if not is_only_rank:
         variables.update(console.environment)
+
     # A script that spawns its ranks itself must not take its first process for a rank.
     if not plan.script_spawns_ranks:
         variables[LAUNCHER] = plan.launcher
+
     return variables
 
 
@@ -251,10 +263,12 @@ class Agent(api.SimpleElasticAgent):
                 ),
             )
         )
+
         if rendezvous.can_publish:
             # torch's barrier waits up to 300 s in C++, where Ctrl-C is not heard. With a rendezvous
             # of our own `_monitor_workers` has waited for the other machines by then.
             skip_exit_barrier(self)
+
         self._grace_s = shutdown_timeout(flags.shutdown_timeout, os.environ)
         self._plan = plan
         self._flags = flags
@@ -270,6 +284,7 @@ class Agent(api.SimpleElasticAgent):
         self._announce = console.announce
         self._rdzv = rendezvous
         report_folder = {**os.environ, **variables}.get("LOCKSTEP_REPORT")
+
         # The supervisor gets a method of the journal, not of this agent: it would keep the agent
         # alive, and with it the store.
         self._journal = Journal(report_folder, console.announce)
@@ -341,12 +356,15 @@ class Agent(api.SimpleElasticAgent):
         self._forget_last_attempt()
         self._replace_zygote_if_dead()
         self._journal.start(attempt, self._plan.script)
+
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
+
         self._wait_for_starts(attempt, max_pending=0)
         if self._why_not_started is not None:  # the system has refused to start a rank
             raise BlockingIOError(errno.EAGAIN, self._why_not_started)
+
         self._begin_watching(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
@@ -385,16 +403,20 @@ class Agent(api.SimpleElasticAgent):
         process = Process(rank, worker.local_rank, attempt.folder / f"rank_{rank}")
         with contextlib.suppress(OSError):  # the disk is full, which the console says
             process.folder.mkdir(parents=True)
+
         if can_hold_evidence(self._plan.nproc):
             process.evidence_memory = create_evidence_memory(process.folder)
+
         is_only_rank = attempt.world_size == 1
         if is_only_rank and self._plan.keyboard and job_control.in_foreground():
             # It stays in the terminal's session, so pdb and input() work.
             self._keyboard_rank = process
+
         command = self._plan.command.for_rank(worker.local_rank)
         variables = self._variables_of_rank(group, worker, process)
         variables.update(command.environment)
         variables.update(self._variables)
+
         streams = self._console.open(
             rank,
             worker.local_rank,
@@ -422,6 +444,7 @@ class Agent(api.SimpleElasticAgent):
             finally:
                 for stream in streams:
                     os.close(stream)
+
             attempt.processes.append(process)
 
     def _variables_of_rank(
@@ -429,20 +452,25 @@ class Agent(api.SimpleElasticAgent):
     ) -> dict[str, str]:
         """Returns the environment variables of one rank: its place in the run, and its files."""
         variables: dict[str, str] = {}
+
         # A script that spawns its ranks itself must not take its first process for a rank.
         if not self._plan.script_spawns_ranks:
             restarts = self._rdzv.attempt  # all machines count the attempts alike
             if restarts is None:  # torch's own rendezvous counts none
                 restarts = self._failed_attempts  # those of this machine
+
             environ = dict(os.environ)
             if self._devices:
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
                 variables["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
+
             variables.update(rank_environment(group, worker, restarts, environ))
+
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
+
         # Memory in which a rank that trains with DiLoCo keeps its last round, for after a restart.
         return variables
 
@@ -452,6 +480,7 @@ class Agent(api.SimpleElasticAgent):
         """Starts the clock and the supervisor of an attempt whose ranks have been started."""
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
+
         # The report has the numbers of the ranks here. If this machine is lost later, the other
         # launchers know from it which ranks are lost.
         self._publish_report(attempt)
@@ -487,6 +516,7 @@ class Agent(api.SimpleElasticAgent):
                 self._journal.find,
             )
             self._spawned_ranks = spawned
+
         # `spawned_ranks` makes new `Process` objects each time. The supervisor has older ones, so
         # they get the new exit codes.
         for watched, current in zip(self._spawned_ranks, spawned, strict=True):
@@ -501,14 +531,18 @@ class Agent(api.SimpleElasticAgent):
         """
         attempt = self.attempts[-1]
         self._read_events()
+
         keyboard_pid = self._running_keyboard_pid()
         if keyboard_pid is not None:  # the user may have pressed Ctrl-Z, or entered `fg`
             job_control.pass_keyboard(keyboard_pid, self.signal_ranks)
+
         if self._must_end(attempt) or _process_failures(attempt):
             return self._result_of_failure(attempt)
+
         # While ranks of other machines run, those here that have ended may have to start again.
         if attempt.running or self._others_run(attempt):
             return api.RunResult(state=api.WorkerState.HEALTHY)
+
         return api.RunResult(
             state=api.WorkerState.SUCCEEDED,
             return_values={process.rank: None for process in attempt.processes},
@@ -523,10 +557,12 @@ class Agent(api.SimpleElasticAgent):
         settled_at = time.monotonic() + _SETTLE_S
         while attempt.running and time.monotonic() < settled_at:
             self._read_events(timeout=0.05)
+
         if _process_failures(attempt) and self._is_membership_changing(attempt):
             # After HEALTHY, torch elastic asks `num_nodes_waiting`. That is above 0, so it starts
             # all ranks again and counts no failure.
             return api.RunResult(state=api.WorkerState.HEALTHY)
+
         self._failed_attempts += 1
         return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
 
@@ -541,25 +577,31 @@ class Agent(api.SimpleElasticAgent):
         if now >= self._timeout_at and attempt.running:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
+
         # An elastic run goes on without a lost machine. `describe_lost_nodes` then names it;
         # otherwise it returns "".
         is_node_lost = bool(self._rdzv.lost_nodes())
         goes_on_without_it = bool(self._rdzv.describe_lost_nodes())
         if is_node_lost and not goes_on_without_it:
             return True
+
         reports = self._reports_of_others(attempt).values()
         has_failure_elsewhere = any(report.failed for report in reports)
         if has_failure_elsewhere:
             return True
+
         if now >= self._next_slow_checks:  # they read files of every rank, so they are made rarely
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
             self._note_peak_memory(attempt)
+
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
+
             self._announce_deleted_logs(attempt)
             self._watch_late_exits(attempt)
             if _runs_on_after_exception(attempt):
                 return True
+
         self._snapshot_exchange.answer()
         return self._supervisor is not None and self._supervisor.check()
 
@@ -579,10 +621,12 @@ class Agent(api.SimpleElasticAgent):
         with self._delay_interrupts():
             attempt = self.attempts[-1]
             process_of_local_rank = {process.local_rank: process for process in attempt.processes}
+
             try:
                 zygote_events = self._zygote.events(timeout)
             except ChildProcessError:
                 zygote_events = self._events_of_zygotes_death(attempt)
+
             for event in zygote_events:
                 process = process_of_local_rank[event.rank]  # its number on this machine
                 was_refused = event.pid is None
@@ -611,16 +655,19 @@ class Agent(api.SimpleElasticAgent):
                 f"the fork server (process {self._zygote.pid}, which starts the ranks) "
                 f"ended first: {describe_exit_code(code)}; the kernel then kills its ranks"
             )
+
         events_of_ranks = []
         for process in attempt.processes:
             pid = process.pid or 0  # 0: it was not started. (An event with None is a refusal.)
             events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
+
         return events_of_ranks
 
     def _announce_deleted_logs(self, attempt: Attempt) -> None:
         """Announces that somebody has deleted the ranks' logs; once for each attempt."""
         if attempt.logs_deleted or all(log.exists() for log in attempt.logs):
             return
+
         attempt.logs_deleted = True
         still_watched = "" if attempt.over else "; failures and hangs are still reported"
         self._announce(
@@ -659,10 +706,12 @@ class Agent(api.SimpleElasticAgent):
         # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
+
         has_failed_too_often = not membership_changed and restarts_left < 0
         if has_failed_too_often:
             self._end_ranks(signal.SIGTERM)
             return
+
         # Read before `request_restart`: it is about the machines of the present attempt.
         lost_machines = self._rdzv.describe_lost_nodes()
         end_signal = signal.SIGTERM
@@ -672,10 +721,13 @@ class Agent(api.SimpleElasticAgent):
             # already, the ranks need no time to save.
             if self._step_memory.is_used:
                 end_signal = signal.SIGKILL
+
         self._end_ranks(end_signal, before_restart=True)
         if self.failure is not None and self.failure.is_repeated and not membership_changed:
             raise _vain_restart(self.failure, worker_group.spec.max_restarts)
+
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
+
         # The rendezvous that follows may wait for minutes.
         self._announce_restart(lost_machines, restarts_left)
 
@@ -692,9 +744,11 @@ class Agent(api.SimpleElasticAgent):
         given_up = [process for process in attempt.processes if process.given_up]
         variables = {**os.environ, **self._plan.environment}
         uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
+
         has_own_device = uses_gpus and self._plan.nproc <= self._plan.gpus
         if not given_up or not has_own_device:
             return
+
         held = {process.local_rank for process in given_up}
         num_left = self._plan.nproc - len(held)
         nproc_asked = str(self._flags.nproc_per_node)
@@ -706,10 +760,12 @@ class Agent(api.SimpleElasticAgent):
                 "repair or restart the machine; with --nproc gpu the next start would take the "
                 "GPUs that are left, with --nnodes MIN:MAX the other machines",
             )
+
         devices = self._devices
         if not devices:
             every_number = ",".join(str(number) for number in range(self._plan.gpus))
             devices = os.environ.get("CUDA_VISIBLE_DEVICES", every_number).split(",")
+
         self._devices = [name for index, name in enumerate(devices) if index not in held]
         self._plan = replace(self._plan, nproc=num_left)
         spec.local_world_size = num_left
@@ -736,6 +792,7 @@ class Agent(api.SimpleElasticAgent):
                 self._announce(what_follows)
             else:
                 self._announce(f"{render_briefly(self.failure, times, translate)}; {what_follows}")
+
         self._journal.write("restart", "all ranks are started again")
 
     def _count_like(self, failure: FirstFailure) -> int:
@@ -763,9 +820,11 @@ class Agent(api.SimpleElasticAgent):
         """
         if not self.attempts or self.attempts[-1].over:
             return
+
         attempt = self.attempts[-1]
         self._publish_report(attempt)  # how ranks have ended by themselves, before others are ended
         self._end_processes(attempt, end_signal)
+
         # Ranks may leave processes behind, which they have started. Those may go on only after a
         # run that has ended well.
         all_ended_well = all(process.code == 0 for process in attempt.processes)
@@ -777,8 +836,10 @@ class Agent(api.SimpleElasticAgent):
                     f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
                     f"{describe_state(pid)}"
                 )
+
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
+
         attempt.over = True
         self._console.drain()  # all that the ranks have printed, before their failure is printed
         self._announce_deleted_logs(attempt)
@@ -797,11 +858,13 @@ class Agent(api.SimpleElasticAgent):
             steps = [(signal.SIGINT, _INTERRUPT_GRACE_S), (signal.SIGTERM, self._grace_s)]
         else:
             steps = [(signal.Signals(end_signal), self._grace_s)]
+
         for number, patience_s in steps:
             self._end_by_signal(attempt, number)
             deadline = time.monotonic() + patience_s
             while attempt.running and time.monotonic() < deadline and not self._kill_at_once:
                 self._read_events(timeout=0.05)
+
         self._end_by_signal(attempt, signal.SIGKILL)
         self._wait_for_killed(attempt)
 
@@ -832,10 +895,12 @@ class Agent(api.SimpleElasticAgent):
         pid = process.pid
         if pid is None:  # it has not been started yet
             return
+
         late_end = self._late_ends.setdefault(pid, LateEnd(pid))
         is_given_up = late_end.is_given_up()
         if not is_given_up and not late_end.is_late:
             return
+
         text = (
             f"process {pid} has not ended {late_end.waited_s:.0f} s after {since}: "
             f"{describe_state(pid)}"
@@ -847,6 +912,7 @@ class Agent(api.SimpleElasticAgent):
                     f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory"
                 )
             return
+
         # From now on it counts as ended.
         code = exit_code_of_ending(pid)
         process.code = -signal.SIGKILL if code is None else code
@@ -873,12 +939,15 @@ class Agent(api.SimpleElasticAgent):
         for process in attempt.processes:
             if process.evidence_memory is None:
                 continue
+
             try:
                 process.evidence_memory.keep()
             except OSError as error:
                 ranks_of_problem.setdefault(str(error.strerror), []).append(process.rank)
+
             process.evidence_memory.close()
             process.evidence_memory = None
+
         for problem, ranks in ranks_of_problem.items():
             self._announce(
                 f"{attempt.folder}: {problem}: the stacks and exceptions of {format_ranks(ranks)} "
@@ -902,12 +971,14 @@ class Agent(api.SimpleElasticAgent):
         if self.interrupted is not None:
             self._kill_at_once = True
             return
+
         self.interrupted = Interruption(signal=number, time=time.time())
         error = SignalException(
             f"process {os.getpid()} got signal {number}", signal.Signals(number)
         )
         if not self._interrupts_delayed:
             raise error
+
         self._delayed_interrupt = error
 
     def end_unless_started(self, number: int) -> None:
@@ -930,8 +1001,10 @@ class Agent(api.SimpleElasticAgent):
             yield
         finally:
             self._interrupts_delayed = False
+
         interrupt = self._delayed_interrupt
         self._delayed_interrupt = None
+
         if interrupt is not None:
             raise interrupt
 
@@ -941,10 +1014,12 @@ class Agent(api.SimpleElasticAgent):
         # ignores it in sessions in which no shell could continue the processes.
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
+
         # From here on the user has let this process go on, by the shell's `fg` or `bg`.
         keyboard_pid = self._running_keyboard_pid()
         if keyboard_pid is not None:
             job_control.give_keyboard(keyboard_pid)
+
         self.signal_ranks(signal.SIGCONT)
 
     def _running_keyboard_pid(self) -> int | None:
@@ -971,6 +1046,7 @@ class Agent(api.SimpleElasticAgent):
             has_ended = process.code is not None
             if has_ended:
                 exits.append(exit_status_of(process, self._oom_counts_before))
+
         # If the only rank of a run reads the keyboard, Ctrl-C reaches it and not this launcher.
         interrupted = self.interrupted or _ctrl_c_of_only_rank(attempt)
         report = ExitReport(
@@ -984,6 +1060,7 @@ class Agent(api.SimpleElasticAgent):
         )
         if attempt.nodes > 1:
             self._rdzv.publish(_EXIT_REPORT_KEY, report.to_values())
+
         return report
 
     def _reports_of_others(self, attempt: Attempt) -> dict[int, ExitReport]:
@@ -1002,9 +1079,11 @@ class Agent(api.SimpleElasticAgent):
         """
         if attempt.nodes == 1 or not self._rdzv.can_publish:
             return False
+
         if not attempt.end_published:
             attempt.end_published = True
             self._publish_report(attempt)
+
         reports = self._reports_of_others(attempt).values()
         complete = [report for report in reports if report.complete]  # all ranks there have ended
         num_other_nodes = attempt.nodes - 1
@@ -1019,19 +1098,23 @@ class Agent(api.SimpleElasticAgent):
         if self._rdzv.can_publish:
             deadline = time.monotonic() + _REPORTS_WAIT_S
             wait_until(lambda: self._has_all_reports(attempt, own_report), deadline)
+
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
         hangs = [report.hang for report in reports if report.hang is not None]
         first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
         interrupted = [report for report in reports if report.interrupted is not None]
+
         exits: list[ExitStatus] = []
         earlier_failures: set[str] = set()
         for report in reports:
             exits.extend(report.exits)
             earlier_failures.update(report.earlier_failures)
+
         folder = str(attempt.folder)
         if attempt.logs_deleted:
             folder += " (its logs were deleted)"
+
         failure = first_failure(
             exits,
             hang=first_hang,
@@ -1042,9 +1125,11 @@ class Agent(api.SimpleElasticAgent):
         )
         if failure is None or failure.kind != "interrupted":
             return failure
+
         was_interrupted_here = own_report.interrupted is not None
         if was_interrupted_here:
             return failure
+
         # The user has interrupted the launcher of another machine. The message says which.
         return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
 
@@ -1085,6 +1170,7 @@ class Agent(api.SimpleElasticAgent):
             return True
         if not any(report.failed for report in reports):
             return True
+
         # Something failed. What failed first is known once every machine has told of all its ranks.
         complete = {node for node, report in reports_of_others.items() if report.complete}
         lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}  # they will report no more
@@ -1136,12 +1222,14 @@ def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     for process in attempt.processes:
         if process.code is None or process.code == 0:  # it runs, or has ended well
             continue
+
         failures[process.rank] = ProcessFailure(
             local_rank=process.local_rank,
             pid=process.pid or 0,
             exitcode=process.code,
             error_file=readable_torch_file(process.folder / _ELASTIC_ERROR_FILE_NAME),
         )
+
     return failures
 
 

@@ -68,12 +68,14 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     for stream in STREAMS:
         # Older versions of torch have no such flag. It is None if it is not given.
         filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
+
     template = (
         getattr(flags, "log_line_prefix_template", "")  # since torch 2.14
         or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         or _DEFAULT_PREFIX
     )
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
+
     # With --tee the user has asked for log files, so an only rank gets them, too.
     return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
@@ -98,6 +100,7 @@ def choose_streams(
 
     redirected = _streams_of_ranks("--redirects", redirects, nproc)
     teed = _streams_of_ranks("--tee", tee, nproc)
+
     shown_ranks = set(range(nproc))
     if local_ranks_filter:
         try:
@@ -108,6 +111,7 @@ def choose_streams(
                 "not a list of ranks",
                 "write such as 0,2",
             ) from None
+
     shown: dict[int, frozenset[str]] = {}
     for rank in range(nproc):
         streams = set()
@@ -117,7 +121,9 @@ def choose_streams(
                 is_teed = bool(flag & teed[rank])
                 if is_teed or not is_redirected:
                     streams.add(name)
+
         shown[rank] = frozenset(streams)
+
     return shown
 
 
@@ -133,6 +139,7 @@ def _streams_of_ranks(flag: str, text: str, nproc: int) -> Mapping[int, int]:
             "neither one of 0 to 3 nor a list such as 0:1,1:3",
             "0: none, 1: stdout, 2: stderr, 3: both; RANK:NUMBER for single ranks",
         ) from None
+
     return streams
 
 
@@ -193,14 +200,17 @@ class Console:
     def __exit__(self, *_: object) -> None:
         """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
+
         # The thread ends when this deadline is over.
         self._flush_deadline = FlushDeadline(self._sinks.values(), hurry=self.hurry)
         self._wake_up()
         self._thread.join()
+
         lost = self._sinks["stdout"].lost
         if lost:
             self._announcements.append(f"lockstep: {lost}")
             self._write_announcements()
+
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 
@@ -245,6 +255,7 @@ class Console:
         shown: Collection[str] = STREAMS
         if self._shown is not None:  # the user has chosen what is shown
             shown = self._shown.get(local_rank, ())
+
         prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
         rank_descriptors = []
         for name, sink in self._sinks.items():
@@ -254,9 +265,11 @@ class Console:
                 sink.is_shared_with_rank = True
                 rank_descriptors.append(os.dup(sink.descriptor))
                 continue
+
             reading_end, writing_end = os.pipe()
             os.set_blocking(reading_end, False)
             rank_descriptors.append(writing_end)
+
             stream = _Stream(
                 rank=rank,
                 prefix="" if is_only_rank else prefix,
@@ -271,7 +284,9 @@ class Console:
                 stream.open_log()
             except OSError as os_error:
                 self._note_full_disk(stream, os_error)
+
             self._streams.append(stream)
+
         self._wake_up()
         output, error = rank_descriptors
         return _copy_standard_input(), output, error
@@ -324,6 +339,7 @@ class Console:
         while self._flush_deadline is None or not self._flush_deadline.over():
             poll = select.poll()
             poll.register(self._wake_reader, select.POLLIN)
+
             is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
             polled_streams = {}
             for stream in self._streams:
@@ -331,9 +347,11 @@ class Console:
                     continue  # its rank waits until the console has taken what there is
                 polled_streams[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
+
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
+
             # None: it waits until a descriptor is ready.
             timeout_ms = _TICK_S * 1000 if self._is_something_due() else None
             for descriptor, _ in poll.poll(timeout_ms):
@@ -341,6 +359,7 @@ class Console:
                     os.read(self._wake_reader, 4096)  # empties the pipe
                 elif descriptor in polled_streams:
                     self._read(polled_streams[descriptor])
+
                 # Otherwise it is a sink that can take more. It is written to below.
             self._do_what_is_due(sinks)
 
@@ -360,12 +379,15 @@ class Console:
             self._draw_at = math.inf
             for sink in sinks:
                 sink.draw(self._status_row(sink))
+
         for stream in self._streams:
             has_nothing_more_to_say = now >= stream.last_read + _LAST_WORDS_S
             if has_nothing_more_to_say:
                 self._show_last_words(stream)
+
         for sink in sinks:
             sink.flush()
+
         self._write_announcements()
         is_drain_over = now >= self._drain_until
         if is_drain_over:
@@ -374,6 +396,7 @@ class Console:
                 self._read(stream)
                 if stream in self._streams:
                     self._end(stream)
+
         if not self._streams:
             self._drain_until = math.inf
             is_drain_waiting = not self._drained.is_set()  # in another thread
@@ -402,22 +425,28 @@ class Console:
         if data is None:
             self._end(stream)
             return
+
         lines = stream.finish_lines(data)
+
         if stream.recent is not None:
             stream.recent.add(data)
+
         try:
             stream.write_files(data, lines)
         except OSError as error:
             stream.close_files()
             self._note_full_disk(stream, error)
+
         if stream.sink is None:
             return
+
         if stream.prefix:
             lines_to_show = stream.hold_back_last_words(lines)
             self._show(stream, stream.sink, lines_to_show)
         else:  # it is the only rank's, and passed on unchanged
             stream.sink.write(data)
             stream.sink.ends_mid_line = not data.endswith(b"\n")
+
         if stream.sink.can_draw:
             # The status row is drawn a moment later, once for all that comes until then.
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
@@ -426,12 +455,14 @@ class Console:
         """Writes lines with their rank's prefix."""
         if not lines:
             return
+
         prefix = sink.colour_prefix(stream.prefix, stream.rank)
         shown = []
         for line in lines:
             if sink.can_draw and b"\x1b" in line:
                 line += b"\x1b[0m"  # its colours end with it
             shown.append(prefix + line + b"\n")
+
         sink.write(b"".join(shown), self._status_row(sink))
 
     def _show_last_words(self, stream: _Stream) -> None:
@@ -444,11 +475,13 @@ class Console:
         stream.last_words = []
         if not lines or stream.sink is None:
             return
+
         without_numbers = _NUMBER.sub(b"", b"\n".join(lines))
         is_first_to_print_them = without_numbers not in self._ranks_by_last_words
         if is_first_to_print_them:
             self._ranks_by_last_words[without_numbers] = []
             self._show(stream, stream.sink, lines)
+
         self._ranks_by_last_words[without_numbers].append(stream.rank)
 
     def _announce_same_last_words(self) -> None:
@@ -463,6 +496,7 @@ class Console:
                     f"lockstep: {format_ranks(other_ranks)} failed with the same traceback as rank "
                     f"{shown_rank} (only numbers differ); see {logs}"
                 )
+
         self._ranks_by_last_words.clear()
         self._write_announcements()
 
@@ -470,6 +504,7 @@ class Console:
         """Returns what the lowest rank has not finished yet, as one row of the terminal."""
         if not sink.can_draw:
             return b""
+
         unfinished = []
         for stream in self._streams:
             if stream.sink is not sink:
@@ -478,8 +513,10 @@ class Console:
                 continue
             if stream.visible_unfinished.strip():
                 unfinished.append(stream)
+
         if not unfinished:
             return b""
+
         lowest = min(unfinished, key=lambda stream: stream.rank)
         return sink.crop(sink.colour_prefix(lowest.prefix, lowest.rank) + lowest.visible_unfinished)
 
@@ -490,6 +527,7 @@ class Console:
         without a prefix is passed on unchanged, so its last line has been shown already.
         """
         self._streams.remove(stream)
+
         if stream.sink is not None:
             lines = []
             if stream.prefix and stream.visible_unfinished.strip():
@@ -498,6 +536,7 @@ class Console:
             self._show(stream, stream.sink, lines_to_show)
             self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
+
         stream.close_files()
         os.close(stream.descriptor)
 
@@ -579,6 +618,7 @@ class _Stream:
         self.last_read = time.monotonic()
         if not lines or self.log.stem != "stderr" or not self._has_raised():
             return lines
+
         begin = 0
         have_begun_before = bool(self.last_words)
         if not have_begun_before:
@@ -586,6 +626,7 @@ class _Stream:
                 if _TRACEBACK_HEADING in line:
                     begin = index
                     break
+
         self.last_words += lines[begin:]
         return lines[:begin]
 
@@ -604,14 +645,17 @@ class _Stream:
         """
         if self._file is None:
             return
+
         self._file.write(data)
         if self.sink is None:  # the filters are for lines that are shown
             return
+
         prefix = self.prefix.encode()
         filtered = []
         for line in lines:
             if any(text in line for text in self.filters):
                 filtered.append(prefix + line + b"\n")
+
         if filtered:
             with open(self._filtered_log, "ab") as file:
                 file.write(b"".join(filtered))

@@ -26,6 +26,7 @@ def count_gpus() -> int:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         # torch knows one kind of accelerator at a time, so this is another one, or none.
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
     from lockstep.distributed.torch_compat import count_gpus_without_cuda
 
     count = count_gpus_without_cuda()
@@ -33,6 +34,7 @@ def count_gpus() -> int:
         return count
     if cuda_is_initialised() is not None:
         return torch.cuda.device_count()  # it changes nothing any more
+
     # The copy initialises CUDA, and ends.
     return _answer_of_copy(torch.cuda.device_count) or 0
 
@@ -52,8 +54,10 @@ def cuda_is_initialised() -> str | None:
         # torch has a copy refuse CUDA if the process that was copied had asked CUDA for anything.
         if _answer_of_copy(cuda_is_refused_in_this_copy):
             return "torch has asked CUDA for its devices"
+
     if _cuda_driver_is_initialised():
         return "a library has initialised CUDA's driver"
+
     return None
 
 
@@ -83,18 +87,23 @@ def _answer_of_copy(question: Callable[[], int]) -> int | None:
         The number, or None if the function raised.
     """
     read_end, write_end = os.pipe()
+
     with warnings.catch_warnings():
         # Since Python 3.12 os.fork warns if this process has threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
+
     if pid == 0:
         try:
             os.write(write_end, str(int(question())).encode())
         finally:
             os._exit(0)
+
     os.close(write_end)
     answer = os.read(read_end, 64)  # empty if the copy has written nothing
     os.close(read_end)
+
     with contextlib.suppress(ChildProcessError):  # a handler of SIGCHLD may have been faster
         os.waitpid(pid, 0)
+
     return int(answer) if answer else None

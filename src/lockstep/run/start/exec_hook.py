@@ -56,6 +56,7 @@ def watch_executed(evidence: Evidence) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
             original_execve(path, argv, env)
+
         option = option_without_hook(argv)
         if option:
             warn(
@@ -66,6 +67,7 @@ def watch_executed(evidence: Evidence) -> None:
                 "taken out of os.environ",
                 on_this_rank=True,
             )
+
         # The heartbeat of this program says nothing about the new one, which has none at first.
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
@@ -79,6 +81,7 @@ def watch_executed(evidence: Evidence) -> None:
 
     os.execv = execv  # type: ignore[assignment]
     os.execve = execve  # type: ignore[assignment]
+
     # `os` has them from there.
     posix.execv = execv  # type: ignore[assignment]
     posix.execve = execve  # type: ignore[assignment]
@@ -93,18 +96,22 @@ def option_without_hook(argv: Sequence[Any]) -> str:
     program, *words = [os.fsdecode(word) for word in argv] or [""]
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
+
     is_value = False
     for word in words:
         if is_value:
             is_value = False
             continue
+
         is_option = word.startswith("-") and word != "-"
         if not is_option or word.startswith(_OPTIONS_BEFORE_PROGRAM):
             return ""
+
         is_value = word in _OPTIONS_WITH_VALUE
         has_value_inside = word.startswith(_OPTIONS_WITH_VALUE)
         if not has_value_inside and not _OPTIONS_WITHOUT_HOOK.isdisjoint(word):
             return word
+
     return ""
 
 
@@ -116,10 +123,12 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
         rank_pid: process id of the rank.
     """
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+
     # The probe needs these, also if the script has made up an environment without them.
     for name in (FOLDER_VARIABLE, EVIDENCE_VARIABLE):
         if name in os.environ:
             variables[name] = os.environ[name]
+
     path = variables.get("PYTHONPATH", "")
     variables["PYTHONPATH"] = f"{_HOOK_FOLDER}{os.pathsep}{path}" if path else _HOOK_FOLDER
     variables[EXECUTED] = json.dumps({"pid": rank_pid, "packages": _PACKAGES_FOLDER})
@@ -141,6 +150,7 @@ def _without_heartbeat(path: Path) -> Iterator[None]:
     except OSError:  # there is no heartbeat
         yield
         return
+
     try:
         magic = os.pread(descriptor, _HEARTBEAT_MAGIC_BYTES, 0)
         os.pwrite(descriptor, bytes(len(magic)), 0)

@@ -38,6 +38,7 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
             handler = signal.getsignal(number)
             if handler in _PYTHON_DEFAULT_HANDLERS:
                 replaced[number] = handler
+
     try:
         for number in replaced:
             signal.signal(number, lambda received, frame: handlers[received](received))
@@ -76,6 +77,7 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
         give_keyboard(group)
         signal_ranks(signal.SIGCONT)
         return
+
     process = read_process(group)
     is_stopped = process is not None and process.state == "T"
     if is_stopped:

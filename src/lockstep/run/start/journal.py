@@ -50,6 +50,7 @@ class Journal:
         """
         if self._path is None:
             return ""
+
         line = {"kind": kind, "text": text, "host": socket.gethostname(), "time": time.time()}
         line |= fields
         try:
@@ -58,6 +59,7 @@ class Journal:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             return f"{self._path.parent}: {error.strerror}"
+
         return ""
 
     def start(self, attempt: Attempt, script: Script) -> None:

@@ -79,6 +79,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
+
         if int(quota) <= 0:
             return None
         return int(quota) / int(period)

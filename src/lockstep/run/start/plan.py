@@ -105,10 +105,12 @@ class LaunchPlan:
         lines = [f"{count_noun(self.nproc, 'process')} {where}"]
         for note in self.notes:
             lines.append(f"  {note}")
+
         if self.environment:
             lines.append("variables for every process:")
             for name, value in sorted(self.environment.items()):
                 lines.append(f"  {name}={value}")
+
         command = self._command_without_lockstep()
         program = command.partition(" ")[0]
         lines.append(f"the same with {program}:")
@@ -142,6 +144,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         return cores
     if asked == "auto":
         return gpus if gpus > 0 else cores
+
     if asked == "gpu":
         if gpus > 0:
             return gpus
@@ -150,6 +153,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
             "no GPU is visible",
             "give a number, or --nproc cpu (one a core)",
         )
+
     try:
         number = int(asked)
     except ValueError:
@@ -159,8 +163,10 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         number = 0
         with suppress(ValueError):
             number = int(determine_local_world_size(str(asked)))
+
     if number >= 1:
         return number
+
     raise SettingError(
         f"--nproc {asked}",
         "not a number of processes",
@@ -189,9 +195,11 @@ def make_plan(
     environment = {}
     for name, value in spec.settings.items():
         environment[f"LOCKSTEP_{name.upper()}"] = str(value)
+
     if spec.from_file:
         file, _, names = spec.from_file.rpartition(": ")
         notes.append(f"{names} from {file}")
+
     if "OMP_NUM_THREADS" not in environ:
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -199,14 +207,18 @@ def make_plan(
             f"{count_noun(threads, 'thread')} per process (OMP_NUM_THREADS: "
             f"{count_noun(machine.cores, 'core')} for {count_noun(nproc, 'process')})"
         )
+
     if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
         environment["GLOO_SOCKET_IFNAME"] = machine.loopback
         notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
+
     flags = [*spec.torchrun, f"--nproc-per-node={nproc}"]
     if one_node and not has_rendezvous_flags(spec.torchrun, environ):
         flags.insert(0, "--standalone")
+
     if spec.script.module:
         flags.append("--module")
+
     return LaunchPlan(
         nproc=nproc,
         gpus=machine.gpus,

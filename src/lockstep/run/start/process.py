@@ -141,6 +141,7 @@ def spawned_ranks(process: Process) -> list[Process]:
     groups = sorted(process.folder.glob("own_*"))
     if not groups:
         return []
+
     # Such as own_000001_4, of the last call: the zeros make the order of names that of the calls.
     group = groups[-1]
     count = int(group.name.rpartition("_")[2])
@@ -152,9 +153,11 @@ def spawned_ranks(process: Process) -> list[Process]:
             return []
         code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it still runs
         processes.append(Process(index, index, folder, heartbeat.pid, code))
+
     have_all_returned = all(spawned.code == 0 for spawned in processes)
     if have_all_returned or (group / NOT_ONE_GROUP_FILE).exists():
         return []
+
     return processes
 
 
@@ -197,7 +200,9 @@ def crash_line(crash: Path) -> str | None:
         text = crash.read_text(errors="replace")
     except OSError:
         return None
+
     last_dump = text.rpartition("Fatal Python error:")[2]
+
     # A heading stands before the stack of the thread that failed. Stacks are separated by empty
     # lines.
     _, *texts_after_heading = _FAILED_THREAD.split(last_dump)
@@ -208,10 +213,12 @@ def crash_line(crash: Path) -> str | None:
         # A thread of C++ alone has failed, such as Gloo's. The line is then looked for in all
         # stacks, from the last one, which is the main thread's.
         stacks = last_dump.split("\n\n")
+
     for stack in reversed(stacks):
         frame = user_frame(parse_frames(stack))
         if frame is not None:
             return format_source_line(frame.file, frame.line)
+
     return None
 
 
@@ -229,8 +236,10 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     code = process.code
     if code is None or process.ended_at is None:
         raise ValueError(f"rank {process.rank} still runs")
+
     evidence = process.evidence
     heartbeat = read_heartbeat(evidence.heartbeat)
+
     error: ErrorRecord | None = None
     printed: PrintedError | None = None
     last_lines: list[str] = []
@@ -238,13 +247,16 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     oom_detail: str | None = None
     if code != 0:
         error = read_error(evidence)
+
         # Its last output is in memory; if nothing is there, its log may have some.
         last_lines = process.stderr_tail.lines()
         if not last_lines:
             last_lines = read_last_lines(process.folder, _SEARCHED_LINES)
+
         # A program that has recorded no exception may have printed one.
         if error is None and code > 0:
             printed = printed_error(last_lines)
+
         # The kernel's counters say that some process was killed for lack of memory. Only its log,
         # which may not be readable, says that it was this one.
         oom = oom_between(before, read_oom_counts(root))
@@ -252,10 +264,12 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
             oom_detail = kernel_log_on(process.pid, root)
             if oom_detail:
                 oom = "certain"
+
     end_requests = []  # the times at which the launcher asked it to end
     for number, sent_at in process.signals_sent.items():
         if number in _ENDING_SIGNALS:
             end_requests.append(sent_at)
+
     return ExitStatus(
         rank=process.rank,
         host=socket.gethostname(),

@@ -46,14 +46,17 @@ def drop_program() -> None:
     sys.last_type = None
     sys.last_value = None
     sys.last_traceback = None
+
     # A `__del__`, or a thread that still runs, may miss the data; nobody needs to see that.
     sys.unraisablehook = lambda _: None
     threading.excepthook = lambda _: None
+
     names = vars(sys.modules["__main__"])
     for name, value in list(names.items()):
         # A `__del__` may use what stays: modules, functions and classes.
         if not isinstance(value, types.ModuleType | types.FunctionType | type):
             del names[name]
+
     value = None  # this function's own reference to the last one
     gc.collect()
     ctypes.CDLL(None).fflush(None)  # the files of the program's C libraries

@@ -44,6 +44,7 @@ def read_oom_counts(root: Path = Path("/")) -> OomCounts:
         count = read_field(folder / _OOM_COUNTER_FILES[version], "oom_kill")
         if count is not None:
             counts_of_groups.append(count)
+
     return OomCounts(
         # A parent's counter includes those of its children. So the sum says nothing by itself, but
         # it grows whenever one of them does.
@@ -93,6 +94,7 @@ def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
                 records.append(record.decode(errors="replace"))
     except OSError:  # BlockingIOError after the last record, or the log may not be read
         pass
+
     messages = pattern.findall("\n".join(records))
     return str(messages[-1]).strip() if messages else None
 

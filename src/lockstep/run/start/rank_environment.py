@@ -48,4 +48,5 @@ def rank_environment(
             variables["CUDA_VISIBLE_DEVICES"] = local_rank
         else:
             variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank].strip()
+
     return {name: str(value) for name, value in variables.items()}

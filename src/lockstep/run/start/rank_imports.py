@@ -31,8 +31,10 @@ def without_garbage_collection() -> Iterator[None]:
         raise KeyboardInterrupt
 
     gc.disable()
+
     if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
+
     try:
         yield
     finally:
@@ -40,6 +42,7 @@ def without_garbage_collection() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if was_enabled:
             gc.enable()
+
     if was_interrupted.is_set():
         raise KeyboardInterrupt
 

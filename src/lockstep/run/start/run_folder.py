@@ -31,15 +31,19 @@ def make_folder(log_dir: str | None, name: str) -> Path:
         else:
             parent = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
             mode = 0o700
+
         parent = parent.absolute()  # the ranks may change their working directory
         parent.mkdir(parents=True, exist_ok=True, mode=mode)
+
         belongs_to_another_user = parent.stat().st_uid != os.getuid()
         if not log_dir and belongs_to_another_user:
             # That user could read our logs or replace them.
             parent = parent.parent
+
         stamp = time.strftime("%Y%m%d-%H%M%S")
         prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
         # A full disk shows here, before anything is started.
         probe = folder / "room"
         probe.write_bytes(bytes(_PROBE_BYTES))

@@ -71,17 +71,21 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     environ = dict(os.environ)
     with without_garbage_collection():
         request = _read_request(spec, environ)
+
     script = request.spec.script
     cold_reason = _why_cold(request, environ)
+
     nproc = _nproc_known_early(request.spec)
     early_variables = {}
     if nproc and "OMP_NUM_THREADS" not in environ:
         # Libraries read it when they are imported, so it cannot wait for the plan.
         early_variables["OMP_NUM_THREADS"] = str(threads_per_process(cores_allowed(), nproc))
+
     with _environment_with(early_variables):
         if cold_reason is None:
             import_for_ranks(request.hints.imports)
             cold_reason = _why_not_copied(script)
+
         # Forked here: nothing above starts a thread, much below does. Warm ranks are forked from it
         # at once, while this process still imports what it needs itself.
         spares = 0 if cold_reason else nproc
@@ -92,26 +96,33 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                 from lockstep.run.watch.failure_report import render_failure
 
                 plan, flags = _plan_on_this_machine(request.spec, environ)
+
             plan = _with_source_hints(plan, request.hints, cold_reason)
             if cold_reason:
                 plan = replace(plan, command=_fresh_command(script, flags))
+
             if plan.command.numa is not None:
                 # A binding that is not possible is reported before any rank starts.
                 for local_rank in range(plan.nproc):
                     plan.command.for_rank(local_rank)
+
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
             headline = f"{plan.nproc} x {script.path}"
             if plan.notes:
                 headline += ": " + "; ".join(plan.notes)
+
             if not request.spec.quiet:
                 announce(headline)
+
             imports = [] if cold_reason else request.hints.imports
             start_zygote = partial(_start_another_zygote, script, plan, imports)
             agent = launch_agent(plan, flags, zygote, folder, start_zygote)
         finally:
             zygote.close()
+
     if agent.failure is not None:
         announce(render_failure(agent.failure, translate))
+
     return agent.exit_code
 
 
@@ -176,6 +187,7 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
         flags = argparse.Namespace(
             module=spec.script.module, no_python=False, run_path=False, numa_binding=None
         )
+
     script = replace(spec.script, module=flags.module)
     hints = SourceHints()
     if _is_program(flags):
@@ -183,12 +195,14 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     else:
         check_script(script)
         hints = read_script(script)
+
     if spec.local_rank_argument is None:  # the user says nothing, so the source decides
         local_rank_flag = hints.local_rank_flag
     elif spec.local_rank_argument == "none":
         local_rank_flag = None
     else:
         local_rank_flag = f"--{spec.local_rank_argument}"
+
     script = replace(script, local_rank_flag=local_rank_flag)
     return _Request(replace(spec, script=script), flags, hints)
 
@@ -225,6 +239,7 @@ def _check_program(name: str) -> None:
     """
     if shutil.which(name) is not None:
         return
+
     if not Path(name).is_file():
         found = "there is no such program"
         advice = "check its name, and PATH"
@@ -234,6 +249,7 @@ def _check_program(name: str) -> None:
     else:
         found = "it is not executable"
         advice = f"chmod +x {name}"
+
     raise SettingError(f"lockstep run --no-python {name}", found, advice)
 
 
@@ -252,7 +268,9 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         _check_module(script.path, command)
     else:
         _check_path(script.path, command)
+
     package = Path(__file__).parents[2]  # the folder of this package
+
     # A module beside the script is imported in place of this package, if it has the same name.
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
@@ -281,17 +299,21 @@ def _check_path(name: str, command: str) -> None:
         raise SettingError(
             f"{command} {name}", "it is a folder without __main__.py", "name a script in it"
         )
+
     if path.exists():
         return
+
     folder = path.parent
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     if f"{path.name}.py" in names:
         similar_names = [f"{path.name}.py"]
     else:
         similar_names = difflib.get_close_matches(path.name, names, n=1)
+
     advice = "check the path; -m runs a module"
     if similar_names:
         advice = f"did you mean {folder / similar_names[0]}?"
+
     raise SettingError(f"{command} {name}", "there is no such file", advice)
 
 
@@ -327,12 +349,14 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     notes = list(plan.notes)
     if cold_reason is not None:
         notes.append(f"fresh interpreters ({cold_reason})")
+
     is_only_rank = plan.nproc == 1 and plan.one_node
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
         notes.append("the script starts its own processes")
     elif plan.script.local_rank_flag is not None:  # an argument that says its local rank
         notes.append(f"the script is given {plan.script.local_rank_flag}")
+
     return replace(plan, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
 
 
@@ -350,9 +374,11 @@ def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
         return "PYTHON_EXEC is set"
     if sys.platform != "linux":
         return f"a process that uses torch cannot be copied on {sys.platform}"
+
     variables = request.hints.variables_for_import
     if variables:
         return f"the script sets {variables[0]} before it imports torch"
+
     return None
 
 
@@ -371,11 +397,13 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     numa = flags.numa_binding
     if _is_program(flags):
         return Command((script.path, *script.arguments), environment={}, numa=numa)
+
     if python != sys.executable:
         # Another interpreter may have neither Lockstep nor our version of Python.
         module_flag = ("-m",) if script.module else ()
         line = (python, "-u", *module_flag, script.path, *script.arguments)
         return Command(line, environment={}, numa=numa)
+
     return worker.fresh_interpreter(script)._replace(numa=numa)
 
 
@@ -394,6 +422,7 @@ def _open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
             os.set_inheritable(number, True)
+
         if getattr(sys, name) is None:  # Python has found it closed
             mode = "r" if number == 0 else "w"
             stream = open(number, mode, closefd=False)  # noqa: SIM115
@@ -406,6 +435,7 @@ def _environment_with(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables for the block; afterwards the environment is as before."""
     before = dict(os.environ)
     os.environ.update(variables)
+
     try:
         yield
     finally:

@@ -50,6 +50,7 @@ class Sink:
         self.is_terminal = False
         self.identity: tuple[int, int, int] | None = None
         """Equal for two descriptors of the same file or terminal."""
+
         try:
             status = os.fstat(descriptor)
         except OSError:  # the launcher was started without it
@@ -57,6 +58,7 @@ class Sink:
         else:
             self.is_terminal = os.isatty(descriptor)
             self.identity = (status.st_dev, status.st_ino, status.st_rdev)
+
         self.can_draw = self.is_terminal and environ.get("TERM") != "dumb"
         """True if it is a terminal that can show colours and a status row."""
 
@@ -94,6 +96,7 @@ class Sink:
         with console.capture() as captured:
             text = Text.from_ansi(row.decode(errors="replace"))
             console.print(text, end="", no_wrap=True, overflow="crop")
+
         return captured.get().encode()
 
     def write(self, lines: bytes, status_row: bytes = b"") -> None:
@@ -118,12 +121,14 @@ class Sink:
         """Writes what is taken without waiting, in pieces that end with a line if possible."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
+
         while self.waiting and poll.poll(0):
             piece = bytes(self.waiting[:_WRITE_BYTES])
             if len(self.waiting) > len(piece):
                 last_newline = piece.rfind(b"\n")
                 if last_newline >= 0:
                     piece = piece[: last_newline + 1]
+
             try:
                 written = os.write(self.descriptor, piece)
             except BlockingIOError:

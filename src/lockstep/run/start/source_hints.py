@@ -70,6 +70,7 @@ def read_script(script: Script) -> SourceHints:
         path = Path(script.path)
         if path.is_dir():  # Python runs the `__main__.py` of a folder
             path = path / "__main__.py"
+
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show them
@@ -87,15 +88,18 @@ def read_source(source: str) -> SourceHints:
     """
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
+
     variables = _assigned_names(nodes)  # the environment variables that the script sets
     import_time_variables = []  # those that libraries read when they are imported
     for name in sorted(variables):
         if name.startswith(_IMPORT_TIME_VARIABLE_PREFIXES):
             import_time_variables.append(name)
+
     imports = []  # large modules that the script mentions, and so will probably import
     for module, word in _WORD_OF_LARGE_MODULE.items():
         if word in source:
             imports.append(module)
+
     return SourceHints(
         local_rank_flag=_local_rank_flag(nodes),
         variables_for_import=tuple(import_time_variables),
@@ -154,6 +158,7 @@ def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
             keys.extend(node.keys)
         elif isinstance(node, ast.Call) and _last_name(node.func) in ("setdefault", "putenv"):
             keys.extend(node.args[:1])
+
     return [key for key in keys if isinstance(key, ast.Constant)]
 
 
@@ -197,17 +202,20 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     while pending:
         node = pending.pop()
         nodes.append(node)
+
         # If this node is the name of a function, the function's body certainly runs as well. The
         # function is taken out of the table, so that its body is added once.
         function = functions.pop(_last_name(node), None)
         if function is not None:
             pending.extend(function.body)
+
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
                 continue
             if isinstance(child, ast.If | ast.IfExp) and "__name__" not in ast.dump(child.test):
                 continue
             pending.append(child)
+
     return nodes
 
 
@@ -249,6 +257,7 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
         paths = list(Path(folder).iterdir())
     except OSError:  # a zip file
         return []
+
     names = []
     for path in paths:
         is_module = path.suffix in (".py", ".so") or (path / "__init__.py").is_file()
@@ -258,6 +267,7 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
         module = loaded.get(name)
         if _is_from_elsewhere(module, path.parent.resolve()):
             names.append(path.name)
+
     return sorted(names)
 
 
@@ -270,8 +280,10 @@ def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
     is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
     if file is None or is_frozen:
         return False
+
     path = Path(file).resolve()
     is_package = path.name == "__init__.py"
+
     # A package `numpy` is in `folder` if its file is `folder/numpy/__init__.py`.
     module_folder = path.parent.parent if is_package else path.parent
     return module_folder != folder

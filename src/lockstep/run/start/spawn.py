@@ -118,30 +118,36 @@ def launch(
             initialised in this process and `fn` can only be run by fork.
     """
     _refuse_inside_a_rank()
+
     if type(max_restarts) is not int or max_restarts < 0:
         raise SettingError(
             f"launch(max_restarts={max_restarts!r})",
             "it is how many times the processes are started again",
             "give a whole number, such as 3",
         )
+
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {count_noun(size, 'process')}"
     call = functools.partial(fn, *args)
+
     users_variables = env or {}
     pickled_call, why_not_pickled = _pickle_if_possible(call)
     if pickled_call is None:
         _check_copies_can_use_gpus(was_set, why_not_pickled, machine.gpus, users_variables)
+
     short_name = name.rpartition(".")[2]
     script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
     spec = LaunchSpec(
         script=script, torchrun=(*_ONE_MACHINE_FLAGS, f"--max-restarts={max_restarts}")
     )
     plan = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
+
     environment = {**plan.environment, **users_variables}
     if pickled_call is None:
         environment["OMP_NUM_THREADS"] = "1"
+
     plan = replace(
         plan,
         environment=environment,
@@ -155,6 +161,7 @@ def launch(
     else:
         start_zygote = functools.partial(_start_fresh_zygote, fn, pickled_call, plan)
         zygote = start_zygote()
+
     with contextlib.closing(zygote):
         # Imported only now: it takes long, and the zygote works meanwhile.
         from lockstep.run.start.agent import launch_agent
@@ -186,10 +193,12 @@ def _refuse_inside_a_rank() -> None:
     """
     if "RANK" not in os.environ:
         return
+
     # `_read_call` sets it while the rank imports the script.
     is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
     if is_importing_script:
         raise NoMainGuard(1)  # the exit code of the rank
+
     if "WORLD_SIZE" in os.environ:  # RANK alone may be a variable of another program
         raise UsageError(
             "launch() inside a run",
@@ -211,6 +220,7 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
+
     has_script = was_started_as_module or (file is not None and Path(file).is_file())
     try:
         pickled = pickle.dumps(call)
@@ -223,6 +233,7 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
         if has_script or not needs_script:
             return pickled, ""
         reason = "there is no script file that a fresh process could import"
+
     return None, reason
 
 
@@ -241,9 +252,11 @@ def _check_copies_can_use_gpus(
     gpus_are_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if gpus == 0 or gpus_are_hidden:
         return
+
     how = cuda_is_initialised()
     if how is None:
         return
+
     raise UsageError(
         was_set,
         f"{why_copies}, so only a copy of this process can run it. But CUDA was initialised in "
@@ -277,11 +290,14 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
     except (TypeError, OSError):  # it is not a Python function
         source = os.devnull
+
     # The ranks will probably import what this process has imported, and what the source mentions.
     hints = read_script(worker.Script(path=source))
     modules = {*large_modules(sys.modules), *hints.imports}
+
     # What multiprocessing tells a new process before it imports the script: sys.path, sys.argv, ...
     preparation = multiprocessing.spawn.get_preparation_data("")
+
     # The key is secret, so multiprocessing lets its type be pickled only for a process that it
     # starts. As plain bytes it can be pickled. Nobody else can read it: the file has no name.
     preparation["authkey"] = bytes(preparation["authkey"])
@@ -309,8 +325,10 @@ def _raise_if_interrupted(agent: Agent) -> None:
         exit_code = 128 + agent.interrupted.signal
     else:
         return
+
     if exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+
     raise SystemExit(exit_code)
 
 
@@ -325,6 +343,7 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
     try:
         if attempt.failure is not None:
             raise _error_of_failure(attempt.failure, attempt, was_set)
+
         if agent.timed_out_ranks:
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
@@ -333,6 +352,7 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
                 "allow more time, or see what those ranks wait for",
                 agent.timed_out_ranks[0],
             )
+
         return [
             _returned_value(process.folder, process.rank, was_set) for process in attempt.processes
         ]
@@ -351,6 +371,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     record_of_rank: dict[int, ErrorRecord] = {}
     if failure.kind != "deadlock":  # those ranks were ended by the launcher, not by their errors
         record_of_rank = _recorded_errors(failure.ranks, attempt)
+
     for record in record_of_rank.values():
         if record.type == NoMainGuard.__name__:
             return UsageError(
@@ -358,6 +379,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
                 "each new process imports the script, and the script launches again when imported",
                 'put the call of launch() under `if __name__ == "__main__":`',
             )
+
     if record_of_rank:
         failed_rank = next(iter(record_of_rank))
         traceback = record_of_rank[failed_rank].traceback
@@ -371,6 +393,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
         traceback = ""
         is_told = False
         usual_advice = "look at what the process printed last"
+
     # The text is written without the advice, which has a field of its own in the error.
     found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
     return RankFailedError(
@@ -394,6 +417,7 @@ def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorR
         record = read_error(Evidence.in_folder(folders[rank]))
         if record is not None:
             record_of_rank[rank] = record
+
     return record_of_rank
 
 
@@ -428,6 +452,7 @@ def run_copy(call: FunctionCall) -> NoReturn:
     if torch is not None:
         # OpenMP's thread pool was not copied; a parallel region would wait for it forever.
         torch.set_num_threads(1)
+
     exit_codes = []
 
     def run() -> None:
@@ -470,6 +495,7 @@ def _read_call(file: int) -> FunctionCall:
         file: descriptor of a file with two pickles: how to import the script, and the call.
     """
     process = multiprocessing.current_process()
+
     # As in processes of multiprocessing: says that the script is being imported. The script must
     # not start processes then, nor call `launch` (see `_refuse_inside_a_rank`).
     process._inheriting = True  # type: ignore[attr-defined]
@@ -481,6 +507,7 @@ def _read_call(file: int) -> FunctionCall:
             call: FunctionCall = pickle.load(mapped)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
+
     return call
 
 
@@ -496,11 +523,14 @@ def _run_call(call: FunctionCall, folder: Path) -> None:
         if end.code not in (None, 0):
             raise
         value = None  # sys.exit() in the function counts as a return
+
     # In a copy nothing runs at exit, so a World that the function left open is closed here.
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()
+
     folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary folders may have deleted it
+
     with open(folder / RESULT_NAME, "wb") as file:
         # With plain pickle: multiprocessing's pickler would leave tensors in shared memory that is
         # freed when this process ends.

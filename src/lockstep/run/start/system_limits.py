@@ -50,6 +50,7 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
         is_scarcity = getattr(error, "errno", None) in _SCARCITY_ERRORS
         if not is_scarcity and str(error) not in thread_errors:
             raise
+
         raise SettingError(
             f"{count_noun(nproc, 'process')} on this machine",
             f"the system gives no more: {error}",

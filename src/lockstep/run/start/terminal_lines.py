@@ -28,12 +28,14 @@ def last_state(line: bytes) -> bytes:
     """Returns the last state of a line that may have been drawn several times."""
     if b"\r" not in line and b"\x1b" not in line:
         return line
+
     # An erased line counts as one that was drawn blank.
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
     for state in reversed(line.split(b"\r")):
         if state:
             return state
+
     return b""
 
 
@@ -48,12 +50,14 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
         only the last state is kept if it is drawn again and again.
     """
     *lines, unfinished = text.split(b"\n")
+
     # The line is drawn again after each carriage return. One at its very end erases nothing yet.
     last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1: there is none
     unfinished = unfinished[last_return + 1 :]
     if len(unfinished) > _MAX_LINE_BYTES:
         lines.append(unfinished)
         unfinished = b""
+
     shown = [last_state(line) for line in lines if not line.endswith(_CURSOR_UP)]
     return shown, unfinished
 

@@ -71,19 +71,23 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
             "one that stands for a flag without a value is neither 0 nor 1",
             "set it to 1, or unset it",
         ) from None
+
     parser.exit_on_error = False
     if "PET_MASTER_PORT" not in os.environ:
         # The default of torch 2.11 is 29500, where two runs on one machine would meet.
         parser.set_defaults(master_port=None)
+
     try:
         flags = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
         raise SettingError(
             f"{error.argument_name}", error.message, "torchrun --help says what it takes"
         ) from None
+
     for name, default in _DEFAULTS_OF_NEWER_FLAGS.items():
         if not hasattr(flags, name):
             setattr(flags, name, default)
+
     return flags
 
 
@@ -136,6 +140,7 @@ def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
                 "leave it out; --master-addr and --master-port may say where the first one is "
                 "reached",
             )
+
     port = parse_flags([*torchrun, "script"]).master_port if torchrun else None
     if port is not None and not 0 < port <= _MAX_PORT:
         raise SettingError(
@@ -184,11 +189,14 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     backend = flags.rdzv_backend
     endpoint = flags.rdzv_endpoint
     run_id = flags.rdzv_id
+
     options = _rendezvous_options(flags.rdzv_conf)
     if backend == "static":
         options["rank"] = flags.node_rank
+
     # With "static", torchrun's default, --master-addr and --master-port stand for the endpoint.
     uses_master_flags = backend == "static" and not endpoint
+
     # A run on one machine, for which the user has given no port.
     may_choose_port = uses_master_flags and flags.master_port is None and most_nodes == 1
     if flags.standalone or may_choose_port:
@@ -198,6 +206,7 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
         run_id = str(uuid.uuid4())
     elif uses_master_flags:
         endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
+
     run_id = run_id or "none"  # torchrun's default
     return RendezvousParameters(
         backend, endpoint, run_id, fewest_nodes, most_nodes, flags.local_addr, **options
@@ -209,6 +218,7 @@ def _rendezvous_options(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if not text.strip():
         return options
+
     for part in text.strip().split(","):
         key, _, value = part.partition("=")
         if not key.strip() or not value.strip():
@@ -217,7 +227,9 @@ def _rendezvous_options(text: str) -> dict[str, Any]:
                 f"{part.strip() or 'an empty part'} has no value or no name",
                 "write KEY=VALUE, with commas between several",
             )
+
         options[key.strip()] = value.strip()
+
     return options
 
 
@@ -249,12 +261,14 @@ def _check_program(flags: argparse.Namespace) -> None:
         raise SettingError("-m with --run-path", "a module has no path", "leave one of them out")
     if flags.module and flags.no_python:
         raise SettingError("-m with --no-python", "a module needs Python", "leave one of them out")
+
     if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
         raise SettingError(
             "TORCHELASTIC_ENABLE_FILE_TIMER=1",
             "Lockstep does not serve the timers of torch.distributed.elastic.timer",
             "unset it; --on-hang and --hang-after say what happens to a run that hangs",
         )
+
     if flags.logs_specs is not None:
         raise SettingError(
             f"--logs-specs {flags.logs_specs}",
@@ -270,10 +284,12 @@ def _check_numbers(flags: argparse.Namespace) -> None:
         raise SettingError(
             f"--max-restarts {flags.max_restarts}", out_of_range, "give a number 0 or more"
         )
+
     if not flags.monitor_interval > 0:  # nor may it be nan
         raise SettingError(
             f"--monitor-interval {flags.monitor_interval}", out_of_range, "give a number above 0"
         )
+
     timeout = flags.shutdown_timeout
     if timeout is not None and not timeout >= 0:
         raise SettingError(f"--shutdown-timeout {timeout}", out_of_range, "give a number 0 or more")
@@ -295,6 +311,7 @@ def shutdown_timeout(flag: float | str | None, environ: Mapping[str, str]) -> fl
     else:
         name = "--shutdown-timeout"
         value = flag
+
     try:
         return float(value)
     except ValueError:
@@ -309,12 +326,14 @@ def _check_names(flags: argparse.Namespace) -> None:
         name = text.strip()
         if not name:
             continue
+
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise SettingError(
                 f"--signals-to-handle {flags.signals_to_handle}",
                 f"{name} is no signal that can be passed on",
                 "write names such as SIGTERM,SIGINT,SIGUSR1",
             )
+
     try:
         get_logging_handler(flags.event_log_handler)
     except KeyError:
@@ -341,6 +360,7 @@ def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not flags.virtual_local_rank or visible is None:
         return
+
     if len(visible.split(",")) < nproc:
         raise SettingError(
             f"--virtual-local-rank with {nproc} processes",

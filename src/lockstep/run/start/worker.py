@@ -87,13 +87,16 @@ class Command(NamedTuple):
         """
         number = str(local_rank)
         line = tuple(word.replace(MACRO, number) for word in self.line)
+
         environment = {}
         for name, value in self.environment.items():
             environment[name] = value.replace(MACRO, number)
+
         if self.numa is not None:
             from lockstep.distributed.torch_compat import bound_to_processors
 
             line = bound_to_processors(line, local_rank, self.numa)
+
         return Command(line, environment)
 
 
@@ -149,15 +152,18 @@ def _run_watched(script: Script, folder: Path) -> None:
     from lockstep.run.watch import script_processes
 
     watch_executed(Evidence.of_this_process(os.environ, folder))  # after `os.execv`
+
     is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
     if is_only_rank:  # it may start ranks itself
         _give_address_to_script_processes()
         script_processes.watch_script_processes(folder)
+
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts > 0:
         from lockstep.distributed.torch_compat import separate_attempts
 
         separate_attempts(restarts)
+
     run_as_main(script)
 
 
@@ -167,6 +173,7 @@ def reset_after_fork() -> None:
     random = sys.modules.get("numpy.random")  # numpy imports it at its first use
     if random is not None:
         random.seed()
+
     # torch has read the zygote's number of threads.
     torch = sys.modules.get("torch")
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -193,6 +200,7 @@ def open_streams() -> None:
         stream.mode = "w"  # type: ignore[misc]  # as `open` sets it
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
     stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
     sys.stdin = stdin
     sys.__stdin__ = stdin  # type: ignore[misc]
@@ -214,7 +222,9 @@ def _give_address_to_script_processes() -> None:
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
+
     reserving_socket = socket.socket()
+
     # torch's store sets this option too, so it can listen at the port in spite of this socket.
     reserving_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserving_socket.bind(("127.0.0.1", 0))
@@ -223,6 +233,7 @@ def _give_address_to_script_processes() -> None:
     launchers_port = int(os.environ["MASTER_PORT"])
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
     # In this process alone, what connects to the free port gets the launcher's store.
     store_elsewhere(free_port, launchers_port)
 
@@ -246,6 +257,7 @@ def run_recorded(
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
+
     # Some memory and a file descriptor. They are released before an error is recorded, as the rank
     # may have run out of either.
     reserve = error_record.Reserve()
@@ -261,14 +273,18 @@ def run_recorded(
             sys.last_type = type(error)
             sys.last_value = error
             sys.last_traceback = error.__traceback__
+
         has_called_exit_without_error = isinstance(error, SystemExit) and error.code in (None, 0)
         if not has_called_exit_without_error:
             error_record.record_error(error, evidence)
+
         try:
             report(error)
         except SystemExit as end:  # raised by the program's own sys.excepthook
             return error_record.exit_code(end)
+
         return error_record.exit_code(error)
+
     return 0
 
 
@@ -284,17 +300,21 @@ def _leave_to_launcher(error: errors.LockstepError) -> bool:
     has_shown_context = error.__context__ is not None and not error.__suppress_context__
     if error.__cause__ is not None or has_shown_context or hasattr(error, "__notes__"):
         return False
+
     folder = Path(os.environ[FOLDER_VARIABLE])
     evidence = Evidence.of_this_process(os.environ, folder)
     try:
         is_recorded = evidence.error.stat().st_size > 0
     except OSError:
         is_recorded = False
+
     if not is_recorded:
         return False
+
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError), open(folder / "stderr.log", "ab") as log:
         log.write(text.encode(errors="backslashreplace"))
+
     return True
 
 
@@ -361,11 +381,13 @@ def run_as_main(script: Script) -> None:
     sys.argv = [script.path, *script.arguments_of_this_rank()]
     module_flag = ["-m"] if script.module else []
     sys.orig_argv = [sys.executable, *module_flag, *sys.argv]
+
     # multiprocessing and pickle look up the module of the script by this name.
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
+
     # Python imports from the folder in which a script lies, but from a folder or zip file itself.
     is_folder_or_zip = script.folder == os.path.abspath(script.path)
     if script.module or is_folder_or_zip:
@@ -380,6 +402,7 @@ def _run_module(script: Script) -> None:
     # of a folder or zip file there.
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
+
     name = script.path if script.module else "__main__"
     try:
         runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]

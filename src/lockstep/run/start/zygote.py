@@ -111,10 +111,12 @@ class Zygote:
 
     def __init__(self, work: Work, spares: int = 0) -> None:
         launchers_end, zygotes_end = control_sockets()
+
         # What is buffered would be written once more by every copy.
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # no collection touches what exists now, so all copies share its pages
+
         self.pid = os.fork()
         if self.pid == 0:
             launchers_end.close()
@@ -122,6 +124,7 @@ class Zygote:
                 Server(zygotes_end, work, spares).serve()
             finally:
                 os._exit(1)
+
         gc.unfreeze()
         zygotes_end.close()
         self._socket = launchers_end
@@ -190,6 +193,7 @@ class Zygote:
                 for event in events:
                     if event.rank == _LEFT_BEHIND:
                         return [int(pid) for pid in event.reason.split()]
+
         return []
 
     def events(self, timeout: float = 0.0) -> list[Event]:
@@ -207,6 +211,7 @@ class Zygote:
             readable, _, _ = select.select([self._socket], [], [], wait_s)
             if not readable:
                 return events
+
             data, _ = _receive(self._socket)
             if data:
                 events.append(Event(*json.loads(data)))
@@ -250,6 +255,7 @@ class Zygote:
                     return False
                 time.sleep(interval_s)
                 interval_s = min(2 * interval_s, _MAX_POLL_S)
+
         return True
 
     def _poll(self) -> int | None:
@@ -283,6 +289,7 @@ class FreshZygote(Zygote):
                 pass_fds=(control, *files),
                 process_group=0,  # out of the foreground: Ctrl-C is for the launcher
             )
+
         self.pid = self._process.pid
         self._socket = launchers_end
 
@@ -325,9 +332,11 @@ class Server:
         """Process ids of the ranks that are programs other than Python."""
         self.ignored: set[int] = set()
         """Signals that the ranks ignore because the launcher does."""
+
         for number in ENDING_SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:
                 self.ignored.add(number)
+
         # A signal writes a byte into this pipe, so one select waits for messages and for signals.
         self.wake_reader, self.wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
@@ -338,11 +347,13 @@ class Server:
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
         for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+
         # When a child ends, the kernel sends SIGCHLD. With a handler, even one that does nothing,
         # Python then writes a byte into the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         os.setpgid(0, 0)  # out of the terminal's foreground group
+
         # From now on this process becomes the parent of what ranks leave behind, and can end it.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         watched: list[Any] = [self.control, self.wake_reader]
@@ -354,10 +365,13 @@ class Server:
                 self.spares_to_fork -= 1
                 with contextlib.suppress(OSError):  # reported when the rank is asked for
                     self._fork_spare()
+
             if self.wake_reader in readable:
                 self._reap()
+
             if self.control in readable and not self._handle_message():
                 break
+
         self._end_all()
         os._exit(0)
 
@@ -367,11 +381,13 @@ class Server:
         is_closed = not data
         if is_closed:
             return False
+
         if files:  # only the request for a rank comes with descriptors
             self._start(files)
             for file in files:
                 os.close(file)
             return True
+
         request = json.loads(data)
         if "left_behind" in request:
             remaining = self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
@@ -384,6 +400,7 @@ class Server:
                     self.given_up.add(pid)
         else:
             self._signal(request["signal"], set(request["ranks"]))
+
         return True
 
     # Starting ranks
@@ -402,15 +419,18 @@ class Server:
         except OSError as error:  # no more processes, or no more memory
             self._report(Event(rank, pid=None, reason=str(error.strerror)))
             return
+
         self.running[pid] = rank
         command = request["command"]  # empty: the rank stays a copy of this process
         if command and command[0] != sys.executable:
             self.non_python_pids.add(pid)
+
         if not request["own_session"]:
             # A rank without a session of its own gets a process group of its own. It makes that
             # itself, too, but a signal to the group may be asked for before it has come to that.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
+
         self._report(Event(rank, pid))
 
     def _make_rank(self, files: list[int]) -> int:
@@ -425,12 +445,14 @@ class Server:
         while True:
             if not self.spares:
                 self._fork_spare()
+
             pid, channel = self.spares.popitem()  # any of them; they are all alike
             with channel:
                 try:
                     socket.send_fds(channel, [b"start"], files)
                 except BrokenPipeError:  # this spare has ended
                     continue
+
             return pid
 
     def _fork_spare(self) -> None:
@@ -443,6 +465,7 @@ class Server:
             except OSError:
                 zygotes_end.close()
                 raise
+
             if pid == 0:
                 try:
                     zygotes_end.close()
@@ -454,6 +477,7 @@ class Server:
                         self._become_rank(files)
                 finally:
                     os._exit(1)  # whatever happens, it must not go on as a second zygote
+
         self.spares[pid] = zygotes_end
 
     def _close_zygotes_descriptors(self, parent: int) -> None:
@@ -475,11 +499,13 @@ class Server:
         request = _read_request(files)
         *streams, request_file = files
         os.close(request_file)
+
         if request["own_session"]:
             os.setsid()
         else:
             os.setpgid(0, 0)
             set_foreground_group(streams[0], os.getpgrp())  # the rank reads the keyboard
+
         # The zygote's handlers were inherited. The rank gets those of a new process.
         for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
             if number in self.ignored:  # the launcher ignores it
@@ -488,13 +514,17 @@ class Server:
                 signal.signal(number, signal.default_int_handler)
             else:
                 signal.signal(number, signal.SIG_DFL)
+
         for target, stream in enumerate(streams):
             os.dup2(stream, target)  # makes the copy inheritable
             os.close(stream)
+
         os.environ.update(request["environment"])
         os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know it
+
         if request["command"]:
             _execute(request["command"])
+
         self.work()
 
     # Ending ranks
@@ -507,13 +537,16 @@ class Server:
         # Empties the pipe that SIGCHLD writes to. The pipe may be empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
+
         while self.running or self.spares or self.given_up:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
+
             if pid == 0:  # all others still run
                 return
+
             self.given_up.discard(pid)
             rank = self.running.pop(pid, None)
             if rank is not None:
@@ -535,12 +568,14 @@ class Server:
         for pid, rank in self.running.items():
             if rank not in ranks:
                 continue
+
             is_python = pid not in self.non_python_pids
             if is_python and number in _SIGNALS_OF_PROGRAM:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             else:
                 _signal_group(pid, number)
+
             if number in ENDING_SIGNALS:
                 # A rank that is stopped would take the signal only when it goes on.
                 _signal_group(pid, signal.SIGCONT)
@@ -552,16 +587,21 @@ class Server:
         """
         was_running = bool(self.running)
         self._signal(signal.SIGTERM, set(self.running.values()))
+
         deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
         while self.running and time.monotonic() < deadline:
             select.select([self.wake_reader], [], [], max(0.0, deadline - time.monotonic()))
             self._reap()
+
         self._signal(signal.SIGKILL, set(self.running.values()))
+
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
+
         self.given_up |= _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
         self.running.clear()
         self.spares.clear()
+
         if was_running:
             self._end_left_behind(0.0)
 
@@ -588,8 +628,10 @@ class Server:
             for child in children:
                 with contextlib.suppress(psutil.Error):
                     processes += child.children(recursive=True)
+
             if not processes:
                 break
+
             is_time_to_kill = time.monotonic() >= kill_at
             for process in processes:
                 with contextlib.suppress(psutil.Error):
@@ -598,11 +640,14 @@ class Server:
                     elif process not in terminated:
                         process.terminate()
                         process.resume()  # a stopped process takes no other signal
+
             terminated.update(processes)
+
             # A process can wait only for its own children. Grandchildren become its children when
             # their parents have ended.
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
             time.sleep(_MAX_POLL_S)  # also if none of them is a child of this process
+
         return [process.pid for process in processes if process.is_running()]
 
     def _children_left_behind(self) -> list[psutil.Process]:
@@ -622,6 +667,7 @@ class Server:
                             children.append(helper)
             elif child.pid not in self.running and child.pid not in self.spares:
                 children.append(child)
+
         return children
 
     def _report(self, event: Event) -> None:

@@ -98,9 +98,11 @@ class Activity:
             return self.call.p2p
         if self.wait.op in _POINT_TO_POINT_FUNCTIONS:
             return True
+
         stack = self.state.stack
         if not stack:
             return False
+
         # The stages of torch.distributed.pipelining exchange nothing but sends and receives.
         return "pipelining" in stack[0].file
 
@@ -118,22 +120,27 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         # It has no exit code before the launcher has noticed its end.
         had_ended_before = later.code is not None and not earlier.alive
         return Activity(later, Kind.EXITED if had_ended_before else Kind.MOVING)
+
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
+
     # Between the snapshots it was stopped, or continued: that is a change, too.
     was_stopped_or_continued = bool(later.stopped or earlier.stopped)
     if was_stopped_or_continued or has_moved(earlier, later):
         return Activity(later, Kind.MOVING)
     if later.stack is None or earlier.stack is None:
         return Activity(later, Kind.UNKNOWN)
+
     kind = _kind_by_stack(earlier, later, seconds)
     if kind is Kind.WAITING:
         # The stack may show no wait: that the rank waits is then known by its recorded call alone.
         wait = stacks.find_wait(later.stack) or stacks.Wait()
         return Activity(later, kind, wait, _current_call(later, wait))
+
     if kind is Kind.PERHAPS_WAITING:
         wait = stacks.Wait()  # an empty one, as its stack is in none of the known waits
         return Activity(later, kind, wait, _current_call(later, wait))
+
     return Activity(later, kind)
 
 
@@ -174,35 +181,42 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     pending = later.pending_calls()  # the calls that are not known to have completed
     is_idle = is_main_thread_idle(earlier, later, seconds)
     at_same_place = place(earlier) == place(later)
+
     # Does it wait for other ranks?
     if at_same_place:
         # NCCL calls are "started" when the GPU executes them: it waits there for the other ranks.
         if any(call.state == "started" for call in pending):
             return Kind.WAITING
+
         wait = stacks.find_wait(later.stack)
         if wait is not None and wait.certain:
             return Kind.WAITING
+
         # The wait is not certain: at this place torch may compute or wait. If it uses no processor
         # time and has not completed a call, it waits. A rank whose calls were not obtained may have
         # such a call.
         may_have_pending_call = bool(pending) or later.calls is None
         if wait is not None and is_idle and may_have_pending_call:
             return Kind.WAITING
+
     # If not, does it do something? `answered` is False for a rank that was asked, and whose
     # answering thread did not get to run: code in C holds Python's lock. (None: it was not asked.)
     if earlier.answered is False and later.answered is False:
         return Kind.SILENT
+
     # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
     gpu_may_work = any(call.backend == "nccl" for call in pending)
     if not is_idle or not at_same_place or gpu_may_work:
         return Kind.WORKING
     if stacks.waits_for_data_loader(later.stack):
         return Kind.LOADING
+
     # From here on the main thread is idle, and its stack does not say what it waits for.
     if pending:
         return Kind.PERHAPS_WAITING
     if _others_compute_for_it(earlier, later, seconds):
         return Kind.CHILDREN
+
     return Kind.BLOCKED
 
 
@@ -227,11 +241,13 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
             there is none), and whether that is certain.
     """
     pending = state.pending_calls()  # the calls that are not known to have completed
+
     # In each case below, a call that a GPU has started is taken first: it is the one that runs.
     if wait.op in _UNRECORDED_FUNCTIONS:  # such as `recv`, with Gloo
         # A pending collective does not explain this wait; it may be of another thread. So only
         # sends and receives come into question.
         return _started_call(pending) or _latest_call([call for call in pending if call.p2p])
+
     is_in_recorded_call = wait.certain and wait.op != ""
     if is_in_recorded_call:
         # It is the latest call of the main thread. A record may lack the threads of its calls.
@@ -239,6 +255,7 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls
         return _started_call(candidates) or _latest_call(candidates)
+
     # The stack does not say which call it is.
     return _started_call(pending) or _latest_call(pending)
 

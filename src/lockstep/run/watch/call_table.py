@@ -74,13 +74,17 @@ class CallTable:
         """What `missing_ranks` has already computed, by key and number."""
         self._pending_p2p: dict[tuple[str, int], list[CollectiveCall]] = {}
         """The pending sends and receives of a rank, the oldest first, by key and rank."""
+
         for state in snapshot.ranks:
             for group in state.groups or ():
                 self._groups[group.name] = group
+
             if state.calls is None:
                 self._ranks_without_record.add(state.rank)
+
             for call in state.calls or ():
                 self._add(state.rank, call)
+
             for call in state.pending_calls():
                 if call.p2p:
                     self._pending_p2p.setdefault((call.key, state.rank), []).append(call)
@@ -94,13 +98,17 @@ class CallTable:
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
         if call.p2p:  # numbered by pair of ranks, not by group, so it has no place in the table
             return
+
         if call.key not in self.calls:
             self.calls[call.key] = {}
+
         if call.seq not in self.calls[call.key]:
             self.calls[call.key][call.seq] = {}
+
         self.calls[call.key][call.seq][rank] = call
         if (call.key, rank) not in self._numbers:
             self._numbers[call.key, rank] = []
+
         self._numbers[call.key, rank].append(call.seq)
 
     def members(self, key: str) -> set[int]:
@@ -133,8 +141,10 @@ class CallTable:
                 # says whether it has come to this one.
                 if numbers is None or numbers[-1] < call.seq:
                     missing.add(rank)
+
             # It is remembered, as it is asked for once for every rank.
             self._missing_ranks[key_and_number] = missing
+
         return self._missing_ranks[key_and_number]
 
     def awaited_sender(self, rank: int, call: CollectiveCall) -> int | None:
@@ -154,11 +164,13 @@ class CallTable:
         members = sorted(self.members(call.key))
         if call.op != "recv" or call.peer is None or call.peer >= len(members):
             return None
+
         sender = members[call.peer]
         pending = self._pending_p2p.get((call.key, sender), [])
         for other_call in first_batch(pending):
             if other_call.op == "send" and other_call.peer == members.index(rank):
                 return None
+
         return sender
 
     @cached_property
@@ -243,6 +255,7 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
         any_member_made_it = any(rank in calls_by_rank for rank in members)
         if not any_member_made_it:
             continue  # other ranks have made it, in a group of this name that they have destroyed
+
         # A rank's call may be missing in the table because its record was lost. Only if that is
         # ruled out for all ranks is it known that some have not made the call.
         all_would_know = all(table.would_know(key, seq, rank) for rank in members)
@@ -251,6 +264,7 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
         if differs or (all_would_know and some_are_missing):
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
             return Mismatch(table.name(key), seq, calls, _lines_differ_since(table, key, seq))
+
     return None
 
 
@@ -279,4 +293,5 @@ def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int 
             break
         earliest = seq
         seq -= 1
+
     return earliest

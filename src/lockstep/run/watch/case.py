@@ -83,6 +83,7 @@ class Case:
                 not_waiting[rank] = activity
                 if rank in self.graph.awaited:
                     awaited[rank] = activity
+
         if awaited:
             return awaited
         return not_waiting
@@ -98,6 +99,7 @@ class Case:
         waiting = self.graph.waits_for  # its keys are the ranks that wait
         if not waiting:
             return f"{subject}, for {self.waited_s:.0f} s"
+
         have = conjugate("has", len(waiting))  # "has" for one rank, "have" for several
         them = "it" if len(ranks) == 1 else "them"
         return (
@@ -126,10 +128,12 @@ class Case:
         """
         if advice is None:
             advice = (ADVICE[kind],) if kind in ADVICE else ()
+
         mismatched_calls = {} if mismatch is None else dict(mismatch.calls)
         rows = []
         for rank, activity in self.activities.items():
             rows.append(self._row(activity, mismatched_calls.get(rank)))
+
         return Verdict(
             kind=kind,
             fatal=fatal,
@@ -158,8 +162,10 @@ class Case:
             does = self._wait_text(activity, call)
         else:
             does = _text_without_wait(activity)
+
         if state.steps:
             does += f" (step {state.steps})"
+
         seconds = self.since_call_s.get(state.rank)
         return Row(state.rank, state.host, does, activity.line, seconds)
 
@@ -170,10 +176,13 @@ class Case:
             group = self.table.name(call.key)
             if group.startswith("group"):  # "the default group" goes without saying
                 text += f" of {group}"
+
         if activity.created_group is not None:  # it waits in `new_group`
             text += f" for {activity.created_group.describe()}"
+
         if activity.wait.context:  # the part of torch that it waits in, such as "in backward"
             text += f", {activity.wait.context}"
+
         return text
 
 
@@ -200,14 +209,18 @@ def _text_without_wait(activity: Activity) -> str:
         if state.code is not None and state.code < 0:  # minus the number of a signal
             return f"was ended by signal {-state.code}"
         return f"has ended with exit code {state.code}"
+
     # State D of a process, see proc(5): a sleep that nothing interrupts, usually for a disk.
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
+
     if activity.kind is Kind.LIMITED and activity.call is not None:
         call = _name_call(activity.call, activity.op)
         return f"waits in {call}, of a group with a timeout of its own"
+
     if is_at_exit(state.stack):
         return "has finished, and waits for one of its own threads"
+
     return str(activity.kind.value)  # such as "waits for data"
 
 

@@ -50,23 +50,29 @@ def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
     if kind in numbered:
         number = values
         return numbered[kind][number]
+
     if is_dataclass(kind):
         types = _types_of_fields(cast(Any, kind))
         fields = {}
         for name, value in values.items():
             fields[name] = _build(types[name], value, numbered)
         return cast(Any, kind)(**fields)
+
     if values is None:
         return None
+
     if kind in _TUPLES_OF_PLAIN_ITEMS:
         # This shortcut saves much time, as every rank lists all ranks of its groups.
         return tuple(values)
+
     arguments = get_args(kind)
     if get_origin(kind) is tuple:
         return _build_tuple(arguments, values, numbered)
+
     if type(None) in arguments:  # the type is `X | None`, and the value is not None
         type_unless_none = arguments[0]
         return _build(type_unless_none, values, numbered)
+
     return values  # a text, a number, or of a type that is kept as it is
 
 

@@ -33,9 +33,11 @@ def deadlock(case: Case) -> Verdict | None:
     waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
     if not waiting:
         return None
+
     mismatch = find_mismatch(case.table, case.graph.deadlocked)
     if mismatch is not None:
         mismatch = _with_present_lines(mismatch, waiting)
+
     has_p2p = any(activity.p2p for activity in waiting.values())
     if has_p2p:
         is_deadlock = _is_deadlock_of_sends(case, waiting)
@@ -46,8 +48,10 @@ def deadlock(case: Case) -> Verdict | None:
         is_deadlock = _is_deadlock_of_collectives(waiting, mismatch)
         is_proven = True
         advice = _advice(waiting, mismatch)
+
     if not is_deadlock:
         return None
+
     all_wait = all(rank in case.graph.waits_for for rank in case.alive)
     headline = (
         f"deadlock: {format_ranks(waiting)} {conjugate('waits', len(waiting))} in "
@@ -124,13 +128,16 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
         return f"{name_ops(waiting)}, for each other"
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
+
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
         (op,) = ops_at_mismatch  # all of them called the same operation
         return f"{op} with different sizes or types"
+
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
+
     # All call the same operation, but in different groups: in each group some ranks are missing.
     return "collectives that the others never come to"
 
@@ -173,6 +180,7 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     sides = _sides_of_mismatch(mismatch)
     if len(sides) == 1:
         return []  # all made the same call: they differ only from ranks that have left the group
+
     if len(sides) > 1:
         largest_side = sides[0]
         other_sides = sides[1:]
@@ -186,11 +194,13 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             ranks_in_forward.append(rank)
+
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:
         return ranks_in_forward
     if mismatch is None or not mismatch.calls:
         return list(waiting)
+
     return [rank for rank, _ in mismatch.calls]
 
 
@@ -264,21 +274,26 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     only_some_in_forward = 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting)
     if only_some_in_forward:
         return _advice_on_ddp_forward(waiting)
+
     for activity in waiting.values():
         # In the first moments it is not known which group the rank creates.
         if activity.created_group is not None or activity.op == "new_group":
             return (_NEW_GROUP,)
+
     if "while DDP is constructed" in contexts:
         return (_DDP_CONSTRUCTOR,)
+
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
     if only_some_in_backward:  # the others have left the training loop, or skipped a step
         return (_NUMBER_OF_STEPS, _CONDITION)
     if _only_sizes_differ(mismatch):
         return (_SIZES,)
+
     # The same calls, but in different process groups (a key is `backend:group`).
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
     if len(keys) > 1:
         return (_ORDER_OF_GROUPS,)
+
     return (_CONDITION,)
 
 
@@ -314,4 +329,5 @@ def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
             return None
         if any(user_frame(call.frames) == activity.line for call in earlier_calls):
             return False
+
     return True

@@ -102,10 +102,12 @@ def record_error(error: BaseException, evidence: Evidence) -> None:
             record = describe_error(error)
         except Exception:  # there may be no memory or no descriptor left to describe it
             record = _describe_briefly(error)
+
         write_in_place(evidence.error, json.dumps(asdict(record)))
         torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
         if not torch_file or record.type == "SystemExit":  # torch's decorator skips SystemExit too
             return
+
         script_uses_decorator = os.path.exists(torch_file)  # it has then written the file itself
         if not script_uses_decorator:
             _write_for_torch(record, Path(torch_file))
@@ -180,14 +182,17 @@ def exit_code(error: BaseException) -> int:
             return 0
         if not isinstance(error.code, int):
             return 1  # it is a message, which the interpreter prints
+
         # The system keeps only the lowest byte: `sys.exit(256)` ends with 0. For a number that does
         # not fit into a C long, the interpreter takes -1, whose lowest byte is 0xFF.
         fits_into_c_long = -(2**63) <= error.code < 2**63
         return error.code & 0xFF if fits_into_c_long else 0xFF
+
     if isinstance(error, KeyboardInterrupt):
         return -signal.SIGINT
     if isinstance(error, LockstepError):
         return error.exit_code
+
     return 1
 
 
@@ -243,11 +248,13 @@ def _chain(error: BaseException) -> list[BaseException]:
         earlier = error.__cause__ or error.__context__
         if earlier is None:
             break
+
         chain.append(earlier)
         error = earlier
         if isinstance(error, BaseExceptionGroup):
             _, error = _unpack_groups(error)
             chain.append(error)
+
     return chain
 
 
@@ -259,14 +266,17 @@ def _handled_error(error: BaseException) -> BaseException | None:
     """
     if not isinstance(error, SystemExit):
         return None
+
     if error.__cause__ is not None:  # raise SystemExit(1) from error
         handled: BaseException | None = error.__cause__
     elif error.__suppress_context__:  # raise SystemExit(1) from None
         handled = None
     else:
         handled = error.__context__
+
     if handled is None:
         return None
+
     _, cause = _unpack_groups(handled)
     return cause
 
@@ -304,7 +314,9 @@ def _headline(error: BaseException) -> str:
     """Returns type and message in one line."""
     if isinstance(error, SystemExit):
         return _headline_of_exit(error)
+
     message = _message(error)
+
     # An exception of another process, such as a DataLoader worker, was raised again here. Its own
     # headline stands at the end of the message.
     elsewhere = _RAISED_ELSEWHERE.match(message)
@@ -313,9 +325,11 @@ def _headline(error: BaseException) -> str:
         if remote_headline:
             place = elsewhere["worker"] or f"process {elsewhere['process']}"
             return f"{remote_headline} (in {place})"
+
     first_line, _, _ = message.strip().partition("\n")
     if not first_line:
         return _type_name(error)
+
     return f"{_type_name(error)}: {first_line}"
 
 
@@ -328,10 +342,12 @@ def _headline_of_exit(error: SystemExit) -> str:
     else:
         # The interpreter prints it as a message. It may be long, and its first line is enough.
         argument = repr(_message(error).split("\n")[0])
+
     headline = f"sys.exit({argument})"
     handled = _handled_error(error)
     if handled is not None:
         headline += f" while handling {_headline(handled)}"
+
     return headline
 
 
@@ -363,24 +379,30 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     """
     if isinstance(error, LockstepError) and error.line:  # it has found the line itself
         return error.line
+
     # The line that could not be read, which is in no frame: it has not run.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
+
     # All frames are put together, from the innermost to the outermost.
     # 1. If the exception comes from another process or thread, such as a DataLoader worker, its
     #    message has the traceback from there, with the outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
+
     # 2. If the script has caught an exception and then called `sys.exit`, that exception's frames.
     handled = _handled_error(error)
     if handled is not None:
         frames += _stack(handled.__traceback__)
+
     # 3. The frames of the exception itself, and of the groups around it.
     frames += _stack(error.__traceback__)
     for group in groups:
         frames += _stack(group.__traceback__)
+
     frame = user_frame(tuple(frames))
     if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
         return None
+
     return format_source_line(frame.file, frame.line)
 
 

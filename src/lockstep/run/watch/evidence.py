@@ -89,6 +89,7 @@ class EvidenceMemory:
         except OSError:
             self.close()
             raise
+
         paths = {
             name: Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             for name, descriptor in self._descriptors.items()
@@ -96,6 +97,7 @@ class EvidenceMemory:
         self.evidence = Evidence(*paths.values())  # both are in the order of `_FILE_NAMES`
         self.variables = {EVIDENCE_VARIABLE: " ".join(str(path) for path in paths.values())}
         """The environment variables by which the rank finds the files."""
+
         for name, path in paths.items():
             with contextlib.suppress(OSError):
                 (folder / name).symlink_to(path)
@@ -111,6 +113,7 @@ class EvidenceMemory:
             path.unlink(missing_ok=True)  # the link to the memory, whose place the file takes
             if name not in _FILES_WORTH_KEEPING:
                 continue
+
             size = os.fstat(descriptor).st_size
             if size > 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -134,13 +137,16 @@ def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
     """
     if sys.platform != "linux":
         return None
+
     try:
         memory = EvidenceMemory(folder)
     except OSError:
         return None
+
     # Ranks open the memory by a path in /proc, which may be missing.
     if os.path.exists(memory.evidence.heartbeat):
         return memory
+
     memory.close()
     return None
 

@@ -131,24 +131,29 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
         One text, or none if nothing is known that helps, or if the failure itself says what to do.
     """
     text = _error_text(end)
+
     # `oom` says that the out-of-memory killer has ended some process of the run. If it was the rank
     # itself, the kind is "oom". Here it was one of its workers, and the rank has raised an error:
     # "DataLoader worker (pid 71) is killed by signal: Killed."
     names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
     if kind == "exception" and end.oom and names_killed_worker:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
+
     # The rank was killed with the process that had started it. Perhaps that was for memory.
     if end.with_fork_server and end.oom:
         return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
     if kind in BY_KIND:
         return (BY_KIND[kind],)
+
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
             return (what_to_do,)
+
     if no_peer_was_lost:  # the connection has failed by itself
         return (_NETWORK,)
     if kind == "signal" and -end.code in _BY_SIGNAL:
         return (_BY_SIGNAL[-end.code],)
+
     return ()
 
 
@@ -158,9 +163,12 @@ def _error_text(end: ExitStatus) -> str:
     if error is None:
         printed_lines = () if end.printed is None else end.printed.text
         return "\n".join([*printed_lines, *end.last_lines])
+
     lines = [f"{error.type}: {error.message}", *error.chain]
+
     # One pattern of `_BY_TEXT` looks for this line of a traceback. The rest of the traceback is
     # left out: it quotes source code, in which other patterns could match by chance.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
+
     return "\n".join(lines)

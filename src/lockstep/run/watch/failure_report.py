@@ -27,6 +27,7 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
     lines = _heading_lines(failure, in_language)
     if failure.line:
         lines.append(f"  {failure.line}")
+
     if failure.at_the_same_time:
         lines.append(in_language("at the same time (order unknown):"))
         for text in failure.at_the_same_time[:_MAX_FAILURES_SHOWN]:
@@ -34,19 +35,25 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
         num_hidden = len(failure.at_the_same_time) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
             lines.append(f"  {in_language(f'and {num_hidden} more; see their logs')}")
+
     for text in failure.advice:
         lines.append(in_language(f"what to do: {text}"))
+
     consequences = [in_language(text) for text in failure.consequences]
     if failure.ended_by_lockstep:
         ranks = format_ranks(failure.ended_by_lockstep)
         consequences.append(in_language(f"ended by lockstep: {ranks}"))
+
     if consequences:
         text = join_label(in_language("consequences:"), ", ".join(consequences))
         lines.append(_shorten(text))
+
     for text in failure.given_up[:_MAX_FAILURES_SHOWN]:
         lines.append(in_language(f"not ended: {text}"))
+
     if failure.folder:
         lines.append(join_label(in_language("traceback and logs:"), failure.folder))
+
     return "\n".join(lines)
 
 
@@ -70,6 +77,7 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     """Writes which ranks failed, on which host and in which step, and how."""
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
+
     subject = failure.subject
     if failure.host and failure.ranks:  # without ranks, the subject is the host itself
         has_several_hosts = "," in failure.host  # as in "a, b"
@@ -77,16 +85,21 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
             subject = in_language(f"{subject} on hosts {failure.host}")
         else:
             subject = in_language(f"{subject} on host {failure.host}")
+
     heading = join_label(in_language("FIRST FAILURE:"), in_language(subject))
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
+
     is_quoted = failure.kind == "exception"  # type and message of an exception
     headline = failure.headline if is_quoted else in_language(failure.headline)
+
     lines = [heading, f"  {_shorten(headline)}"]
     for text in failure.details:
         lines.append(f"  {_shorten(_detail(text, in_language))}")
+
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
+
     return lines
 
 

@@ -123,6 +123,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
             ends.followers.append(end)
         else:
             ends.failed.append(end)
+
     return ends
 
 
@@ -156,25 +157,32 @@ def first_failure(
         failed_before_hang = any(root.time <= hang.found_at + SAME_TIME_S for root in roots)
         if not failed_before_hang:
             roots += _roots_of_hang(hang, ends)
+
     if interrupted is not None:
         roots.append(_root_of_interruption(interrupted))
+
     # If no failure explains the lost peers, perhaps a rank has ended without an error.
     if ends.followers and not any(_has_cause(end, roots) for end in ends.followers):
         roots += _roots_without_error(ends)
+
     explained = [end for end in ends.followers if _has_cause(end, roots)]
     unexplained = [end for end in ends.followers if not _has_cause(end, roots)]
+
     # No rank was gone when these lost their connections: the connection itself is the failure.
     for end in unexplained:
         roots.append(_root_of_exit(end, no_peer_was_lost=True))
+
     if not roots:
         return None
 
     first = _first_of_roots(roots, explained)
     if first.at_the_same_time:  # another failure may have been the first
         first = replace(first, key="")
+
     given_up = _describe_given_up(exits)
     if given_up:
         first = replace(first, given_up=given_up, advice=(*first.advice, GIVEN_UP))
+
     return replace(
         first,
         ended_by_lockstep=tuple(sorted(end.rank for end in ends.ended_by_lockstep)),
@@ -193,6 +201,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     first, *later_roots = _merge_equal_roots(roots)
     at_the_same_time: list[str] = []
     consequences = _describe_followers(followers)
+
     # A later root is either too close to the first one to be put after it, or a consequence of it.
     for root in later_roots:
         if _cannot_be_ordered(first, root):
@@ -200,6 +209,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
         elif root.kind != "interrupted":  # a later Ctrl-C is no consequence, and is not named
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
+
     return replace(
         first, at_the_same_time=tuple(at_the_same_time), consequences=tuple(consequences)
     )
@@ -212,11 +222,13 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
     """
     if interrupted is None:
         return False
+
     ended_before_signal = end.time < interrupted.time - SAME_TIME_S
     if ended_before_signal:
         return False
     if end.error is not None and end.error.type == "KeyboardInterrupt":
         return True
+
     # Killed by the signal, or ended with the exit code that stands for it in a shell.
     return end.code in (-interrupted.signal, 128 + interrupted.signal)
 
@@ -270,11 +282,13 @@ def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     groups: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
         groups[root.likeness].append(root)
+
     merged = []
     for group in groups.values():
         ranks: set[int] = set()
         for root in group:
             ranks.update(root.ranks)
+
         hosts = sorted({root.host for root in group})
         earliest = group[0]
         merged.append(
@@ -284,6 +298,7 @@ def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
                 host=join_first(hosts, _MAX_HOSTS_NAMED),
             )
         )
+
     return merged
 
 
@@ -332,6 +347,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
     """
     error = end.error
+
     # `oom` says that the out-of-memory killer has ended some process. If the fork server has ended,
     # the kernel kills its ranks by SIGKILL, too: then it was not this rank that needed the memory.
     was_killed_for_memory = (
@@ -353,6 +369,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         kind = "exit" if end.code > 0 else "signal"
         headline = error.headline if error is not None else _headline_without_error(end)
         details = _last_lines(end)
+
     return FirstFailure(
         kind=kind,
         ranks=(end.rank,),
@@ -374,6 +391,7 @@ def _launcher_exit_code(end: ExitStatus) -> int:
         return end.code
     if end.code == 0:  # it has left the others
         return EXIT_LOST_RANK
+
     # Otherwise a signal ended it, and its code is minus the number of the signal.
     signal_number = -end.code
     error = end.error
@@ -381,6 +399,7 @@ def _launcher_exit_code(end: ExitStatus) -> int:
         return EXIT_LOST_RANK
     if error.exit_code > 0:  # the code with which it would have ended without the signal
         return error.exit_code
+
     # The exception is KeyboardInterrupt, for which Python ends itself by SIGINT. A shell reports an
     # end by a signal as 128 plus its number.
     return 128 + signal_number
@@ -398,10 +417,12 @@ def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
         # The end of a rank may be noticed some seconds after the others have lost it.
         if end.time <= first_loss + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
+
     # A rank that is stopped keeps the others waiting until their timeout. Then Lockstep ends it.
     for end in ends.ended_by_lockstep:
         if end.stopped:
             roots.append(_root_of_stopped_rank(end, first_loss))
+
     return roots
 
 
@@ -428,6 +449,7 @@ def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") 
     headline = "the machine has left the run"
     if reason:
         headline += f": {reason}"
+
     return FirstFailure(
         kind="node_lost",
         ranks=ranks,
@@ -452,8 +474,10 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
                 left_early.append(
                     replace(_root_of_exit(end), details=(), hang=hang, advice=hang.advice)
                 )
+
         if left_early:
             return left_early
+
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
@@ -461,6 +485,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         kind = "left"
     else:  # "lost": the others wait for a rank that has died
         kind = "signal"
+
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
     failure = FirstFailure(
         kind=kind,
@@ -480,6 +505,7 @@ def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
     name = signal.Signals(interrupted.signal).name
     if interrupted.signal == signal.SIGINT:
         name += " (Ctrl-C)"
+
     return FirstFailure(
         kind="interrupted",
         time=interrupted.time,
@@ -521,9 +547,11 @@ def _oom_headline(end: ExitStatus) -> str:
     if end.peak_bytes is not None:
         peak_gib = end.peak_bytes / 2**30
         signal_and_memory += f"; it had used {peak_gib:.1f} GiB"
+
     headline = f"{killed} by the kernel's out-of-memory killer ({signal_and_memory})"
     if end.oom_detail:
         headline += f": {end.oom_detail}"
+
     return headline
 
 
@@ -552,6 +580,8 @@ def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
         lines = [line for line in lines if not line.lstrip().startswith("at:")]
     elif len(lines) > _MAX_MESSAGE_LINES or has_traceback:
         lines = []  # they are in the logs
+
     if end.code < 0:
         lines.append(f"its process was then {end.how}")
+
     return tuple(lines)

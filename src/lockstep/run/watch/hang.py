@@ -42,6 +42,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         None if something moves, or if no rank waits.
     """
     seconds = later.time - earlier.time  # between the snapshots
+
     # Calls are compared by the names of their groups, so a name must not stand for two groups.
     earlier = with_unique_group_names(earlier)
     later = with_unique_group_names(later)
@@ -53,7 +54,9 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
             if activity.kind is Kind.MOVING:
                 return None
             activities[state.rank] = activity
+
     table = CallTable(later)
+
     # First guesses are corrected: a rank that seems to work may wait for its GPU, and one that
     # seems deadlocked may yet be freed, by a timeout or by a thread of its own.
     activities = {
@@ -62,6 +65,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     }
     activities = recognize_possible_progress(activities, table)
     graph = build_wait_graph(activities, table)
+
     # Calls carry the time of their host, whose clock may differ from that of other hosts.
     since_call_s: dict[int, float] = {}
     if later.one_host:
@@ -69,7 +73,9 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
             call = activities[rank].call
             if call is not None:
                 since_call_s[rank] = max(0.0, later.time - call.time_s)
+
     alive = [a.state for a in activities.values() if a.kind is not Kind.EXITED]
+
     # Between two machines data can be under way that neither of them knows of.
     nothing_in_transit = (
         later.one_host
@@ -88,21 +94,25 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         verdict = rule(case)
         if verdict is not None:
             return verdict
+
     return None
 
 
 def _nothing_is_visible(case: Case) -> Verdict | None:
     """All of several ranks have been asked, and none has given an answer or a stack."""
     alive = case.alive
+
     # A rank that waits is visible by its stack. One rank alone is not called invisible.
     if case.waiting or len(alive) < 2:
         return None
+
     for activity in alive.values():
         # A rank without a heartbeat may be a program that is not Python. It never answers.
         has_heartbeat = activity.state.steps is not None
         is_invisible = activity.kind is Kind.UNKNOWN and not activity.state.answered
         if not is_invisible or not has_heartbeat:
             return None
+
     headline = (
         f"nothing can be seen of {format_ranks(sorted(alive))}, and no step has been made for "
         f"{case.waited_s:.0f} s"
@@ -117,26 +127,32 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     """
     alive = case.alive
     ended_ranks = case.activities.keys() - alive.keys()
+
     # If ranks wait for others, the rules that follow say for whom.
     if case.waiting or len(case.activities) < 2:
         return None
+
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
         # A rank that comes to its end may be blocked, too, while it holds Python's lock: it waits
         # for a thread of torch that wants the lock. Then it answers nothing.
         blocked_kinds.add(Kind.SILENT)
+
     kinds = {activity.kind for activity in alive.values()}
     all_are_blocked = kinds.issubset(blocked_kinds)
     if not all_are_blocked:
         return None
+
     duration = f"{case.waited_s:.0f} s"
     if ended_ranks:
         have_ended = f"{format_ranks(ended_ranks)} {conjugate('has', len(ended_ranks))} ended"
         have_not = f"{format_ranks(alive)} {conjugate('has', len(alive))} not"
         headline = f"{have_ended}; {have_not}, and no step or call has been seen for {duration}"
         return case.make_verdict("blocked", alive, headline)
+
     if kinds == {Kind.LOADING}:
         return case.make_verdict("loading", alive, f"all ranks wait for data, for {duration}")
+
     headline = (
         "no rank computes in its main thread, and none waits for another in a collective, for "
         f"{duration}"
@@ -159,16 +175,19 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
             stopped[rank] = activity.state
         elif activity.kind is Kind.EXITED:
             ended[rank] = activity.state
+
     if ended:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
         fatal = _end_is_fatal(case, ended, gone={**stopped, **ended})
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=fatal)
+
     if stopped:
         # The verdict is not fatal, as the rank may be continued. If not, timeouts end the run.
         headline = case.waiting_text(Kind.STOPPED.value, stopped)
         return case.make_verdict("stopped", stopped, headline)
+
     return None
 
 
@@ -187,12 +206,14 @@ def _end_is_fatal(
         waits_for_ended_rank = not awaited.isdisjoint(ended)
         if waits_for_ended_rank and rank not in partners_unknown:
             return True
+
     # Nobody is known to wait for a rank that has ended. Those that wait may wait for a rank that
     # still goes on.
     waiting = case.waiting
     ranks_that_go_on = case.activities.keys() - waiting.keys() - gone.keys()
     if ranks_that_go_on:
         return False
+
     # To destroy a process group takes a while, and succeeds although other ranks have gone.
     all_destroy_their_group = all(
         activity.op == "destroy_process_group" and rank in partners_unknown
@@ -226,12 +247,14 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:
             continue
+
         # A busy rank is worth a verdict only if some rank waits. Ranks of these two kinds wait
         # themselves, until a timeout or another thread of theirs frees them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
+
     return None
 
 
@@ -243,6 +266,7 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
     waiting = case.waiting
     if not waiting:
         return None
+
     advice = None  # the usual advice for this kind of verdict
     if any(activity.p2p for activity in waiting.values()):
         match = "for each other"
@@ -253,6 +277,7 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
             advice = (
                 "look whether all ranks were given the same address, port and number of ranks",
             )
+
     headline = (
         f"all ranks wait in {name_ops(waiting)}, {match}; nothing has moved for "
         f"{case.since_last_call_s:.0f} s"

@@ -45,14 +45,18 @@ def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list
     lines: list[str] = []
     for rows in entries[:MAX_ENTRIES_SHOWN]:
         lines += _entry_lines(rows, in_language)
+
     ranks_not_shown = []
     for rows in entries[MAX_ENTRIES_SHOWN:]:
         ranks_not_shown += [row.rank for row in rows]
+
     if ranks_not_shown:
         text = f"{format_ranks(ranks_not_shown)}: see hang.txt"
         lines.append(f"  {in_language(text)}")
+
     if verdict.mismatch is not None:
         lines += _mismatch_lines(verdict.mismatch, in_language)
+
     return _wrap(lines)
 
 
@@ -66,12 +70,14 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
         rows_on_one_host[row.host, row.does, row.line].append(row)
+
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
 
     rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
         rows_on_any_host[row.does, row.line].append(row)
+
     entries = list(rows_on_any_host.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
@@ -91,15 +97,19 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
+
     # What it does is translated as it is in the verdict, with its verb in the singular.
     does = conjugate(first.does, len(ranks)) if in_language is in_english else first.does
     who = format_ranks(ranks)
+
     text = in_language(f"{who} on {hosts}: {does}")
     if first.for_s is not None:
         text += in_language(f", for {first.for_s:.0f} s")
+
     lines = [f"  {text}"]
     if first.line is not None:
         lines.append(_source(first.line, indent=4))
+
     return lines
 
 
@@ -117,16 +127,19 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
             text = describe(call)
             line = user_frame(call.frames)
         ranks_by_call[text, line].append(rank)
+
     heading = f"first mismatch: call {mismatch.seq} of {mismatch.group}:"
     lines = [f"  {in_language(heading)}"]
     for (text, line), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
         lines.append(f"    {in_language(f'{format_ranks(ranks)}: {text}')}")
         if line is not None:
             lines.append(_source(line, indent=6))
+
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since
         remark = f"(already from call {number} on they called from different lines)"
         lines.append(f"    {in_language(remark)}")
+
     return lines
 
 
@@ -150,13 +163,16 @@ def describe(call: CollectiveCall) -> str:
     sizes = call.input_sizes or call.output_sizes  # a rank may only receive: it has no inputs
     if call.op == "barrier" or not sizes:  # a barrier's tensor is torch's, and says nothing
         return call.op
+
     shown_sizes = []
     for size in sizes[:_MAX_TENSORS_SHOWN]:
         lengths = "x".join(str(length) for length in size)
         shown_sizes.append(lengths or "1")  # a scalar has no dimensions, and one element
+
     shown = " + ".join(shown_sizes)
     if len(sizes) > _MAX_TENSORS_SHOWN:
         shown += f" + {len(sizes) - _MAX_TENSORS_SHOWN} more"
+
     unit = call.dtypes[0] if call.dtypes else "element"  # the type of the first tensor
     return f"{call.op} of {shown} {unit}"
 
@@ -184,22 +200,27 @@ def render_state(state: RankState) -> str:
     if state.code is not None:
         cause = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
         heading += f": ended, {cause}"
+
     lines = [heading]
     if state.steps is not None:
         lines.append(f"  optimizer steps: {state.steps}")
+
     lines += _stack_lines("main thread", state.stack)
     for stack in state.threads or ():
         lines += _stack_lines("another thread", stack)
+
     if state.calls is None:
         lines.append("  collectives: not obtained")
     else:
         lines.append("  collectives, latest last:")
+
     for call in (state.calls or ())[-_MAX_CALLS_SHOWN:]:
         called_at = time.strftime("%H:%M:%S", time.localtime(call.time_s))
         lines.append(
             f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
             f"{call.state} {called_at}"
         )
+
     return "\n".join(lines)
 
 

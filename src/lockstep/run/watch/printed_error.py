@@ -47,10 +47,12 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     heading_number = _find_last_heading(lines)
     if heading_number is None:
         return None
+
     prefix = _prefix_of_lines_after(lines[heading_number])
     block = []
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
+
     # The frames of a traceback are indented. The first line that is not says which exception it
     # was: `ValueError: no data`.
     for number, text in enumerate(block):
@@ -62,6 +64,7 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
                 line=user_line,
                 text=tuple(block[number : number + _MAX_LINES]),
             )
+
     return None
 
 
@@ -86,11 +89,14 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         heading = _HEADING.match(line)
         if heading is None:
             continue
+
         is_group = heading["group"] is not None
         is_inner_group = is_group and in_group and "|" in heading["prefix"]
         is_exception_of_group = in_group and heading["prefix"].endswith("| ")
+
         if is_inner_group:
             continue  # the exceptions in it count as the outer group's
+
         if is_group:
             last_heading = number
             in_group = True
@@ -102,6 +108,7 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         else:
             last_heading = number
             in_group = False
+
     return last_heading
 
 
@@ -129,6 +136,7 @@ def _remove_prefix(prefix: str, line: str) -> str:
     """
     if line.startswith(prefix):
         return line[len(prefix) :]
+
     # A prefix that differs from line to line, such as the time of day, has the same form in each:
     # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
     form = re.sub(r"\w", "0", prefix)
@@ -152,6 +160,7 @@ def _user_line(block: Sequence[str]) -> str | None:
     if syntax_errors:  # the file with the error stands after the frames that imported it
         place = syntax_errors[-1]
         return format_source_line(place["file"], int(place["line"]))
+
     innermost_first = tuple(reversed(parse_frames("\n".join(block))))
     frame = user_frame(innermost_first)
     if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source

@@ -64,10 +64,12 @@ class Probe:
         self._is_stopping = False
         self._register_stack_signals()
         self._heartbeat = self._start_heartbeat()
+
         # A process that the script has started imports torch itself, or is forked from one that has
         # this hook.
         if spawn_index is None:
             torch_compat.on_default_group(_groups_kept_alive.append)
+
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget_in_child)
         atexit.register(self.stop_answering)
@@ -93,6 +95,7 @@ class Probe:
         size = os.environ.get("WORLD_SIZE", "1")
         if size == "1" or os.environ.get("RANK") != "0":
             return
+
         steps = self._heartbeat.steps
         has_opened_group = bool(_groups_kept_alive)  # every group that was opened is kept there
         if steps and not has_opened_group:
@@ -120,9 +123,11 @@ class Probe:
         It writes them at a fatal signal (SIGSEGV and others), and at the two stack signals.
         """
         faulthandler.enable(_open_to_append(self._evidence.crash))
+
         # At the interpreter's end faulthandler restores this handler, so that a late signal is
         # ignored and does not end the process.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
+
         # This signal shows only the stack of the main thread, which handles it. If another thread
         # runs while its frames are read, that ends in a segmentation fault sooner or later
         # (Python 3.11: once in some hundred times).
@@ -130,6 +135,7 @@ class Probe:
         # restarted where the kernel can do that, see `process_status.harmless_stack_signal`.
         stacks = _open_to_append(self._evidence.stacks)
         faulthandler.register(MAIN_THREAD_SIGNAL, stacks, all_threads=False, chain=False)
+
         if sys.platform == "linux":  # elsewhere nobody can tell whether all threads sleep
             signal.signal(ALL_THREADS_SIGNAL, signal.SIG_IGN)
             faulthandler.register(ALL_THREADS_SIGNAL, stacks, all_threads=True, chain=False)
@@ -161,6 +167,7 @@ class Probe:
             self._request_pipe = os.open(path, os.O_RDWR)
         except OSError:  # the file system knows no pipes; a signal still shows the main stack
             return
+
         self._answering_thread = threading.Thread(
             target=self._answer_requests,
             args=(self._request_pipe,),
@@ -177,15 +184,19 @@ class Probe:
         # The kernel gives a signal to a thread that does not block it, and this one is to take it.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
+
         while True:
             text = os.read(pipe, _REQUEST_MAX_BYTES).decode(errors="replace")
+
             if self._is_stopping:
                 os.close(pipe)
                 self._request_pipe = None
                 return
+
             *complete_lines, _ = text.split("\n")  # what stands after the last newline is no line
             if not complete_lines:
                 continue
+
             # A request is `NUMBER` or `NUMBER lines`.
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
@@ -215,9 +226,11 @@ class Probe:
         groups = torch_compat.process_groups()
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
+
         # The process group that the main thread is about to create, or null.
         making = json.dumps(torch_compat.group_being_made(main_frame))
         records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON of a list
+
         # Lockstep's own collectives, in shared memory, are not in torch's records but have a record
         # of their own. A rank that has not imported their module makes none.
         routing = sys.modules.get("lockstep.communication.routing")
@@ -229,6 +242,7 @@ class Probe:
                 # The record is added to the list as text: to read megabytes of JSON takes long.
                 records_without_bracket = records[:-1]
                 records = f"{records_without_bracket}, {json.dumps(record)}]"
+
         # "request" must stand first: the launcher reads no more than that of an old answer.
         return (
             f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
@@ -255,6 +269,7 @@ def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
         for frame, line in frames:
             stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
         stacks[thread] = stack
+
     return stacks
 
 

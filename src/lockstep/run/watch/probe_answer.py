@@ -58,19 +58,23 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     completed: dict[str, int] = {}  # the number of the last completed call, by the group's key
     for record in answer["records"]:
         _read_record(record, calls, completed)
+
     calls.sort(key=lambda call: call.time_s)
     stacks: dict[int, Stack] = {}
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
+
     # If it is not known which stack is the main thread's, all of them count as other threads, and
     # the main stack stays what a signal has shown, or None.
     main_stack = state.stack
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
+
     # The process group that the main thread is about to create; missing or None: it creates none.
     making = None
     if answer.get("making") is not None:
         making = from_values(NewGroup, answer["making"])
+
     return replace(
         state,
         answered=True,
@@ -96,14 +100,17 @@ def _read_record(
     calls_with_group_id: list[tuple[CollectiveCall, str]] = []
     for entry in record.get("entries") or ():
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
+
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
     calls_with_group_id = _with_states_of_batches(calls_with_group_id)
     present_group_ids: dict[str, str] = {}  # by key; the latest call decides, as it comes last
     for call, group_id in calls_with_group_id:
         present_group_ids[call.key] = group_id
+
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:
             calls.append(call)
+
     # With NCCL the status is the number of the call that was completed last, be it a collective or
     # a send or receive, which are numbered apart. The states of its calls say more.
     without_status = {call.key for call in calls if call.p2p and call.backend == "nccl"}
@@ -134,11 +141,13 @@ def _with_states_of_batches(
             indices.append(len(result))
             result.append((call, group_id))
             continue
+
         for index in reversed(indices):
             call_of_batch, _ = result[index]
             if not call_of_batch.p2p or call_of_batch.seq != last_call.seq:
                 break
             result[index] = (replace(call_of_batch, state=call.state), group_id)
+
     return result
 
 
@@ -154,15 +163,18 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
     if between_ranks is not None:
         op = between_ranks["op"]
         peer = int(between_ranks["peer"])
+
     is_p2p = bool(entry["is_p2p"])
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
     thread = str(entry.get("thread_id", ""))
     timeout_ms = entry.get("timeout_ms")
+
     frames: Stack | None = None
     if entry.get("frames") is not None:
         frames = tuple(
             Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in entry["frames"]
         )
+
     group_name, *_ = entry["process_group"]  # the group's name and description
     return CollectiveCall(
         group=str(group_name),

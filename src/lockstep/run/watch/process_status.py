@@ -70,6 +70,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         status_text = (folder / "status").read_text()
     except (OSError, ValueError, IndexError):
         return None
+
     main_cpu_s = None
     main_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
@@ -78,9 +79,11 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
+
     # Masks in hexadecimal, of the signals that the process handles and of those that it blocks.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
+
     # A signal that a process does not handle would end it. One that its main thread blocks would go
     # to another thread.
     shows_stacks = (
@@ -137,16 +140,20 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
             if state in ("", "Z") or state_of_thread == "D":
                 state = state_of_thread
                 kernel_function = _kernel_function(thread)
+
     if not state:
         return "gone by now"
+
     meanings = []
     tracer = _tracer(root / str(pid))
     if state == "Z" and tracer:
         meanings.append(f"ended, but held by process {tracer}, which traces it")
     elif state in _STATE_MEANINGS:
         meanings.append(_STATE_MEANINGS[state])
+
     if kernel_function:
         meanings.append(f"in {kernel_function}")
+
     return f"state {state} ({', '.join(meanings)})" if meanings else f"state {state}"
 
 
@@ -190,6 +197,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             ended_children_ticks[pid] = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
                 fields[_ENDED_CHILDREN_SYSTEM_TICKS]
             )
+
     cpu_s: dict[int, float] = {}
     for pid in own_ticks.keys() & set(pids):
         ticks = ended_children_ticks[pid]  # without its own time
@@ -199,6 +207,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             ticks += own_ticks[descendant] + ended_children_ticks[descendant]
             descendants += children.get(descendant, ())
         cpu_s[pid] = ticks / os.sysconf("SC_CLK_TCK")
+
     return cpu_s
 
 
@@ -236,25 +245,31 @@ def harmless_stack_signal(
         status = read_process(pid, root)
     except (OSError, ValueError, IndexError):
         return None
+
     if status is None:
         return None
+
     in_futex = kernel_function.startswith("futex")  # the kernel's function that it sleeps in
+
     # A main thread that sleeps for short times has given up its processor meanwhile. If it did not,
     # it has computed or slept all the time.
     main_did_not_switch = (
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
     all_sleep = thread_states.issubset({"S", "D"})
+
     # A main thread that sleeps for short times must not be interrupted in its next sleep. It is no
     # such thread if it has slept all the time, or if it sleeps in a futex, where it waits for a
     # lock. (While it waits for Python's own lock it wakes up every 5 ms, so it does switch.)
     main_sleeps_for_long = in_futex or main_did_not_switch
     if answers and all_sleep and main_sleeps_for_long:
         return ALL_THREADS_SIGNAL
+
     main_computes = status.state == "R"
     main_waits_without_timeout = in_futex and not _may_have_timeout(threads / str(pid))
     if main_did_not_switch and (main_computes or main_waits_without_timeout):
         return MAIN_THREAD_SIGNAL
+
     return None
 
 

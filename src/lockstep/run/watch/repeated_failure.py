@@ -84,19 +84,24 @@ def failure_key(end: ExitStatus) -> str:
     step = _step(end)
     if error is None or error.line is None or end.code <= 0 or step is None:
         return ""
+
     types = [error.type]
     for earlier in error.chain:  # "ValueError: no data"
         earlier_type, _, _ = earlier.partition(":")
         types.append(earlier_type)
+
     if not _PROGRAM_ERRORS.issuperset(types):
         return ""
+
     headline = _IN_WORKER.sub("", error.headline)
     was_in_worker = headline != error.headline
     texts = [headline, *error.chain]
     if not was_in_worker:
         texts.append(error.message)
+
     if any(_OUTSIDE.search(text) for text in texts):
         return ""
+
     headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
     return json.dumps({"step": step, "line": error.line, "headline": headline})
 

@@ -97,9 +97,11 @@ class _WatchedStarter:
         if not is_started_by_script:  # but by one of its ranks: it is a DataLoader worker or such
             self._original_start(process)
             return
+
         is_first_of_group = not multiprocessing.active_children()  # the earlier ones have ended
         if is_first_of_group:
             self._batch_folder = self._folder / f"own_{next(self._numbers):06}"
+
         # An attribute of the object hides the method. The child is started with it.
         process.run = partial(_run_process, self._batch_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
@@ -164,20 +166,25 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
         """Called when this process has opened its default group, which says what rank it is."""
         if probe.has_probe():  # since an earlier group
             return
+
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread:  # a probe sets up signals, which only the main thread can do
             return
+
         folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
+
         # If the processes open several groups, there are several ranks of this number.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
+
         rank_folders.append(rank_folder)
         probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
 
     torch_compat.on_default_group(install_probe)
     run()
+
     # This is not reached if the program raises. There is no folder if it has opened no group.
     for rank_folder in rank_folders:
         (rank_folder / RETURNED_FILE).touch()

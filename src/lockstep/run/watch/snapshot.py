@@ -168,6 +168,7 @@ class RankState:
             if is_collective and call.seq <= completed.get(call.key, 0):
                 continue
             pending.append(call)
+
         return pending
 
 
@@ -222,9 +223,11 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
     for state in snapshot.ranks:
         for group in state.groups or ():
             ranks_by_name[group.name].add(group.ranks)
+
     ambiguous_names = {name for name, ranks in ranks_by_name.items() if len(ranks) > 1}
     if not ambiguous_names:
         return snapshot
+
     renamed = tuple(_rename_groups(state, ambiguous_names) for state in snapshot.ranks)
     return replace(snapshot, ranks=renamed)
 
@@ -242,15 +245,18 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
             # A description would be shown instead of the name, and may be the same for all.
             group = replace(group, name=new_names[group.name], description="")
         groups.append(group)
+
     calls: list[CollectiveCall] = []
     for call in state.calls or ():
         new_name = new_names.get(call.group, call.group)  # the present one, if it is not ambiguous
         calls.append(replace(call, group=new_name))
+
     completed: dict[str, int] = {}
     for key, seq in (state.completed or {}).items():
         backend, _, name = key.partition(":")  # the key is `backend:group`
         new_name = new_names.get(name, name)
         completed[f"{backend}:{new_name}"] = seq
+
     # What was not obtained stays None: that is not the same as empty.
     return replace(
         state,
@@ -280,10 +286,12 @@ def to_json(snapshot: Snapshot) -> str:
             if value not in number_of_frame:
                 number_of_frame[value] = len(number_of_frame)
             return number_of_frame[value]
+
         if isinstance(value, Group):
             if value not in number_of_group:
                 number_of_group[value] = len(number_of_group)
             return number_of_group[value]
+
         return vars(value)  # the fields by name
 
     # This comes first, as it numbers the frames and groups. The rest is put around its text.
@@ -299,6 +307,7 @@ def to_json(snapshot: Snapshot) -> str:
 def from_json(text: str) -> Snapshot:
     """Reads a snapshot that `to_json` has written."""
     data = json.loads(text)
+
     # The two tables are taken out. What stays are the fields of `Snapshot`.
     frames = [Frame(*fields) for fields in data.pop("frames")]
     groups = []
@@ -306,6 +315,7 @@ def from_json(text: str) -> Snapshot:
         # As tuples, since `_from_ranges` keeps its results in a cache.
         ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
         groups.append(Group(name, description, ranks))
+
     # Where a frame or group belongs, the values have its number in its table.
     return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
 
@@ -329,7 +339,9 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
             if continues_last:
                 ranges[-1] = range(last.start, rank + 1, step)
                 continue
+
         ranges.append(range(rank, rank + 1))
+
     return [(numbers.start, numbers.stop, numbers.step) for numbers in ranges]
 
 

@@ -77,6 +77,7 @@ class SnapshotExchange:
         """
         if self._nodes == 1:
             return self._take(call_stacks)
+
         # A launcher of lower rank takes snapshots of its own now, which is enough to find a hang.
         # A launcher that has found a hang itself asks all the same, for the stacks in its report.
         is_led = time.monotonic() < self._led_until
@@ -84,6 +85,7 @@ class SnapshotExchange:
             return None
         if not self._rendezvous.can_publish:
             return None
+
         # The number tells answers to this question from late answers to an earlier one.
         self._last_question += 1
         question = {"number": self._last_question, "lines": call_stacks}
@@ -98,9 +100,11 @@ class SnapshotExchange:
 
         timeout_s = _ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else _ANSWER_TIMEOUT_S
         wait_until(all_answered_or_lost, time.monotonic() + timeout_s)
+
         other_parts = [from_json(text) for text in self._answers()]
         if len(other_parts) != num_others:
             return None
+
         return merge([own_part, *other_parts])
 
     def answer(self) -> None:
@@ -111,18 +115,23 @@ class SnapshotExchange:
         """
         if self._nodes == 1:
             return
+
         questions = self._new_questions()
         if not questions:
             return
+
         lowest_node_that_asks = min(questions)  # the keys are the ranks of the machines
         if lowest_node_that_asks < self._node:  # that launcher leads now
             self._led_until = time.monotonic() + _LED_FOR_S
+
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]
+
         # One snapshot answers them all. It has the stacks of recorded calls if a question asks for
         # them.
         call_stacks = any(question["lines"] for question in questions.values())
         snapshot = self._take(call_stacks)
+
         # Fewer calls of each rank are sent until the message is short enough.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))

@@ -67,7 +67,9 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
     parts = re.split(heading, text)
     if len(parts) == 1:  # there is no heading
         return None
+
     after_last_heading = parts[-1]
+
     # An empty line ends the stack; those of other threads may follow.
     stack_text, _, _ = after_last_heading.partition("\n\n")
     return parse_frames(stack_text)
@@ -107,13 +109,16 @@ def user_frame(stack: Stack | None) -> Frame | None:
     for frame in program_frames:
         if not frame.file.startswith(_NEVER_USER_CODE):
             candidates.append(frame)
+
     script = _started_file(candidates)
+
     # First all installed packages are skipped, and if nothing is left, only torch.
     for skipped_folders in (_LIBRARY_FOLDERS, _TORCH_FOLDERS):
         for frame in candidates:
             is_skipped = any(folder in frame.file for folder in skipped_folders)
             if frame.file == script or not is_skipped:
                 return frame
+
     return program_frames[0] if program_frames else None
 
 
@@ -226,6 +231,7 @@ def find_wait(stack: Stack | None) -> Wait | None:
     """
     if not stack:
         return None
+
     # A wait in shared memory looks now and then whether the other ranks are still there. The frames
     # of that look are left out, so that the stack begins in the wait.
     stack = _without_liveness_check(stack)
@@ -234,6 +240,7 @@ def find_wait(stack: Stack | None) -> Wait | None:
         return Wait(op=_called_op(stack), context=_context(stack))
     if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass: it may do either
         return Wait(op="", context=_context(stack), certain=False)
+
     return None
 
 
@@ -258,22 +265,27 @@ def _called_op(stack: Stack) -> str:
         The name of a function; empty if the user has called none that waits, but `backward`, say.
     """
     innermost = stack[0]
+
     # Between the stages of a pipeline, sends and receives are Lockstep's: the user has only called
     # the model.
     if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
+
     # Lockstep's collectives wait in `traffic.py`, in one function for all of them. Its name says
     # nothing.
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)
+
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
         if not is_waiting and not is_wrapper:
             break
+
         is_operation = is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
         if is_operation:
             op = frame.function
+
     return "" if op.startswith("_") else op  # a private name says nothing to the user
 
 
@@ -317,16 +329,20 @@ def may_continue_alone(stack: Stack) -> bool:
     """
     if not stack:
         return False
+
     wait = find_wait(stack)
     if wait is not None and wait.certain:
         return False
+
     innermost = stack[0]
+
     # Whether there is a timeout is seen in the source of the line: `waiter.acquire()` waits without
     # one, `waiter.acquire(True, timeout)` with one.
     source = linecache.getline(innermost.file, innermost.line).rstrip()
     has_no_timeout = source.endswith(".acquire()")
     if _is_in(innermost, "threading.py") and has_no_timeout:
         return False
+
     return not _is_in(innermost, "concurrent/futures/thread.py")
 
 

@@ -63,6 +63,7 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
     """
     if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
+
     # Calls are compared by the names of their groups, so a name must not stand for two groups.
     snapshot = with_unique_group_names(snapshot)
     table = CallTable(snapshot)
@@ -70,8 +71,10 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
         collectives = _collectives_of_all_members(table, key)
         if not collectives:
             continue
+
         end_s = collectives[-1].begin_s
         recorded_s = end_s - collectives[0].begin_s
+
         # First the whole window is looked at, up to its greatest length, and then its later half
         # alone: a stall in the earlier half must not hide a straggler that came after it.
         later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
@@ -82,6 +85,7 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
             verdict = _judge_window(window, snapshot)
             if verdict is not None:
                 return verdict
+
     return None
 
 
@@ -95,14 +99,17 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
     members = table.members(key)
     if len(members) < 2:
         return []
+
     collectives = []
     all_arrived_s = 0.0  # when the last rank arrived at any of the collectives so far
     for _, calls in sorted(table.calls[key].items()):  # each number, and the call of each rank
         if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
+
         times = sorted(call.time_s for call in calls.values())
         last_arrival_s = times[-1]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
+
         # All others wait from the second last arrival (times[-2]) to the last. But several
         # asynchronous collectives may be under way at once: the time until the last arrival at an
         # earlier one has been counted there already.
@@ -110,6 +117,7 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         wait_s = max(0.0, last_arrival_s - wait_begin_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
         all_arrived_s = max(all_arrived_s, last_arrival_s)
+
     return collectives
 
 
@@ -122,17 +130,21 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
     """
     if not window:
         return None
+
     window_s = window[-1].begin_s - window[0].begin_s
     if window_s < WINDOW_MIN_S:
         return None
+
     rank = _rank_that_stands_out(window)
     if rank is None:
         return None
+
     # One long stall is no straggler: the others must have waited in every part of the window.
     wait_s_by_part = _wait_by_part(window, rank, window_s)
     part_s = window_s / NUM_WINDOW_PARTS
     if min(wait_s_by_part) <= STRAGGLER_MIN_SHARE_OF_TIME * part_s:
         return None
+
     share_of_time = sum(wait_s_by_part) / window_s
     return _straggler_verdict(rank, share_of_time, window, snapshot)
 
@@ -145,22 +157,27 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     waits_by_rank: dict[int, list[float]] = defaultdict(list)
     for collective in window:
         waits_by_rank[collective.last_rank].append(collective.wait_s)
+
     # From the rank that was waited for least to the one that was waited for most.
     ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
     slowest = ranks[-1]
+
     waits = sorted(waits_by_rank[slowest], reverse=True)  # the longest first
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
+
     # Ten waits of about the same length: ten slow steps, and not two or three long stalls.
     third_wait = waits[2]
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
     if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
         return None
+
     # If another rank causes much of the waiting, too, they may all be slow in turn.
     if len(ranks) > 1:
         second_slowest = ranks[-2]
         if sum(waits_by_rank[second_slowest]) > OTHER_RANK_MAX_SHARE * sum(waits):
             return None
+
     return slowest
 
 
@@ -201,6 +218,7 @@ def _straggler_verdict(
         f"{conjugate('waits', len(other_ranks))} for it {share_of_time:.0%} of the time"
     )
     late_arrivals = [collective for collective in window if collective.last_rank == rank]
+
     longest_wait = max(late_arrivals, key=lambda collective: collective.wait_s)
     rows = []
     for state in snapshot.ranks:
@@ -209,6 +227,7 @@ def _straggler_verdict(
             when = "last" if state.rank == rank else "earlier"
             line = user_frame(call.frames)
             rows.append(Row(state.rank, state.host, f"comes {when} to {describe(call)}", line))
+
     advice = (
         "look at its host: other programs on its cores or its GPU, an older or a hotter device, "
         "slower storage; and at what it does alone in every step. Uneven `shares` give "

@@ -69,6 +69,7 @@ class Supervisor:
         self._folder = folder
         self._report = report
         self._exchange = exchange
+
         # The launchers of other machines begin later than the first one.
         delay_s = 0.0 if exchange is None else exchange.delay_s
         self._max_quiet_s = rules.after - _BETWEEN_SNAPSHOTS_S + delay_s
@@ -136,6 +137,7 @@ class Supervisor:
             quiet_s = now - max(self._began_at, last_step)  # before its first step, since the start
             extra_allowance_s = max(0.0, _QUIET_AFTER_STEPS * step_s - self._rules.after)
             longest_s = max(longest_s, quiet_s - extra_allowance_s)
+
         return longest_s
 
     def _take_snapshot(self, *, call_stacks: bool = False) -> Snapshot | None:
@@ -158,6 +160,7 @@ class Supervisor:
         later = self._take_snapshot()
         if later is None:  # another machine did not answer: the next pair may show more
             return
+
         verdict = hang.find(earlier, later, waited_s=now - self._moved_at)
         if verdict is None:
             # The ranks move, so the next snapshots can wait longer.
@@ -165,11 +168,13 @@ class Supervisor:
             self._pause_s = min(2.0 * self._pause_s, _MAX_PAUSE_S)
             self._next_snapshot_at = now + self._pause_s
             return
+
         self._pause_s = _MIN_PAUSE_S
         if verdict.fatal and self._rules.on_hang == "stop":
             verdict = replace(verdict, found_at=time.time())
             self.verdict = self._complete(verdict, earlier, later)
             return
+
         # From here on the run is left alone: `on_hang` is "report", or the wait may end by itself.
         # A wait that may end is reported only when it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
@@ -194,11 +199,13 @@ class Supervisor:
             if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
                 verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
                 later = snapshot_with_stacks
+
         try:
             write_report(self._folder, later, verdict)
         except OSError as error:  # the verdict must still be reported
             problem = f"hang.txt and hang.json cannot be written: {error.strerror}"
             self._report(problem, translate(problem))
+
         return verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
@@ -245,15 +252,18 @@ class Supervisor:
         self._straggler_pause_s = min(2.0 * self._straggler_pause_s, _MAX_STRAGGLER_PAUSE_S)
         self._next_straggler_check_at = now + self._straggler_pause_s
         snapshot = self._take_snapshot()
+
         verdict = None if snapshot is None else straggler.find_straggler(snapshot)
         if verdict is None:
             self._slow_ranks = ()
             return
+
         is_new = verdict.ranks != self._slow_ranks
         self._slow_ranks = verdict.ranks
         if is_new:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
+
         # A straggler does not get longer, as a wait does. It always counts as 1 s, so that the same
         # one, at the same lines, is reported once.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):

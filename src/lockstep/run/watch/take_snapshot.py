@@ -55,23 +55,30 @@ def take_snapshot(
     """
     if timeout_s is None:
         timeout_s = ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else ANSWER_TIMEOUT_S
+
     signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
     number = next(_request_numbers)  # tells the answers from those to an earlier request
+
     requests = [_Request(process, number) for process in processes]
     for request in requests:
         request.send(call_stacks)
+
     start = time.monotonic()
     while True:
         for request in requests:
             request.collect()
+
         incomplete = [request for request in requests if not request.is_complete]
         waited_s = time.monotonic() - start
         if not incomplete or waited_s > timeout_s:
             break
+
         if waited_s > signal_after_s:
             for request in incomplete:
                 request.send_signal()
+
         time.sleep(_POLL_INTERVAL_S)
+
     # The processor time of DataLoader workers and others that a rank has started. It is read for
     # all ranks at once, as it is found in the list of all processes of the machine.
     children_cpu_s = cpu_of_descendants([request.state.pid for request in requests])
@@ -79,6 +86,7 @@ def take_snapshot(
     for request in requests:
         state = request.state
         states.append(replace(state, children_cpu_s=children_cpu_s.get(state.pid)))
+
     return Snapshot(time.time(), tuple(states))
 
 
@@ -90,9 +98,11 @@ class _Request:
         self._evidence = process.evidence
         has_ended = process.code is not None
         status = None if has_ended else read_process(process.pid or 0)
+
         heartbeat = read_heartbeat(self._evidence.heartbeat)
         if heartbeat is not None and heartbeat.pid != process.pid:
             heartbeat = None  # it belongs to an earlier start of the rank, or to another program
+
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         process_state = None if status is None else status.state
         is_stopped = process_state is not None and process_state in STOPPED_STATES
@@ -138,14 +148,17 @@ class _Request:
         has_answering_thread = self.state.steps is not None  # a rank with a heartbeat has a probe
         if self._cannot_react or not has_answering_thread:
             return
+
         try:
             pipe = os.open(self._evidence.ask, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:  # the pipe is gone, or nobody reads it
             return
+
         self.state = replace(self.state, answered=False)
         text = f"{self._number} lines\n" if call_stacks else f"{self._number}\n"
         with contextlib.suppress(BlockingIOError):  # it is full, as nobody has read it for long
             os.write(pipe, text.encode())
+
         os.close(pipe)
 
     def send_signal(self) -> None:
@@ -158,9 +171,11 @@ class _Request:
         was_sent_already = self._stacks_offset is not None
         if not self._shows_stacks or was_sent_already:
             return
+
         with contextlib.suppress(OSError):
             offset = self._evidence.stacks.stat().st_size
             has_answering_thread = self.state.answered is not None
+
             signal_number = harmless_stack_signal(
                 self.state.pid, self._main_switches, answers=has_answering_thread
             )
@@ -187,11 +202,13 @@ class _Request:
         with open(self._evidence.stacks, "rb") as file:
             file.seek(offset)
             text = file.read().decode(errors="replace")
+
         # The signal handler writes piece by piece. It is ready when nothing more has come since the
         # last look, two hundredths of a second ago.
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)
+
         self._stacks_length = len(text)
 
     def _read_answer(self) -> None:

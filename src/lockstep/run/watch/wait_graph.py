@@ -56,10 +56,13 @@ class WaitGraph:
         self._add_ranks(activities, table, excluded)
         self.awaited: set[int] = set()
         """The ranks that some rank waits for."""
+
         for awaited_ranks in set(self.waits_for.values()):
             self.awaited |= awaited_ranks
+
         self.deadlocked: set[int] = set(self.waits_for)
         """Waiting ranks that wait, in the end, only for each other, or in a mismatched call."""
+
         free_ranks = self._free_ranks(self.deadlocked)
         while free_ranks:
             self.deadlocked -= free_ranks
@@ -82,20 +85,24 @@ class WaitGraph:
         for rank, activity in activities.items():
             if rank in excluded or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
                 continue
+
             calls = _calls_waited_in(activity)  # the call it waits in is one of them, if known
             sender = _sender_waited_for(activity, table)
             if not calls and sender is None:
                 self.partners_unknown.add(rank)
+
             key = _identify_wait(activity, calls, sender)
             if key not in awaited_by_key:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
                 if awaited not in unique_sets:
                     unique_sets[awaited] = awaited
                 awaited_by_key[key] = unique_sets[awaited]
+
             awaited = awaited_by_key[key]
             is_mismatched = any(table.is_mismatched(call) for call in calls)
             if is_mismatched:
                 self.mismatched.add(rank)
+
             # A rank that only perhaps waits (`PERHAPS_WAITING`: it may be blocked by something
             # else) counts as waiting if some other rank has not come to its call yet.
             is_waiting = activity.kind is Kind.WAITING
@@ -113,11 +120,13 @@ class WaitGraph:
         remaining_awaited = {}
         for awaited in set(self.waits_for.values()):  # many ranks share one set
             remaining_awaited[awaited] = awaited & remaining
+
         free_ranks = set()
         for rank in remaining - self.mismatched:
             still_awaited = remaining_awaited[self.waits_for[rank]]
             if not _has_other_rank(still_awaited, rank):
                 free_ranks.add(rank)
+
         return free_ranks
 
 
@@ -202,19 +211,23 @@ def _awaited_ranks(
         for call in calls:
             awaited |= table.missing_ranks(call)
         return awaited
+
     sender = _sender_waited_for(activity, table)
     if sender is not None:
         return {sender}
     if activity.p2p:
         return set(activities)  # it waits for one of them, and it is not known for which
+
     awaited = {
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
+
     # By default all ranks of the run wait for each other while one of them creates a group. With
     # `use_local_synchronization=True` only the group's members do.
     new_group = activity.created_group
     if new_group is not None and new_group.members_only:
         awaited &= set(new_group.ranks)
+
     return awaited
 
 
@@ -253,11 +266,13 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
         return activity
     if place(earlier) != place(activity.state):  # its Python code has gone on meanwhile
         return activity
+
     oldest_before = _oldest_nccl_calls(earlier)
     for key, call in _oldest_nccl_calls(activity.state).items():
         is_the_same = key in oldest_before and oldest_before[key].seq == call.seq
         if is_the_same and (table.missing_ranks(call) or table.is_mismatched(call)):
             return replace(activity, kind=Kind.WAITING, call=call)
+
     p2p_before = _oldest_nccl_p2p(earlier)
     for key, batch in _oldest_nccl_p2p(activity.state).items():
         is_the_same = key in p2p_before and p2p_before[key][0].seq == batch[0].seq
@@ -265,6 +280,7 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
             sender = table.awaited_sender(activity.state.rank, call)
             if is_the_same and sender is not None:
                 return replace(activity, kind=Kind.WAITING, call=call)
+
     return activity
 
 
@@ -299,6 +315,7 @@ def recognize_possible_progress(
       (one that uploads, saves or sends). The rank's stack is then that of this thread.
     """
     graph = WaitGraph(activities, table)
+
     # Calls that do not match cannot complete, so nobody can help those that wait in them.
     helpful_ranks = _ranks_whose_call_would_help(activities, graph, table)
     result = dict(activities)
@@ -307,13 +324,16 @@ def recognize_possible_progress(
         if activity.call is not None and table.has_short_timeout(activity.call):
             result[rank] = replace(activity, kind=Kind.LIMITED)
             continue
+
         if rank not in helpful_ranks:
             continue
+
         for thread_stack in activity.state.threads or ():
             if stacks.may_continue_alone(thread_stack):
                 state = replace(activity.state, stack=thread_stack)
                 result[rank] = Activity(state, Kind.MAY_COME)
                 break
+
     return result
 
 
@@ -328,13 +348,16 @@ def _ranks_whose_call_would_help(
         table: all calls.
     """
     helpful_ranks: set[int] = set()
+
     # Ranks that wait in a known call: whoever has not made that call may help.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
         for call in _completable_calls(activities[rank], table):
             completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
+
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
+
     return helpful_ranks | _assumed_partners(graph)
 
 
@@ -347,12 +370,14 @@ def _assumed_partners(graph: WaitGraph) -> set[int]:
     ranks_by_awaited_set: dict[frozenset[int], list[int]] = defaultdict(list)
     for rank in graph.deadlocked & graph.partners_unknown:
         ranks_by_awaited_set[graph.waits_for[rank]].append(rank)
+
     partners: set[int] = set()
     for awaited, waiting_ranks in ranks_by_awaited_set.items():
         if len(waiting_ranks) == 1:
             partners |= awaited - set(waiting_ranks)
         else:  # without the first rank, or without the second: together that is the whole set
             partners |= awaited
+
     return partners
 
 
@@ -366,9 +391,11 @@ def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveC
     for call in calls:
         if call.key not in first_mismatched_seq and table.is_mismatched(call):
             first_mismatched_seq[call.key] = call.seq
+
     completable = []
     for call in calls:
         group_has_mismatch = call.key in first_mismatched_seq
         if not group_has_mismatch or call.seq < first_mismatched_seq[call.key]:
             completable.append(call)
+
     return completable

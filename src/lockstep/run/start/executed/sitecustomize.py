@@ -21,17 +21,21 @@ def begin() -> None:
     """Removes the traces of `exec_hook`, and waits for torch to be imported."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != folder]
+
     paths = []
     for path in os.environ.pop("PYTHONPATH", "").split(os.pathsep):
         if path not in ("", folder):
             paths.append(path)
+
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
     executed = os.environ.pop("LOCKSTEP_EXECUTED", "")
     if executed:
         values = json.loads(executed)
         if values["pid"] == os.getpid():  # otherwise it is a child of the rank
             sys.meta_path.insert(0, AfterTorch(values["packages"]))
+
     import_users_sitecustomize()
 
 
@@ -64,12 +68,14 @@ class AfterTorch:
         """
         if name != "torch":
             return None
+
         sys.meta_path.remove(self)  # so that the search below does not come here again
         from importlib.util import find_spec
 
         spec = find_spec("torch")
         if spec is None or spec.loader is None:
             return spec
+
         loader: Any = spec.loader
         original_exec_module = loader.exec_module
 
@@ -83,6 +89,7 @@ class AfterTorch:
     def install(self) -> None:
         """Installs the probe. If that fails, the program runs without it."""
         sys.path.append(self.packages)
+
         try:
             from lockstep.run.start.worker import install_after_exec
 
