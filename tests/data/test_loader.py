@@ -79,6 +79,77 @@ def test_epochs_follow_each_other_without_set_epoch():
     assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
 
 
+def test_set_epoch_as_scripts_for_ddp_and_accelerate_call_it():
+    """`train.sampler.set_epoch(epoch)` is DDP's way, `loader.set_epoch(epoch)` Accelerate's."""
+    untouched = make(numbers(30, 10))
+    orders = [read(untouched) for _ in range(4)]
+    told = make(numbers(30, 10))
+    for epoch in range(2):  # the loader's own count: nothing changes
+        told.sampler.set_epoch(epoch)
+        assert read(told) == orders[epoch]
+    told.batch_sampler.set_epoch(3)  # a script that has resumed by itself, or counts from 1
+    assert told.epoch == 3
+    assert read(told) == orders[3]
+    iterator = iter(told)
+    next(iterator)
+    told.set_epoch(4)
+    told.set_epoch(5)  # the next one
+    with pytest.raises(UsageError, match="a loop over the loader is in epoch 4"):
+        told.set_epoch(2)
+    with pytest.raises(UsageError, match="whole number"):
+        told.set_epoch(1.5)
+    assert not hasattr(told.sampler, "num_replicas")
+
+
+def test_set_epoch_does_not_go_back_behind_a_checkpoint():
+    loader = make(numbers(30, 10))
+    first, second = read(loader), read(loader)
+    resumed = make(numbers(30, 10))
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 1})
+    with pytest.raises(UsageError, match=r"(?s)the loader is in epoch 1.*world\.epochs"):
+        resumed.sampler.set_epoch(0)
+    resumed.sampler.set_epoch(1)
+    assert read(resumed) == second
+    resumed.set_epoch(0)  # what was resumed is done, so this is the script's own decision
+    assert read(resumed) == first
+
+
+def test_set_epoch_reaches_a_sampler_of_the_users():
+    class Own(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self):
+            return iter((torch.arange(4) + self.epoch).remainder(4).tolist())
+
+    own = Own()
+    loader = make(make_source(DataLoader(Numbers(4), batch_size=2, sampler=own)))
+    assert loader.sampler is own
+    loader.set_epoch(2)
+    assert read(loader) == [[2, 3], [0, 1]]
+    batches = BatchSampler(own, 2, drop_last=False)
+    loader = make(make_source(DataLoader(Numbers(4), batch_sampler=Groups(batches))))
+    assert isinstance(loader.batch_sampler, Groups)
+
+
+class Groups:
+    """A batch sampler of the user's own."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
 def test_an_empty_part_is_an_empty_batch_when_training_and_skipped_when_not():
     data = tensors(1, torch.float32)
     source = make_source(DataLoader(data, batch_size=4))

@@ -46,12 +46,12 @@ from lockstep.batch.weighing import Weighing, Weight, scale_by_weight
 from lockstep.batch.workers import Workers
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.session.delivery import Delivery, TrainingPass
 from lockstep.session.extension import DeliveredBatch
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Dispute, Step
-from lockstep.settings import Choice
+from lockstep.settings import Choice, check_whole_number
 from lockstep.user_code import Location, user_location
 
 SHUFFLE_VERSION = 1
@@ -70,6 +70,23 @@ class _HandedOut:
     planned: PlannedMicroBatch
     batch: Any
     """The batch on the device; `()` after `Loader._hand_out` has returned."""
+
+
+class EpochSetter:
+    """Stands for the sampler of a loader whose order is Lockstep's own.
+
+    Scripts for DistributedSampler call `loader.sampler.set_epoch(epoch)` in every epoch.
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the loader's next pass; see `Loader.set_epoch`."""
+        self._loader.set_epoch(epoch)
 
 
 class Loader:
@@ -133,6 +150,8 @@ class Loader:
         """Where the next pass with gradients begins: at this global batch of its epoch. It is not 0
         if a checkpoint was resumed in the middle of an epoch."""
         self._epochs_begun = 0
+        self._is_resumed = False
+        """True from the moment that a position was loaded until the next pass with gradients."""
         self._evaluations_begun = 0
         self._training_pass: TrainingPass | None = None
         """The pass with gradients that is under way."""
@@ -154,6 +173,18 @@ class Loader:
     def batch_size(self) -> int:
         """The number of samples of a global batch."""
         return self.source.batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """The user's own sampler; otherwise an object that has `set_epoch` alone."""
+        own = self.source.sampler
+        return EpochSetter(self) if own is None else own
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's own batch sampler; otherwise an object that has `set_epoch` alone."""
+        own = self.source.batch_sampler
+        return EpochSetter(self) if own is None else own
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -270,10 +301,44 @@ class Loader:
             start = self.start
             self._epochs_begun += 1
             self.start = 0
+            self._is_resumed = False
             return self._train(epoch, start)
         evaluation = self._evaluations_begun
         self._evaluations_begun += 1
         return self._evaluate(evaluation)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next pass with gradients, as `DistributedSampler.set_epoch` does.
+
+        A loader counts its epochs itself, so a script need not call this. One that counts from
+        another epoch on, because it has resumed by itself, gets the order of that epoch. A sampler
+        of the user's that has `set_epoch` is told as well.
+
+        Raises:
+            UsageError: another epoch is being trained on, or was resumed from a checkpoint.
+        """
+        was_set = f"set_epoch({epoch!r}) of a prepared loader"
+        check_whole_number(was_set, epoch, 0, UsageError)
+        is_another_epoch = epoch not in (self.epoch, self._epochs_begun)
+        if is_another_epoch and self._is_training:
+            raise UsageError(
+                was_set,
+                f"a loop over the loader is in epoch {self.epoch}",
+                "call it before the loop, or leave it out: the loader counts its epochs itself",
+            )
+        if is_another_epoch and self._is_resumed:
+            raise UsageError(
+                was_set,
+                f"in the checkpoint that was resumed the loader is in epoch {self.epoch}",
+                "loop over world.epochs(n), which continues there, or leave set_epoch out: the "
+                "loader counts its epochs itself",
+            )
+        if is_another_epoch:
+            self._epochs_begun = epoch
+        own_samplers: tuple[Any, Any] = (self.source.sampler, self.source.batch_sampler)
+        for sampler in own_samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position: the same on every rank, and meaningful on any number of them.
@@ -325,6 +390,7 @@ class Loader:
             check_fingerprint(self.source, fingerprint_before, self.fingerprint)
         self._epochs_begun = state["epoch"]
         self.start = state["step"]
+        self._is_resumed = True
         self._training_pass = None
         # An older checkpoint has one count for epochs and evaluations.
         self._evaluations_begun = state.get("evaluations", state["epoch"])
