@@ -1073,7 +1073,8 @@ class Agent(api.SimpleElasticAgent):
         return reports
 
     def _others_run(self, attempt: Attempt) -> bool:
-        """True if ranks of other machines run; to be called once those of this one have ended.
+        """Returns True if ranks of other machines run; to be called once those of this one have
+        ended.
 
         The first call of an attempt tells the other launchers that the ranks here have ended.
         """
@@ -1163,7 +1164,9 @@ class Agent(api.SimpleElasticAgent):
         return failures
 
     def _has_all_reports(self, attempt: Attempt, own_report: ExitReport) -> bool:
-        """True if the reports of the other launchers are complete, or no more of them is needed."""
+        """Returns True if the reports of the other launchers are complete, or no more of them is
+        needed.
+        """
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
         if any(report.interrupted for report in reports):
@@ -1208,7 +1211,9 @@ def _ctrl_c_of_only_rank(attempt: Attempt) -> Interruption | None:
 
 
 def _runs_on_after_exception(attempt: Attempt) -> bool:
-    """True if a rank raised an exception a while ago but has not ended: others may wait for it."""
+    """Returns True if a rank raised an exception a while ago but has not ended: others may wait for
+    it.
+    """
     for process in attempt.running:
         record = read_error(process.evidence)
         if record and time.time() - record.time > _EXIT_AFTER_EXCEPTION_S:

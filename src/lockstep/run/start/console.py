@@ -364,7 +364,7 @@ class Console:
             self._do_what_is_due(sinks)
 
     def _is_something_due(self) -> bool:
-        """True if the clock alone will require something to be done."""
+        """Returns True if the clock alone will require something to be done."""
         return (
             self._draw_at < math.inf
             or self._drain_until < math.inf
@@ -631,7 +631,7 @@ class _Stream:
         return lines[:begin]
 
     def _has_raised(self) -> bool:
-        """True if the rank has noted an exception that ends it."""
+        """Returns True if the rank has noted an exception that ends it."""
         try:
             return self.error_file.stat().st_size > 0
         except OSError:

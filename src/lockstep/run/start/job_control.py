@@ -57,7 +57,7 @@ def stop_this_process() -> None:
 
 
 def in_foreground() -> bool:
-    """True if the terminal's keys reach this process."""
+    """Returns True if the terminal's keys reach this process."""
     return _foreground_group() == os.getpgrp()
 
 

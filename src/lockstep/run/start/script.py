@@ -227,7 +227,7 @@ def _nproc_known_early(spec: LaunchSpec) -> int:
 
 
 def _is_program(flags: argparse.Namespace) -> bool:
-    """True if a program is to be started that is no Python script."""
+    """Returns True if a program is to be started that is no Python script."""
     return bool(flags.no_python and not flags.run_path)
 
 

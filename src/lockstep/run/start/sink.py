@@ -170,7 +170,9 @@ class FlushDeadline:
         self._stop_at = time.monotonic() + (_HURRY_S if hurry else _PATIENCE_S)
 
     def over(self) -> bool:
-        """True if the sinks have taken everything or are given up; to be called repeatedly."""
+        """Returns True if the sinks have taken everything or are given up; to be called
+        repeatedly.
+        """
         waiting = sum(len(sink.waiting) for sink in self._sinks)
         now = time.monotonic()
         if waiting < self._least_waiting and not self._hurry:

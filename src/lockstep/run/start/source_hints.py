@@ -119,7 +119,7 @@ def large_modules(loaded: Container[str]) -> list[str]:
 
 
 def _imports_lockstep(nodes: list[ast.AST]) -> bool:
-    """True if a line imports Lockstep, or something of it."""
+    """Returns True if a line imports Lockstep, or something of it."""
     modules: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -163,7 +163,7 @@ def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
 
 
 def _reads_rank(nodes: list[ast.AST]) -> bool:
-    """True if the source mentions RANK or LOCAL_RANK other than to set it."""
+    """Returns True if the source mentions RANK or LOCAL_RANK other than to set it."""
     # Nodes are compared by identity: the same text may be read in one place and set in another.
     assigned = {id(constant) for constant in _assignment_keys(nodes)}
     for node in nodes:
@@ -174,7 +174,7 @@ def _reads_rank(nodes: list[ast.AST]) -> bool:
 
 
 def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
-    """True if a script certainly starts processes that are to be ranks.
+    """Returns True if a script certainly starts processes that are to be ranks.
 
     Args:
         tree: the script's syntax tree.
@@ -272,7 +272,7 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
 
 
 def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
-    """True if a module was imported from a file in another folder.
+    """Returns True if a module was imported from a file in another folder.
 
     Built-in and frozen modules have no such file: Python looks for them before it looks in folders.
     """

@@ -59,6 +59,8 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
 
 
 def can_hold_evidence(nproc: int) -> bool:
-    """True if the launcher may open enough files to hold the evidence of its ranks in memory."""
+    """Returns True if the launcher may open enough files to hold the evidence of its ranks in
+    memory.
+    """
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft_limit >= _SPARE_DESCRIPTORS + _EVIDENCE_DESCRIPTORS_PER_RANK * nproc

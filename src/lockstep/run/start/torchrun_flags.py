@@ -100,7 +100,8 @@ def _is_pet(variable: str) -> bool:
 
 
 def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """True if the user says how the nodes meet, by a flag or by one of torchrun's variables.
+    """Returns True if the user says how the nodes meet, by a flag or by one of torchrun's
+    variables.
 
     Args:
         torchrun: torchrun's flags and their values, as given.
@@ -114,7 +115,7 @@ def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """True if the user says how many nodes there are, or how they meet."""
+    """Returns True if the user says how many nodes there are, or how they meet."""
     if "--nnodes" in torchrun or "PET_NNODES" in environ:
         return True
     return has_rendezvous_flags(torchrun, environ)
@@ -168,7 +169,7 @@ def node_numbers(nnodes: str) -> tuple[int, int]:
 
 
 def may_restart(flags: argparse.Namespace) -> bool:
-    """True if ranks are started again when one fails, or when machines leave or join.
+    """Returns True if ranks are started again when one fails, or when machines leave or join.
 
     Args:
         flags: the flags that `parse_flags` returned.

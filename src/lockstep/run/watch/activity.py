@@ -145,8 +145,8 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
 
 
 def has_moved(earlier: RankState, later: RankState) -> bool:
-    """True if a rank is known to have made an optimizer step or a call between two snapshots, or
-    if the state of its latest call has changed.
+    """Returns True if a rank is known to have made an optimizer step or a call between two
+    snapshots, or if the state of its latest call has changed.
     """
     steps_are_known = earlier.steps is not None and later.steps is not None
     if steps_are_known and earlier.steps != later.steps:
@@ -280,7 +280,7 @@ def _latest_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
 
 
 def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """True if a rank's main thread has not computed; False if that is not known.
+    """Returns True if a rank's main thread has not computed; False if that is not known.
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -297,7 +297,9 @@ def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) ->
 
 
 def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """True if none of a rank's threads computes or copies, and none may continue by itself."""
+    """Returns True if none of a rank's threads computes or copies, and none may continue by
+    itself.
+    """
     if not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
         return False
     other_threads = later.threads or ()
@@ -305,7 +307,8 @@ def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
 
 
 def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """True if a rank's other threads, or processes that it has started, are known to compute.
+    """Returns True if a rank's other threads, or processes that it has started, are known to
+    compute.
 
     It is asked only for a rank whose main thread is idle.
     """
@@ -320,7 +323,9 @@ def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float)
 
 
 def _is_idle(before_s: float | None, after_s: float | None, seconds: float) -> bool:
-    """True if the processor time between two snapshots is small; False if it is not known."""
+    """Returns True if the processor time between two snapshots is small; False if it is not
+    known.
+    """
     if before_s is None or after_s is None or seconds <= 0:
         return False
     return (after_s - before_s) / seconds < IDLE_MAX_CPU_SHARE

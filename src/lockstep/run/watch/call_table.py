@@ -189,11 +189,13 @@ class CallTable:
         return mismatched
 
     def is_mismatched(self, call: CollectiveCall) -> bool:
-        """True if another rank has made another call in its place, so that it can never end."""
+        """Returns True if another rank has made another call in its place, so that it can never
+        end.
+        """
         return (call.key, call.seq) in self.mismatched_calls
 
     def has_short_timeout(self, call: CollectiveCall) -> bool:
-        """True if a call's group has a timeout that the program has chosen to be short.
+        """Returns True if a call's group has a timeout that the program has chosen to be short.
 
         That is one below the longest that a group of this backend has, and none that torch gives by
         default. The program may then expect that the call fails.
@@ -205,7 +207,7 @@ class CallTable:
         return call.timeout_s < min(DEFAULT_TIMEOUT_S, self._longest_timeout_s[call.backend])
 
     def would_know(self, key: str, seq: int, rank: int) -> bool:
-        """True if a rank's record would have this call, had the rank made it.
+        """Returns True if a rank's record would have this call, had the rank made it.
 
         False if the rank's recorder did not answer, or keeps only later calls of the group.
         """

@@ -187,7 +187,7 @@ class Case:
 
 
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
-    """True if a call is among those that a rank may be waiting in.
+    """Returns True if a call is among those that a rank may be waiting in.
 
     Calls are compared by group and number, as one snapshot may have recorded the lines of a call
     and another one not.

@@ -69,7 +69,7 @@ def deadlock(case: Case) -> Verdict | None:
 
 
 def _uses_gpu(waiting: Mapping[int, Activity]) -> bool:
-    """True if a rank waits in a call of NCCL's, which its GPU executes."""
+    """Returns True if a rank waits in a call of NCCL's, which its GPU executes."""
     for activity in waiting.values():
         if activity.call is not None and activity.call.backend == "nccl":
             return True
@@ -92,7 +92,7 @@ def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> 
 
 
 def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
-    """True if ranks, some of which are in a send or receive, wait for each other in vain.
+    """Returns True if ranks, some of which are in a send or receive, wait for each other in vain.
 
     Mostly it is not known whom a send or receive waits for, and its data may be under way. Then it
     is a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
@@ -103,7 +103,7 @@ def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
 
 
 def _is_deadlock_of_collectives(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> bool:
-    """True if the ranks' collectives can never match.
+    """Returns True if the ranks' collectives can never match.
 
     If all of them wait in the same collective, it is the network that does not move.
     """
@@ -149,7 +149,7 @@ def name_ops(waiting: Mapping[int, Activity]) -> str:
 
 
 def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
-    """True if all ranks wait to create a process group, and not all the same one."""
+    """Returns True if all ranks wait to create a process group, and not all the same one."""
     groups = []
     for activity in waiting.values():
         if activity.created_group is None:  # it waits in something else, or its group is not known
@@ -159,7 +159,7 @@ def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
 
 
 def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
-    """True if all ranks called the same operation, with different sizes or types."""
+    """Returns True if all ranks called the same operation, with different sizes or types."""
     calls = _calls_made(mismatch)
     ops = {call.op for call in calls}
     signatures = {signature(call) for call in calls}

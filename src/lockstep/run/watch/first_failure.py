@@ -1,16 +1,17 @@
-"""What failed first in a run, and what only followed from it.
+"""Finds the failure that ended a run, and tells it apart from the failures that followed from it.
 
-An *end* says how one rank's process ended. A *root* is a failure that may be the cause of the run's
-end. A *follower* is an end whose error says that a peer was lost. It is a consequence if another
-rank failed or left before it; the end of that rank may have been noticed up to `CAUSE_MAX_DELAY_S`
-later, as sockets close before a process is gone. What Lockstep itself has ended is never a cause.
+When one rank of a run fails, the others usually fail too, because they lose their connection to it.
+A *root* is a failure that may have ended the run; the earliest root is the *first failure*. A
+*follower* is a rank whose error says that it lost a peer (`lost_peer` knows these messages). The
+functions are pure: they take how each rank ended (`ExitStatus`) and return one `FirstFailure`.
 
-Of the roots the earliest is the first failure. Two roots on one host within `SAME_TIME_S`, or on
-two hosts (whose clocks differ) within `CAUSE_MAX_DELAY_S`, cannot be put in order: all of them are
-named.
+A follower is a consequence if a root came before it, or was noticed up to `CAUSE_MAX_DELAY_S`
+later: sockets close before a process is gone. Ranks that Lockstep ended itself are never a root.
 
-Pure functions: how the ranks ended goes in, one `FirstFailure` comes out. `lost_peer` knows the
-texts of followers, `failure_advice` what to do, `failure_report` writes the result.
+Two roots cannot be put in order if they are within `SAME_TIME_S` on one host, or within
+`CAUSE_MAX_DELAY_S` on two hosts, whose clocks differ. Then all of them are named.
+
+`failure_advice` knows what to do about a failure, and `failure_report` writes the result.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ class FirstFailure:
 
     @property
     def likeness(self) -> object:
-        """A key that is equal for failures that differ only in numbers, such as an address."""
+        """A key for grouping: equal for failures that differ only in numbers, such as an
+        address.
+        """
         headline_without_numbers = re.sub(r"\d+", "#", self.headline)
         return (self.kind, headline_without_numbers, self.line)
 
 
 @dataclass
 class _Ends:
-    """How the ranks ended, by what that may mean for the first failure."""
+    """The ends of all ranks, sorted by what they may mean for the first failure."""
 
     ended_by_lockstep: list[ExitStatus] = field(default_factory=list)
     """Ended by the launcher, or by the signal that the launcher itself was sent."""
@@ -112,7 +115,7 @@ class _Ends:
 
 
 def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) -> _Ends:
-    """Sorts how the ranks ended by what it may mean for the first failure."""
+    """Sorts the ends of the ranks by what they may mean for the first failure."""
     ends = _Ends()
     for end in exits:
         if end.ended_by_lockstep or _was_interrupted_too(end, interrupted):
@@ -152,6 +155,7 @@ def first_failure(
     ends = _sort_ends(exits, interrupted)
     roots = [_root_of_exit(end) for end in ends.failed]
     roots += lost_nodes
+
     if hang is not None:
         # A hang that was found after a failure is a consequence of it.
         failed_before_hang = any(root.time <= hang.found_at + SAME_TIME_S for root in roots)
@@ -192,21 +196,22 @@ def first_failure(
 
 
 def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatus]) -> FirstFailure:
-    """Returns the earliest root, which also says what happened at the same time and after it.
+    """Picks the earliest root, and adds what happened at the same time and what followed from it.
 
     Args:
         roots: one or more failures, in any order.
-        followers: the ends of ranks that have lost a peer because of one of these failures.
+        followers: the ends of ranks that lost a peer because of one of these failures.
     """
-    first, *later_roots = _merge_equal_roots(roots)
+    first, *later_roots = _merge_similar_roots(roots)
     at_the_same_time: list[str] = []
     consequences = _describe_followers(followers)
 
-    # A later root is either too close to the first one to be put after it, or a consequence of it.
+    # A later root either happened too close to the first one to be put after it, or followed from
+    # it. A later Ctrl-C is neither, and is not mentioned.
     for root in later_roots:
         if _cannot_be_ordered(first, root):
             at_the_same_time.append(_describe_root(root, first.host))
-        elif root.kind != "interrupted":  # a later Ctrl-C is no consequence, and is not named
+        elif root.kind != "interrupted":
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
 
@@ -216,43 +221,48 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
 
 
 def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> bool:
-    """True if the launcher's signal reached this rank as well.
+    """Returns True if a rank was ended by the same signal as the launcher.
 
-    Ctrl-C goes to all processes of a terminal, the launcher and its ranks.
+    Ctrl-C, for example, is sent to every process of a terminal: to the launcher and to its ranks.
     """
     if interrupted is None:
         return False
-
     ended_before_signal = end.time < interrupted.time - SAME_TIME_S
     if ended_before_signal:
         return False
-    if end.error is not None and end.error.type == "KeyboardInterrupt":
+
+    raised_keyboard_interrupt = end.error is not None and end.error.type == "KeyboardInterrupt"
+    if raised_keyboard_interrupt:
         return True
 
-    # Killed by the signal, or ended with the exit code that stands for it in a shell.
+    # -2 says that the process was killed by signal 2; a shell reports the same as 128 + 2.
     return end.code in (-interrupted.signal, 128 + interrupted.signal)
 
 
 def _lost_peer_text(end: ExitStatus) -> str | None:
-    """Returns the words of a rank's error that say that a peer was lost; None if none do.
+    """Returns the part of a rank's error that says that a peer was lost, or None if there is none.
 
-    The error that the rank has recorded is the best source. Without one, its output is searched.
+    The exception that the rank recorded is the best source. Without one, its output is searched.
     """
     if end.error is not None:
         return find_lost_peer_text([end.error.message, *end.error.chain])
-    if end.code == -signal.SIGABRT:
-        # An exception in a C++ thread, such as NCCL's watchdog, aborts the process.
+
+    # An exception in a C++ thread, such as NCCL's watchdog, aborts the process.
+    was_aborted = end.code == -signal.SIGABRT
+    if was_aborted:
         return find_lost_peer_text(end.last_lines)
+
     if end.printed is not None:
         return find_lost_peer_text(end.printed.text)
     return None
 
 
 def _has_cause(follower: ExitStatus, roots: Sequence[FirstFailure]) -> bool:
-    """True if one of the roots may have caused the follower's end.
+    """Returns True if one of the roots may be the reason why a follower lost its peer.
 
-    A root is noticed after it has broken the follower's connections: a rank's end up to
-    `CAUSE_MAX_DELAY_S` later; a lost machine, by its silence, much later.
+    The root need not come first: a rank's connections break before its process is gone, so its end
+    may be noticed up to `CAUSE_MAX_DELAY_S` later. A lost machine is noticed only by its silence,
+    which takes much longer, so it explains every follower.
     """
     for root in roots:
         if root.kind == "node_lost":
@@ -263,7 +273,7 @@ def _has_cause(follower: ExitStatus, roots: Sequence[FirstFailure]) -> bool:
 
 
 def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
-    """True if two failures are so close in time that either may have been the first."""
+    """Returns True if two failures are so close in time that either may have been the first."""
     if first.kind == "interrupted" or later.kind == "interrupted":
         return False
     on_one_host = first.host == later.host
@@ -271,26 +281,26 @@ def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
     return later.time - first.time <= max_difference_s
 
 
-def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
+def _merge_similar_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """Merges roots that differ only in numbers, such as a rank, an address or a size.
 
     A merged root has the time and the texts of the earliest one, and the ranks and hosts of all.
 
     Returns:
-        The merged roots in the order of their times.
+        The merged roots, the earliest first.
     """
-    groups: dict[object, list[FirstFailure]] = defaultdict(list)
+    similar_roots: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
-        groups[root.likeness].append(root)
+        similar_roots[root.likeness].append(root)
 
     merged = []
-    for group in groups.values():
+    for group in similar_roots.values():
+        earliest = group[0]
         ranks: set[int] = set()
         for root in group:
             ranks.update(root.ranks)
-
         hosts = sorted({root.host for root in group})
-        earliest = group[0]
+
         merged.append(
             replace(
                 earliest,
@@ -298,19 +308,19 @@ def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
                 host=join_first(hosts, _MAX_HOSTS_NAMED),
             )
         )
-
     return merged
 
 
 def _describe_root(root: FirstFailure, host_of_first: str) -> str:
-    """Returns a text such as `rank 1 on host b: ValueError: no data, train.py:12: step()`.
+    """Describes a failure in one line: `rank 1 on host b: ValueError: no data, train.py:12: f()`.
 
     Args:
         root: the failure.
-        host_of_first: the host of the first failure, which need not be named again.
+        host_of_first: the host of the first failure, which is not named again.
     """
     text = root.subject
-    if root.ranks and root.host not in ("", host_of_first):  # "": it is not known
+    is_on_another_host = root.host not in ("", host_of_first)  # "" if the host is not known
+    if root.ranks and is_on_another_host:
         text += f" on host {root.host}"
     text += f": {root.headline}"
     if root.line:
@@ -319,16 +329,19 @@ def _describe_root(root: FirstFailure, host_of_first: str) -> str:
 
 
 def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
-    """Returns texts such as `ranks 0-3 (Connection closed by peer)`, one for each error."""
+    """Describes the ranks that lost a peer, one text for each error that they got.
+
+    An example is `ranks 0-3 (Connection closed by peer)`.
+    """
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for end in sorted(followers, key=lambda end: end.rank):
-        text = _lost_peer_text(end) or ""  # it is what makes it a follower, so it is not None
+        text = _lost_peer_text(end) or ""  # never None: this text is what makes it a follower
         ranks_by_text[text].append(end.rank)
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
 
 
 def _describe_given_up(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
-    """Returns a text for each rank whose process has not ended, with its host."""
+    """Describes each rank whose process could not be ended, with its host."""
     texts = []
     for end in sorted(exits, key=lambda end: end.rank):
         if end.given_up:
@@ -340,25 +353,30 @@ def _describe_given_up(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
 
 
 def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFailure:
-    """Returns the failure of a rank that ended. With code 0 it left others that waited for it.
+    """Turns the end of one rank into a failure, with its headline and advice.
+
+    A rank that ended with exit code 0 failed too if others were still waiting for it.
 
     Args:
         end: how the rank ended.
-        no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
+        no_peer_was_lost: True if the rank's error says that it lost a peer, but no other rank had
+            ended before.
     """
     error = end.error
+    raised_exception = error is not None and error.type != "SystemExit"  # `sys.exit` is an exit
 
-    # `oom` says that the out-of-memory killer has ended some process. If the fork server has ended,
-    # the kernel kills its ranks by SIGKILL, too: then it was not this rank that needed the memory.
+    # `end.oom` only says that the out-of-memory killer ended some process. If that was the fork
+    # server, the kernel kills all of its ranks by SIGKILL, and none of them has to be the cause.
     was_killed_for_memory = (
         end.code == -signal.SIGKILL and end.oom is not None and not end.with_fork_server
     )
+
     kind: FailureKind
     details: tuple[str, ...] = ()
     if end.code == 0:
         kind = "left"
         headline = "left early: it exited with code 0 while others were still waiting for it"
-    elif error is not None and error.type != "SystemExit":  # `sys.exit` is an exit, see below
+    elif error is not None and raised_exception:
         kind = "exception"
         headline = error.headline
         details = _rest_of_message(error, end)
@@ -386,43 +404,44 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
 
 
 def _launcher_exit_code(end: ExitStatus) -> int:
-    """Returns the exit code with which the launcher ends because of a rank's end."""
-    if end.code > 0:  # the rank's own exit code
+    """Returns the launcher's own exit code for a run that ended because of this rank's end."""
+    if end.code > 0:  # the rank's own exit code is passed on
         return end.code
-    if end.code == 0:  # it has left the others
+    if end.code == 0:  # it left while others were waiting for it
         return EXIT_LOST_RANK
 
-    # Otherwise a signal ended it, and its code is minus the number of the signal.
+    # The rank was ended by a signal. Its code is minus the number of the signal.
     signal_number = -end.code
     error = end.error
-    if error is None or error.type == "SystemExit":  # it had raised no exception before
+    if error is None or error.type == "SystemExit":  # no exception came before the signal
         return EXIT_LOST_RANK
-    if error.exit_code > 0:  # the code with which it would have ended without the signal
+    if error.exit_code > 0:  # the code that it would have ended with, had no signal come
         return error.exit_code
 
-    # The exception is KeyboardInterrupt, for which Python ends itself by SIGINT. A shell reports an
-    # end by a signal as 128 plus its number.
+    # The exception is KeyboardInterrupt, after which Python ends itself by SIGINT. A shell reports
+    # an end by a signal as 128 plus the number of the signal.
     return 128 + signal_number
 
 
 def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
-    """Returns the failures of ranks that ended well, or were stopped, while others needed them.
+    """Returns the failures of ranks that reported no error, but were missing when others needed
+    them: ranks that ended with exit code 0, and ranks that were stopped by a signal.
 
     Args:
-        ends: how the ranks ended. There must be followers: ranks that have lost a peer.
+        ends: how the ranks ended. At least one of them must be a follower.
     """
     roots = []
     first_loss = min(end.failed_at for end in ends.followers)
+
+    # The end of a rank may be noticed some seconds after the others have lost it.
     for end in ends.ended_well:
-        # The end of a rank may be noticed some seconds after the others have lost it.
         if end.time <= first_loss + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
 
-    # A rank that is stopped keeps the others waiting until their timeout. Then Lockstep ends it.
+    # A stopped rank keeps the others waiting until they time out. Then Lockstep ends it.
     for end in ends.ended_by_lockstep:
         if end.stopped:
             roots.append(_root_of_stopped_rank(end, first_loss))
-
     return roots
 
 
@@ -431,7 +450,7 @@ def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
 
     Args:
         end: how the rank ended.
-        time: when the first of the others failed. When it was stopped is not known.
+        time: when the first of the others failed. When the rank was stopped is not known.
     """
     return FirstFailure(
         kind="stopped",
@@ -445,7 +464,7 @@ def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
 
 
 def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") -> FirstFailure:
-    """Returns the failure of a machine whose launcher is no longer heard."""
+    """Returns the failure of a machine whose launcher can no longer be reached."""
     headline = "the machine has left the run"
     if reason:
         headline += f": {reason}"
@@ -461,22 +480,21 @@ def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") 
 
 
 def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
-    """Returns the failures that a verdict on a hang stands for.
+    """Turns the verdict on a hang into failures.
 
-    If the verdict is that ranks have left the others, and they have ended with exit code 0, each of
-    their ends is a failure, with the verdict's details and advice. Otherwise the hang itself is the
-    one failure.
+    If the verdict says that some ranks left early, and these ranks ended with exit code 0, there is
+    one failure for each of them. Otherwise the hang itself is the one failure.
     """
     if hang.kind in ("left", "lost"):
-        left_early = []
+        failures_of_ranks_that_left = []
         for end in ends.ended_well:
             if end.rank in hang.ranks:
-                left_early.append(
-                    replace(_root_of_exit(end), details=(), hang=hang, advice=hang.advice)
+                failure = _root_of_exit(end)
+                failures_of_ranks_that_left.append(
+                    replace(failure, details=(), hang=hang, advice=hang.advice)
                 )
-
-        if left_early:
-            return left_early
+        if failures_of_ranks_that_left:
+            return failures_of_ranks_that_left
 
     kind: FailureKind
     if hang.kind == "deadlock":
@@ -490,7 +508,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     failure = FirstFailure(
         kind=kind,
         ranks=tuple(sorted(hang.ranks)),
-        host=hosts.pop() if len(hosts) == 1 else "",  # of several hosts, none is named
+        host=hosts.pop() if len(hosts) == 1 else "",  # one failure cannot name several hosts
         time=hang.found_at,
         headline=hang.headline,
         exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
@@ -501,7 +519,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
 
 
 def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
-    """Returns the failure of a run whose launcher was asked to end by a signal."""
+    """Returns the failure of a run whose launcher was asked to end by a signal, such as Ctrl-C."""
     name = signal.Signals(interrupted.signal).name
     if interrupted.signal == signal.SIGINT:
         name += " (Ctrl-C)"
@@ -518,10 +536,13 @@ def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
 
 
 def _user_line(end: ExitStatus) -> str | None:
-    """Returns the user's own line, `file:line: code`, from the best source; None if there is none.
+    """Returns the line of the user's script at which a rank ended, as `file:line: code`.
 
-    The exception that the rank has recorded comes first, then a traceback in its output, then the
-    stack that was written when a fatal signal came.
+    The best source is the exception that the rank recorded, then a traceback in its output, then
+    the stack that was written when a fatal signal arrived.
+
+    Returns:
+        The line, or None if it is not known.
     """
     if end.error is not None:
         return end.error.line
@@ -531,7 +552,7 @@ def _user_line(end: ExitStatus) -> str | None:
 
 
 def _headline_without_error(end: ExitStatus) -> str:
-    """Returns the headline for a rank that has recorded no exception."""
+    """Returns the headline for a rank that recorded no exception."""
     if end.code <= 0:  # ended by a signal: `killed by SIGKILL`
         return end.how
     headline = f"{end.how}; no exception was recorded"
@@ -541,7 +562,10 @@ def _headline_without_error(end: ExitStatus) -> str:
 
 
 def _oom_headline(end: ExitStatus) -> str:
-    """Returns `killed by the kernel's out-of-memory killer (SIGKILL; it had used 3.2 GiB)`."""
+    """Writes the headline for a rank that was killed because the machine ran out of memory.
+
+    For example `killed by the kernel's out-of-memory killer (SIGKILL; it had used 3.2 GiB)`.
+    """
     killed = "killed" if end.oom == "certain" else "probably killed"
     signal_and_memory = "SIGKILL"
     if end.peak_bytes is not None:
@@ -556,8 +580,10 @@ def _oom_headline(end: ExitStatus) -> str:
 
 
 def _last_lines(end: ExitStatus) -> tuple[str, ...]:
-    """Returns the end of the rank's output, below a heading of its own; empty if the rank's
-    headline quotes a traceback that is there.
+    """Returns the last lines of a rank's output, below a heading.
+
+    Returns:
+        The lines. Empty if there are none, or if the headline already quotes a traceback from them.
     """
     lines = end.last_lines[-_MAX_LAST_LINES:]
     if not lines:
@@ -568,20 +594,23 @@ def _last_lines(end: ExitStatus) -> tuple[str, ...]:
 
 
 def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
-    """Returns the lines of an exception's message after the first, which is in the headline.
+    """Returns the lines of an exception's message after the first one, which is in the headline.
 
-    They are left out if they are many or contain a traceback, except for Lockstep's own errors.
-    A last line is added if a signal ended the process after the exception.
+    Long messages, and messages that contain a traceback, are left out: they are in the logs. The
+    messages of Lockstep's own errors are always kept. If a signal ended the process after the
+    exception, a line that says so is added.
     """
     lines = [line.rstrip() for line in error.message.splitlines()[1:] if line.strip()]
     has_traceback = "Traceback (most recent call last)" in error.message
+    is_too_long = len(lines) > _MAX_MESSAGE_LINES
+
     if error.from_lockstep:
-        # Rank and line, which Lockstep's errors end with, are shown anyway.
+        # The line that begins with "at:" names the rank and the user's line, which are shown
+        # anyway.
         lines = [line for line in lines if not line.lstrip().startswith("at:")]
-    elif len(lines) > _MAX_MESSAGE_LINES or has_traceback:
-        lines = []  # they are in the logs
+    elif is_too_long or has_traceback:
+        lines = []
 
     if end.code < 0:
         lines.append(f"its process was then {end.how}")
-
     return tuple(lines)

@@ -194,7 +194,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 def _end_is_fatal(
     case: Case, ended: Mapping[int, RankState], gone: Mapping[int, RankState]
 ) -> bool:
-    """True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
+    """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
         case: what is known.

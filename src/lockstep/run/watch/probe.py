@@ -278,7 +278,7 @@ _processes_with_probe: set[int] = set()
 
 
 def has_probe() -> bool:
-    """True if this process has a probe of its own."""
+    """Returns True if this process has a probe of its own."""
     return os.getpid() in _processes_with_probe
 
 

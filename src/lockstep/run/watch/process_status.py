@@ -95,7 +95,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
 
 
 def _has_signal(mask: int, number: int) -> bool:
-    """True if a signal is in a mask, whose lowest bit stands for signal 1."""
+    """Returns True if a signal is in a mask, whose lowest bit stands for signal 1."""
     return (mask >> (number - 1)) & 1 == 1
 
 
@@ -274,7 +274,7 @@ def harmless_stack_signal(
 
 
 def _may_have_timeout(thread: Path) -> bool:
-    """True if a thread in a futex sleeps with a timeout, or if that cannot be read.
+    """Returns True if a thread in a futex sleeps with a timeout, or if that cannot be read.
 
     Args:
         thread: the folder of the thread in `/proc`. Its file `syscall` has the number of the system

@@ -99,7 +99,9 @@ class NewGroup:
         return f"{ranks} ({', '.join(details)})" if details else ranks
 
     def is_same(self, other: NewGroup) -> bool:
-        """True if two ranks may be creating the same group: nothing that is known of it differs."""
+        """Returns True if two ranks may be creating the same group: nothing that is known of it
+        differs.
+        """
         if self.name != other.name or self.ranks != other.ranks:
             return False
         # The default backend may be the very one that the other rank names.

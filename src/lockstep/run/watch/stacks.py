@@ -302,7 +302,7 @@ def _context(stack: Stack) -> str:
 
 
 def _is_waiting(frame: Frame) -> bool:
-    """True if a frame is in a function that does nothing but wait for other ranks."""
+    """Returns True if a frame is in a function that does nothing but wait for other ranks."""
     if _is_in(frame, *_WAITING_FILES):
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
@@ -313,7 +313,7 @@ def _is_waiting(frame: Frame) -> bool:
 
 
 def _is_in(frame: Frame, *paths: str) -> bool:
-    """True if the frame's file is, or lies in, one of these relative paths."""
+    """Returns True if the frame's file is, or lies in, one of these relative paths."""
     return any(f"/{path}" in f"/{frame.file}" for path in paths)
 
 
@@ -321,7 +321,8 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 
 
 def may_continue_alone(stack: Stack) -> bool:
-    """True if a thread may continue even though no other thread and no other rank does anything.
+    """Returns True if a thread may continue even though no other thread and no other rank does
+    anything.
 
     It may not if it waits for one of them without a timeout. Such waits are known in
     `torch.distributed`, in Python's `threading`, and in the workers of `concurrent.futures`, which
@@ -347,7 +348,7 @@ def may_continue_alone(stack: Stack) -> bool:
 
 
 def is_at_exit(stack: Stack | None) -> bool:
-    """True if the program has ended and the interpreter waits for its other threads."""
+    """Returns True if the program has ended and the interpreter waits for its other threads."""
     # `_shutdown` joins the other threads, and may be one or two calls inside of that.
     innermost_frames = (stack or ())[:3]
     return any(
@@ -357,7 +358,7 @@ def is_at_exit(stack: Stack | None) -> bool:
 
 
 def waits_for_data_loader(stack: Stack | None) -> bool:
-    """True if the stack waits for the next batch of a DataLoader."""
+    """Returns True if the stack waits for the next batch of a DataLoader."""
     # Up to a dozen frames may lie inside of the DataLoader's own: it waits in queues and pipes.
     innermost_frames = (stack or ())[:12]
     return any(_is_in(frame, "torch/utils/data/dataloader.py") for frame in innermost_frames)

@@ -232,14 +232,16 @@ def _awaited_ranks(
 
 
 def _wait_for_the_same(activity: Activity, other: Activity) -> bool:
-    """True if two ranks are in the same function and, if it creates a group, in the same group."""
+    """Returns True if two ranks are in the same function and, if it creates a group, in the same
+    group.
+    """
     if activity.created_group is None or other.created_group is None:
         return activity.op == other.op
     return activity.created_group.is_same(other.created_group)
 
 
 def _has_other_rank(ranks: Collection[int], rank: int) -> bool:
-    """True if there is a rank besides this one."""
+    """Returns True if there is a rank besides this one."""
     if rank in ranks:
         return len(ranks) > 1
     return len(ranks) > 0
