@@ -22,7 +22,7 @@ MODULES = house.read_house()
 ORDER = (
     {"columns", "language", "wording", "user_code", "masking"},
     {"errors"},
-    {"units"},
+    {"units", "familiar_names"},
     {"settings", "session"},
     {"communication"},
     {"distributed"},

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import install_excepthook
+from lockstep.familiar_names import error_of_module_name
 
 if TYPE_CHECKING:
     from lockstep import errors as errors
@@ -59,6 +60,9 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
+        known_error = error_of_module_name(name)
+        if known_error is not None:
+            raise known_error
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     module = import_module(_WHERE[name])
     value = module if _WHERE[name] == f"lockstep.{name}" else getattr(module, name)

@@ -3,7 +3,8 @@
     LockstepError                   exit code
     ├── SettingError                2   an argument, flag or variable that cannot be honoured
     ├── UsageError                  2   an object used in a way that would give wrong numbers
-    │   └── NotOnStageError         2   a part of the model that is on another pipeline stage
+    │   ├── NotOnStageError         2   a part of the model that is on another pipeline stage
+    │   └── UnknownNameError        2   a name of another library, for which Lockstep has its own
     ├── DataError                   2   a dataset, sampler or batch that cannot be split
     │   └── LengthUnknownError      2   the length of a stream that has none
     ├── CheckpointError             1   a file that cannot be read, written or matched
@@ -139,6 +140,13 @@ class UsageError(LockstepError, RuntimeError):
 
 class NotOnStageError(UsageError, AttributeError):
     """A part of the model that is on another stage of a pipeline.
+
+    It is also an AttributeError, so that `hasattr()` returns False.
+    """
+
+
+class UnknownNameError(UsageError, AttributeError):
+    """A name of another library that Lockstep does not have, although it has what is meant.
 
     It is also an AttributeError, so that `hasattr()` returns False.
     """

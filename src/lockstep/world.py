@@ -37,6 +37,7 @@ from lockstep.extensions.report.closing import print_closing
 from lockstep.extensions.report.console import print_choices, print_line, title_of
 from lockstep.extensions.report.logged import log, means_over_ranks
 from lockstep.extensions.report.progress import check_loader, progress
+from lockstep.familiar_names import error_of_world_name
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
@@ -138,6 +139,16 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
+
+    if not TYPE_CHECKING:  # a type checker would take it that a World has every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Is called for an attribute that a World does not have; see `familiar_names`."""
+            known_error = error_of_world_name(name)
+            if known_error is not None:
+                raise known_error
+            # Python's own error, also that of a property which has raised an AttributeError.
+            return self.__getattribute__(name)
 
     def __enter__(self) -> World:
         return self

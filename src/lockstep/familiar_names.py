@@ -1,0 +1,176 @@
+"""Names that people know from torch.distributed, Accelerate, Fabric and Lightning.
+
+Whoever converts a script writes `world.get_rank()` or `lockstep.Accelerator()` from habit. Python
+suggests names that are spelled alike; these tables name what Lockstep has for the same purpose.
+"""
+
+from __future__ import annotations
+
+from lockstep.errors import UnknownNameError
+
+CODE_OF_WORLD_NAME = {
+    # who this process is
+    "get_rank": "world.rank",
+    "global_rank": "world.rank",
+    "process_index": "world.rank",
+    "rank_id": "world.rank",
+    "get_world_size": "world.size",
+    "world_size": "world.size",
+    "num_processes": "world.size",
+    "num_ranks": "world.size",
+    "nprocs": "world.size",
+    "get_local_rank": "world.local_rank",
+    "get_node_local_rank": "world.local_rank",
+    "local_process_index": "world.local_rank",
+    "get_local_size": "world.local_size",
+    "local_world_size": "world.local_size",
+    "group_rank": "world.node_rank",
+    "machine_rank": "world.node_rank",
+    "node_id": "world.node_rank",
+    "is_main_process": "world.is_main",
+    "is_global_zero": "world.is_main",
+    "is_rank_zero": "world.is_main",
+    "is_world_process_zero": "world.is_main",
+    "is_master": "world.is_main",
+    "master_process": "world.is_main",
+    "is_local_main_process": "world.local_rank == 0",
+    "is_local_process_zero": "world.local_rank == 0",
+    "local_device": "world.device",
+    "root_device": "world.device",
+    "distributed_type": "world.strategy",
+    # communication
+    "all_reduce": "world.sum(x) or world.mean(x)",
+    "allreduce": "world.sum(x) or world.mean(x)",
+    "reduce": "world.sum(x) or world.mean(x)",
+    "all_gather": "world.gather(x)",
+    "all_gather_into_tensor": "world.gather(x)",
+    "all_gather_object": "world.gather(x)",
+    "allgather": "world.gather(x)",
+    "gather_for_metrics": "world.gather(x)",
+    "gather_object": "world.gather(x)",
+    "broadcast_object": "world.broadcast(x)",
+    "broadcast_object_list": "world.broadcast(x)",
+    "wait_for_everyone": "world.barrier()",
+    "monitored_barrier": "world.barrier()",
+    "synchronize": "world.barrier()",
+    "local_main_process_first": "world.main_process_first()",
+    "rank_zero_first": "world.main_process_first()",
+    "main_first": "world.main_process_first()",
+    "on_main_process": "if world.is_main:",
+    "rank_zero_only": "if world.is_main:",
+    # the training
+    "setup": "world.prepare(model, optimizer, loader)",
+    "setup_dataloaders": "world.prepare(loader)",
+    "setup_module": "world.prepare(model)",
+    "setup_optimizers": "world.prepare(model, optimizer)",
+    "prepare_data_loader": "world.prepare(loader)",
+    "prepare_model": "world.prepare(model)",
+    "prepare_optimizer": "world.prepare(model, optimizer)",
+    "accumulate": "lockstep.init(micro_batch_size=...)",
+    "gradient_accumulation_steps": "lockstep.init(num_micro_batches=...)",
+    "no_backward_sync": "lockstep.init(micro_batch_size=...)",
+    "no_sync": "lockstep.init(micro_batch_size=...)",
+    "sync_gradients": "world.is_last_micro_batch",
+    "autocast": "lockstep.init(precision=...)",
+    "mixed_precision": "lockstep.init(precision=...)",
+    "clip_gradients": "world.clip_grad_norm_(model, max_norm)",
+    "clip_grad_norm": "world.clip_grad_norm_(model, max_norm)",
+    "seed_everything": "lockstep.init(seed=...)",
+    "set_seed": "lockstep.init(seed=...)",
+    "current_epoch": "world.epoch",
+    "global_step": "world.step",
+    # output
+    "print0": "world.print(...)",
+    "print_main": "world.print(...)",
+    "print_on_main": "world.print(...)",
+    "print_once": "world.print(...)",
+    "print_rank_0": "world.print(...)",
+    "rank_zero_info": "world.print(...)",
+    "rank_zero_print": "world.print(...)",
+    "log_dict": "world.log(name=value)",
+    "log_metrics": "world.log(name=value)",
+    "tqdm": "world.progress(loader)",
+    # checkpoints
+    "load": "world.checkpoint(folder, model=model).resume()",
+    "load_checkpoint": "world.checkpoint(folder, model=model).resume()",
+    "load_state": "world.checkpoint(folder, model=model).resume()",
+    "resume": "world.checkpoint(folder, model=model).resume()",
+    "save": "world.checkpoint(folder, model=model).save()",
+    "save_checkpoint": "world.checkpoint(folder, model=model).save()",
+    "save_state": "world.checkpoint(folder, model=model).save()",
+    "save_model": "lockstep.save_weights(model, path)",
+    "skip_first_batches": "world.checkpoint(folder, loader=loader).resume()",
+    # the end
+    "cleanup": "world.close()",
+    "destroy": "world.close()",
+    "destroy_process_group": "world.close()",
+    "end_training": "world.close()",
+    "launch": "lockstep.launch(function, nproc=...)",
+}
+"""What to write instead of a name that a World does not have."""
+
+CODE_OF_MODULE_NAME = {
+    "Accelerator": "lockstep.init()",
+    "Fabric": "lockstep.init()",
+    "init_process_group": "lockstep.init()",
+    "initialize": "lockstep.init()",
+    "setup": "lockstep.init()",
+    "DDP": "lockstep.strategies.DDP",
+    "DistributedDataParallel": "lockstep.strategies.DDP",
+    "FSDP": "lockstep.strategies.FSDP",
+    "FullyShardedDataParallel": "lockstep.strategies.FSDP",
+    "DataParallel": "lockstep.strategies.DP",
+    "DiLoCo": "lockstep.strategies.DiLoCo",
+    "Pipeline": "lockstep.strategies.Pipeline",
+    "convert_sync_batchnorm": "lockstep.SyncBatchNorm",
+    "load": "lockstep.load_weights(model, path)",
+    "load_checkpoint": "lockstep.load_weights(model, path)",
+    "load_state_dict": "lockstep.load_weights(model, path)",
+    "save": "lockstep.save_weights(model, path)",
+    "save_checkpoint": "lockstep.save_weights(model, path)",
+    "save_model": "lockstep.save_weights(model, path)",
+    "init_empty_weights": "lockstep.deferred_init()",
+    "notebook_launcher": "lockstep.launch(function, nproc=...)",
+    "spawn": "lockstep.launch(function, nproc=...)",
+    "seed_everything": "lockstep.init(seed=...)",
+    "set_seed": "lockstep.init(seed=...)",
+    "LARS": "lockstep.optim.LARS",
+    "LAMB": "lockstep.optim.LAMB",
+}
+"""What to write instead of a name that the module `lockstep` does not have."""
+
+NAMES_OF_WORLD = (
+    *("backward", "barrier", "broadcast", "clip_grad_norm_", "close", "device", "epoch", "epochs"),
+    *("gather", "is_last_micro_batch", "is_main", "is_repeated_micro_batch", "loader", "local_rank"),
+    *("local_size", "log", "loss", "main_process_first", "max", "mean", "means", "memory", "min"),
+    *("node_rank", "prepare", "print", "progress", "rank", "size", "state_dict", "step"),
+    *("strategy", "sum"),
+)
+"""Names that a World has, and that somebody may look for in the module."""
+
+
+def error_of_world_name(name: str) -> UnknownNameError | None:
+    """Returns the error for a name that a World does not have; None if nothing is known of it."""
+    code = CODE_OF_WORLD_NAME.get(name)
+    if code is None:
+        return None
+    return UnknownNameError(
+        f"world.{name}", f"a World has no attribute {name!r}", f"use {code} instead"
+    )
+
+
+def error_of_module_name(name: str) -> UnknownNameError | None:
+    """Returns the error for a name that the module does not have; None: nothing is known of it."""
+    code = CODE_OF_MODULE_NAME.get(name)
+    if code is None and name in NAMES_OF_WORLD:
+        code = f"world.{name}"
+    if code is None:
+        code = CODE_OF_WORLD_NAME.get(name)
+    if code is None:
+        return None
+    do = f"use {code} instead"
+    if "world." in code:
+        do = f"use {code} instead, where world = lockstep.init()"
+    return UnknownNameError(
+        f"lockstep.{name}", f"the module lockstep has no attribute {name!r}", do
+    )
