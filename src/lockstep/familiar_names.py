@@ -141,10 +141,10 @@ CODE_OF_MODULE_NAME = {
 
 NAMES_OF_WORLD = (
     *("backward", "barrier", "broadcast", "clip_grad_norm_", "close", "device", "epoch", "epochs"),
-    *("gather", "is_last_micro_batch", "is_main", "is_repeated_micro_batch", "loader", "local_rank"),
-    *("local_size", "log", "loss", "main_process_first", "max", "mean", "means", "memory", "min"),
-    *("node_rank", "prepare", "print", "progress", "rank", "size", "state_dict", "step"),
-    *("strategy", "sum"),
+    *("gather", "is_last_micro_batch", "is_main", "is_repeated_micro_batch", "loader"),
+    *("local_rank", "local_size", "log", "loss", "main_process_first", "max", "mean", "means"),
+    *("memory", "min", "node_rank", "prepare", "print", "progress", "rank", "size", "state_dict"),
+    *("step", "strategy", "sum"),
 )
 """Names that a World has, and that somebody may look for in the module."""
 
