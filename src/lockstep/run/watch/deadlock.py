@@ -1,10 +1,11 @@
-"""The rule for deadlocks: ranks wait for each other, in calls that can never match.
+"""Recognizes deadlocks: ranks that wait for each other in calls that can never match.
 
-`waiting` is always what the deadlocked ranks do, by rank. Of such an activity, `op` is the function
-that the rank waits in, `wait.context` the part of torch ("in backward"), and `created_group` the
-process group that it waits to create. The first *mismatch* is the first collective of a group that
-the ranks did not all call in the same way. With the rest it says what kind of deadlock it is:
-different sizes, different groups, an evaluation on one rank, a batch too many.
+`waiting` is always a dictionary with the activity of each deadlocked rank. Its `op` is the function
+that the rank waits in (`all_reduce`), its `wait.context` the part of torch around it ("in
+backward"), and its `created_group` the process group that the rank waits to create. The *mismatch*
+is the first collective of a group that the ranks did not all call in the same way. From these the
+verdict tells the kinds of deadlock apart: different sizes, different groups, an evaluation on one
+rank only, a batch too many.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from lockstep.wording import format_ranks
 
 
 def deadlock(case: Case) -> Verdict | None:
-    """Ranks wait for each other, in collectives that can never match.
+    """Reports that ranks wait for each other in calls that can never match.
+
+    The verdict is fatal only if the deadlock is proven and no other rank can still help.
 
     Returns:
-        None if no rank is deadlocked, or if the ranks may be in calls that match. The verdict is
-        fatal only if the deadlock is proven and no rank is left that does anything else.
+        The verdict, or None if no rank is deadlocked or if the calls may still match.
     """
     waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
     if not waiting:
@@ -41,7 +43,7 @@ def deadlock(case: Case) -> Verdict | None:
     has_p2p = any(activity.p2p for activity in waiting.values())
     if has_p2p:
         is_deadlock = _is_deadlock_of_sends(case, waiting)
-        # It is concluded from idle processors that nothing is under way. A GPU sends without them.
+        # Idle processors show that no data is in transit, but only if no GPU sends by itself.
         is_proven = case.nothing_in_transit and not _uses_gpu(waiting)
         advice = advice_on_p2p(waiting)
     else:
@@ -69,7 +71,7 @@ def deadlock(case: Case) -> Verdict | None:
 
 
 def _uses_gpu(waiting: Mapping[int, Activity]) -> bool:
-    """Returns True if a rank waits in a call of NCCL's, which its GPU executes."""
+    """Returns True if a rank waits in an NCCL call, which runs on its GPU."""
     for activity in waiting.values():
         if activity.call is not None and activity.call.backend == "nccl":
             return True
@@ -77,9 +79,9 @@ def _uses_gpu(waiting: Mapping[int, Activity]) -> bool:
 
 
 def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:
-    """Returns the mismatch with stacks for calls that were recorded without one.
+    """Fills in the stacks of calls that were recorded without one.
 
-    A rank that still waits in its call is at the line of the call, so it gets the present stack.
+    A rank that still waits in its call is at the line of that call, so its present stack is used.
     """
     calls = []
     for rank, call in mismatch.calls:
@@ -92,10 +94,10 @@ def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> 
 
 
 def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
-    """Returns True if ranks, some of which are in a send or receive, wait for each other in vain.
+    """Returns True if ranks, some of them in a send or receive, wait for each other in vain.
 
-    Mostly it is not known whom a send or receive waits for, and its data may be under way. Then it
-    is a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
+    Usually it is not known which rank a send or receive waits for, and its data may be in transit.
+    So this is only a deadlock if nothing is in transit, or if a rank is in a mismatched collective.
     """
     has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
     all_partners_are_known = case.graph.partners_unknown.isdisjoint(waiting)
@@ -103,9 +105,10 @@ def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
 
 
 def _is_deadlock_of_collectives(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> bool:
-    """Returns True if the ranks' collectives can never match.
+    """Returns True if the collectives that the ranks wait in can never match.
 
-    If all of them wait in the same collective, it is the network that does not move.
+    If all ranks wait in the same collective, there is no deadlock: the network does not move the
+    data.
     """
     ops = {activity.op for activity in waiting.values()}
     calls_differ = mismatch is not None or len(ops) > 1
@@ -113,49 +116,54 @@ def _is_deadlock_of_collectives(waiting: Mapping[int, Activity], mismatch: Misma
 
 
 def _calls_made(mismatch: Mismatch | None) -> list[CollectiveCall]:
-    """Returns the calls of those ranks that have come to a mismatch; empty without a mismatch."""
+    """Returns the calls of those ranks that have reached the mismatch; empty without a mismatch."""
     if mismatch is None:
         return []
     return [call for _, call in mismatch.calls if call is not None]
 
 
 def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
-    """Returns the part of the headline that says what the ranks wait in.
+    """Says what the ranks wait in, for the headline: `all_reduce with different sizes or types`.
 
-    It follows `deadlock: ranks 0-1 wait in`, so it is a noun with what is wrong about it.
+    The text follows the words `deadlock: ranks 0-1 wait in`.
     """
     if any(activity.p2p for activity in waiting.values()):
         return f"{name_ops(waiting)}, for each other"
+
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
 
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
-        (op,) = ops_at_mismatch  # all of them called the same operation
+        (op,) = ops_at_mismatch  # all ranks called the same operation
         return f"{op} with different sizes or types"
 
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
 
-    # All call the same operation, but in different groups: in each group some ranks are missing.
+    # The ranks call the same operation in different groups, and each group lacks some of its ranks.
     return "collectives that the others never come to"
 
 
 def name_ops(waiting: Mapping[int, Activity]) -> str:
-    """Names the operations that ranks wait in, each once: `all_reduce and barrier`."""
+    """Lists the operations that ranks wait in, each once: `all_reduce and barrier`."""
     ops = {activity.op or "a collective" for activity in waiting.values()}
     return " and ".join(sorted(ops))
 
 
 def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
-    """Returns True if all ranks wait to create a process group, and not all the same one."""
+    """Returns True if every rank waits to create a process group, but not all of them the same."""
     groups = []
     for activity in waiting.values():
-        if activity.created_group is None:  # it waits in something else, or its group is not known
+        # A rank without such a group waits in something else, or its group is not known.
+        if activity.created_group is None:
             return False
         groups.append(activity.created_group)
-    return not all(groups[0].is_same(group) for group in groups)
+
+    first_group = groups[0]
+    all_are_the_same = all(first_group.is_same(group) for group in groups)
+    return not all_are_the_same
 
 
 def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
@@ -167,20 +175,20 @@ def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
 
 
 def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
-    """Returns the ranks that did not do what most ranks did at the first mismatch.
+    """Returns the ranks to blame: those that did not do what most ranks did at the mismatch.
 
-    If there is no mismatch, or no call that most ranks made, these are the ranks in DDP's forward
-    pass: they are the ones that run the model alone. If all of the ranks are there, or none, it
-    cannot be said who is at fault, and all of them are returned.
+    Without a majority, the ranks in DDP's forward pass are blamed, because they probably run the
+    model while the others do not. If none of the ranks is there, or all are, nobody can be singled
+    out, and all ranks are returned.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
+    # 1. The ranks that are in the minority at the mismatch.
     sides = _sides_of_mismatch(mismatch)
     if len(sides) == 1:
-        return []  # all made the same call: they differ only from ranks that have left the group
-
+        return []  # all made the same call: they only differ from ranks that have left the group
     if len(sides) > 1:
         largest_side = sides[0]
         other_sides = sides[1:]
@@ -190,33 +198,36 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
                 ranks_at_fault += side
             return ranks_at_fault
 
+    # 2. The ranks in DDP's forward pass, if the others are not there.
     ranks_in_forward = []
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             ranks_in_forward.append(rank)
-
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:
         return ranks_in_forward
+
+    # 3. All ranks.
     if mismatch is None or not mismatch.calls:
         return list(waiting)
-
     return [rank for rank, _ in mismatch.calls]
 
 
 def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
-    """Returns the ranks of each side of a mismatch, the largest side first.
+    """Groups the ranks by the call that they made at the mismatch, the largest group first.
 
-    The ranks of a side all made the same call, or have all not come to the call. Without a mismatch
-    there are no sides.
+    Ranks that have not reached the call form a group of their own. For example, ranks 0 and 2 in
+    `all_reduce` and rank 1 in `barrier` give `[[0, 2], [1]]`. Without a mismatch the list is empty.
     """
     if mismatch is None:
         return []
+
     ranks_by_signature: dict[Signature | None, list[int]] = defaultdict(list)
     for rank, call in mismatch.calls:
-        # Those that have not come to the call stand under None.
+        # None stands for ranks that have not reached the call.
         signature_or_none = None if call is None else signature(call)
         ranks_by_signature[signature_or_none].append(rank)
+
     return sorted(ranks_by_signature.values(), key=len, reverse=True)
 
 
@@ -255,41 +266,42 @@ _SEND_AND_RECEIVE = (
 
 
 def advice_on_p2p(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
-    """Returns what to do about ranks that wait for each other in sends and receives."""
+    """Returns the advice for ranks that wait for each other in sends and receives."""
     if any(activity.wait.context == PIPELINE_TRANSFER for activity in waiting.values()):
         return (_PIPELINE,)
     return (_SEND_AND_RECEIVE,)
 
 
 def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
-    """Returns what to do about collectives that do not match, the most likely advice first.
+    """Returns the advice for collectives that do not match, the most likely advice first.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    # The part of torch that each rank waits in, such as "in backward"; empty for a call of the
-    # user's own.
+    # Where in torch each rank waits, such as "in backward"; empty for a call in the user's code.
     contexts = [activity.wait.context for activity in waiting.values()]
     only_some_in_forward = 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting)
     if only_some_in_forward:
         return _advice_on_ddp_forward(waiting)
 
     for activity in waiting.values():
-        # In the first moments it is not known which group the rank creates.
+        # At first it is not known which group a rank in `new_group` creates.
         if activity.created_group is not None or activity.op == "new_group":
             return (_NEW_GROUP,)
 
     if "while DDP is constructed" in contexts:
         return (_DDP_CONSTRUCTOR,)
 
+    # If only some ranks are in backward, the others have left the loop or have skipped a step.
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
-    if only_some_in_backward:  # the others have left the training loop, or skipped a step
+    if only_some_in_backward:
         return (_NUMBER_OF_STEPS, _CONDITION)
+
     if _only_sizes_differ(mismatch):
         return (_SIZES,)
 
-    # The same calls, but in different process groups (a key is `backend:group`).
+    # A key is `backend:group`, so several keys mean that the ranks use different process groups.
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
     if len(keys) > 1:
         return (_ORDER_OF_GROUPS,)
@@ -298,15 +310,16 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
 
 
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
-    """Returns what to do if only some ranks are in DDP's forward pass.
+    """Returns the advice if only some ranks are in the forward pass of a DDP model.
 
-    If they call the model at a line that has called it before, that is a training step which the
-    other ranks do not make. If the line is new, it is an evaluation on some ranks alone.
+    If their line has called the model before, it is a training step that the other ranks do not
+    make. If the line is new, it is an evaluation that only some ranks make.
     """
     in_forward = []
     for activity in waiting.values():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             in_forward.append(activity)
+
     are_at_new_line = _are_at_new_line(in_forward)
     if are_at_new_line is None:  # not known, so it may be either
         return (_EVALUATION, _NUMBER_OF_STEPS)
@@ -314,11 +327,11 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 
 def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
-    """Says whether ranks are at a line that they have not called a collective from before.
+    """Returns whether ranks call a collective from a line that has called none before.
 
     Returns:
-        False if one of the ranks has called an earlier collective from the line that it is at now;
-        None if the lines of a rank's earlier collectives are not known; otherwise True.
+        True if this is so for all of the ranks; False if one of them has called an earlier
+        collective from its present line; None if the lines of earlier collectives are not known.
     """
     for activity in activities:
         pending = activity.state.pending_calls()  # these were called from the present line
@@ -329,5 +342,4 @@ def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
             return None
         if any(user_frame(call.frames) == activity.line for call in earlier_calls):
             return False
-
     return True

@@ -1,10 +1,11 @@
-"""The verdict on a run in which nothing moves: a deadlock, a lost rank, or a wait that may yet end.
+"""Decides why a run makes no progress: a deadlock, a lost rank, or a wait that may still end.
 
-Two snapshots go in, at most one verdict comes out. Each *rule* is a function that knows one cause:
-it takes a `Case` (what each rank does, and which rank waits for which) and returns a verdict, or
-None if its cause does not apply. The first rule in `RULES` that returns a verdict is right.
+The launcher takes two snapshots of all ranks, and `find` turns them into at most one verdict. It
+tries the *rules* in `RULES` one after the other. Each rule knows one cause: it takes a `Case` (what
+each rank does, and which rank waits for which) and returns a verdict, or None if its cause does not
+apply. The first rule that returns a verdict decides.
 
-To add a rule, add a function, its place in `RULES`, and its name in `verdict.VerdictKind`. Slow
+To add a rule, write a function, add it to `RULES`, and add its name to `verdict.VerdictKind`. Slow
 ranks are found by `straggler`.
 """
 
@@ -31,42 +32,43 @@ P2P_MIN_STILL_S = 10.0
 
 
 def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
-    """Returns what keeps a run from moving.
+    """Decides what keeps a run from making progress.
 
     Args:
         earlier: the first snapshot of all ranks.
-        later: the second, 1 to 3 s after it.
-        waited_s: how long nothing has moved, in seconds.
+        later: the second snapshot, taken 1 to 3 s after the first.
+        waited_s: how long the run has made no progress, in seconds.
 
     Returns:
-        None if something moves, or if no rank waits.
+        The verdict, or None if a rank makes progress or if no rank waits.
     """
-    seconds = later.time - earlier.time  # between the snapshots
+    seconds_between = later.time - earlier.time
 
     # Calls are compared by the names of their groups, so a name must not stand for two groups.
     earlier = with_unique_group_names(earlier)
     later = with_unique_group_names(later)
     states_before = {state.rank: state for state in earlier.ranks}
-    activities = {}
+
+    first_guesses = {}
     for state in later.ranks:
-        if state.rank in states_before:  # one snapshot alone does not show whether a rank moves
-            activity = classify(states_before[state.rank], state, seconds)
-            if activity.kind is Kind.MOVING:
-                return None
-            activities[state.rank] = activity
+        if state.rank not in states_before:  # one snapshot does not show whether a rank moves
+            continue
+        activity = classify(states_before[state.rank], state, seconds_between)
+        if activity.kind is Kind.MOVING:
+            return None
+        first_guesses[state.rank] = activity
 
+    # The first guesses are corrected: a rank that seems to work may be waiting for its GPU, and one
+    # that seems deadlocked may yet be freed by a timeout or by another of its threads.
     table = CallTable(later)
-
-    # First guesses are corrected: a rank that seems to work may wait for its GPU, and one that
-    # seems deadlocked may yet be freed, by a timeout or by a thread of its own.
     activities = {
         rank: recognize_gpu_wait(states_before[rank], activity, table)
-        for rank, activity in activities.items()
+        for rank, activity in first_guesses.items()
     }
     activities = recognize_possible_progress(activities, table)
     graph = build_wait_graph(activities, table)
 
-    # Calls carry the time of their host, whose clock may differ from that of other hosts.
+    # The time of a call is that of its host's clock, so it is only compared within one host.
     since_call_s: dict[int, float] = {}
     if later.one_host:
         for rank in graph.waits_for:
@@ -74,14 +76,14 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
             if call is not None:
                 since_call_s[rank] = max(0.0, later.time - call.time_s)
 
+    # Between two machines, data may be in transit that neither of them knows about.
     alive = [a.state for a in activities.values() if a.kind is not Kind.EXITED]
-
-    # Between two machines data can be under way that neither of them knows of.
     nothing_in_transit = (
         later.one_host
         and waited_s >= P2P_MIN_STILL_S
-        and all(is_still(states_before[state.rank], state, seconds) for state in alive)
+        and all(is_still(states_before[state.rank], state, seconds_between) for state in alive)
     )
+
     case = Case(
         activities=activities,
         table=table,
@@ -94,20 +96,22 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         verdict = rule(case)
         if verdict is not None:
             return verdict
-
     return None
 
 
 def _nothing_is_visible(case: Case) -> Verdict | None:
-    """All of several ranks have been asked, and none has given an answer or a stack."""
-    alive = case.alive
+    """Reports that the state of no rank could be read: no rank answered or showed a stack.
 
-    # A rank that waits is visible by its stack. One rank alone is not called invisible.
-    if case.waiting or len(alive) < 2:
+    A run with a single rank gets no such verdict.
+    """
+    alive = case.alive
+    if case.waiting:  # a rank is only known to wait if its stack was seen
+        return None
+    if len(alive) < 2:
         return None
 
     for activity in alive.values():
-        # A rank without a heartbeat may be a program that is not Python. It never answers.
+        # A rank without a heartbeat may be a program that is not Python, which never answers.
         has_heartbeat = activity.state.steps is not None
         is_invisible = activity.kind is Kind.UNKNOWN and not activity.state.answered
         if not is_invisible or not has_heartbeat:
@@ -121,21 +125,22 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
 
 
 def _all_are_blocked(case: Case) -> Verdict | None:
-    """None of several ranks computes, and none waits for another.
+    """Reports that every rank is blocked outside any collective, for example on a lock or a disk.
 
-    As long as one of them computes, it is normal that others are blocked.
+    While one rank computes, it is normal for others to be blocked. So this rule only applies if no
+    rank computes.
     """
-    alive = case.alive
-    ended_ranks = case.activities.keys() - alive.keys()
-
-    # If ranks wait for others, the rules that follow say for whom.
-    if case.waiting or len(case.activities) < 2:
+    if case.waiting:  # the rules that follow say for whom these ranks wait
+        return None
+    if len(case.activities) < 2:
         return None
 
+    alive = case.alive
+    ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # A rank that comes to its end may be blocked, too, while it holds Python's lock: it waits
-        # for a thread of torch that wants the lock. Then it answers nothing.
+        # A rank that is about to exit may be blocked while it holds Python's lock, because it waits
+        # for a thread of torch that needs the lock. Such a rank does not answer: it is SILENT.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -161,10 +166,10 @@ def _all_are_blocked(case: Case) -> Verdict | None:
 
 
 def _awaited_rank_is_gone(case: Case) -> Verdict | None:
-    """The others wait for a rank that was stopped, has ended or has died.
+    """Reports that ranks wait for a rank that has ended, has died, or was stopped by a signal.
 
-    If there are ranks of both kinds, the verdict is on those that have ended: they never come. It
-    is fatal unless the others may wait for a rank that still runs, see `_end_is_fatal`.
+    If they wait for both kinds, the verdict names the ranks that have ended, since those can never
+    come back.
     """
     stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}
@@ -180,41 +185,44 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
-        fatal = _end_is_fatal(case, ended, gone={**stopped, **ended})
-        return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=fatal)
+        is_fatal = _cannot_go_on(case, ended, gone={**stopped, **ended})
+        return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
     if stopped:
-        # The verdict is not fatal, as the rank may be continued. If not, timeouts end the run.
+        # A stopped rank may be continued, so this is not fatal. If it is not, a timeout ends the
+        # run.
         headline = case.waiting_text(Kind.STOPPED.value, stopped)
         return case.make_verdict("stopped", stopped, headline)
 
     return None
 
 
-def _end_is_fatal(
+def _cannot_go_on(
     case: Case, ended: Mapping[int, RankState], gone: Mapping[int, RankState]
 ) -> bool:
     """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
-        case: what is known.
-        ended: the awaited ranks that have ended.
-        gone: the awaited ranks that have ended or are stopped.
+        case: what is known about the run.
+        ended: the ranks that others wait for and that have ended.
+        gone: the ranks that others wait for and that have ended or are stopped.
     """
-    partners_unknown = case.graph.partners_unknown  # ranks of which it is not known whom they await
+    # It is not known of these ranks which other rank they wait for.
+    partners_unknown = case.graph.partners_unknown
+
     for rank, awaited in case.graph.waits_for.items():
         waits_for_ended_rank = not awaited.isdisjoint(ended)
         if waits_for_ended_rank and rank not in partners_unknown:
             return True
 
-    # Nobody is known to wait for a rank that has ended. Those that wait may wait for a rank that
-    # still goes on.
+    # No rank is known to wait for one that has ended. The waiting ranks may be waiting for a rank
+    # that is still running.
     waiting = case.waiting
-    ranks_that_go_on = case.activities.keys() - waiting.keys() - gone.keys()
-    if ranks_that_go_on:
+    running_ranks = case.activities.keys() - waiting.keys() - gone.keys()
+    if running_ranks:
         return False
 
-    # To destroy a process group takes a while, and succeeds although other ranks have gone.
+    # Destroying a process group takes a while, and succeeds even if other ranks are gone.
     all_destroy_their_group = all(
         activity.op == "destroy_process_group" and rank in partners_unknown
         for rank, activity in waiting.items()
@@ -222,7 +230,7 @@ def _end_is_fatal(
     return not all_destroy_their_group
 
 
-# The kind of verdict for each kind of activity, in the order of how much the activity explains.
+# The verdict for each kind of activity. What explains most comes first.
 _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
     Kind.SILENT: "gil",
     Kind.LOADING: "loading",
@@ -237,9 +245,9 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
 
 
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
-    """The others wait for a rank that still does something, or that cannot be seen.
+    """Reports that ranks wait for a rank that is still busy, or whose state cannot be seen.
 
-    If they wait for several ranks that do different things, the verdict is on those whose kind of
+    If they wait for several ranks that do different things, the verdict names those whose kind of
     activity comes first in `_VERDICT_ON_AWAITED_RANK`.
     """
     roots = case.roots
@@ -248,20 +256,19 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
         if not ranks:
             continue
 
-        # A busy rank is worth a verdict only if some rank waits. Ranks of these two kinds wait
-        # themselves, until a timeout or another thread of theirs frees them.
+        # A busy rank only matters if another rank waits. Ranks of the two kinds below wait
+        # themselves, until a timeout or another of their threads frees them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
-
     return None
 
 
 def _nothing_is_transported(case: Case) -> Verdict | None:
-    """All ranks wait in calls that match, so what should move the data does not.
+    """Reports that all ranks wait in matching calls, so the network or the GPUs must be at fault.
 
-    This is the last rule: those before it have found no other reason for the waiting.
+    This is the last rule, as the rules before it have ruled out every other reason for the wait.
     """
     waiting = case.waiting
     if not waiting:
@@ -293,4 +300,4 @@ RULES: tuple[Callable[[Case], Verdict | None], ...] = (
     _awaited_rank_is_busy,
     _nothing_is_transported,
 )
-"""The first rule that returns a verdict is right."""
+"""The first rule that returns a verdict decides."""

@@ -1,9 +1,9 @@
-"""Finds a rank that is slower than the others, step after step.
+"""Finds a *straggler*: a rank that is slower than the others, step after step.
 
 Ranks wait for each other in collectives, so a slow rank *arrives late*: it makes the call last. The
-wait that it causes is the time between its call and the last call of any other rank. A straggler is
-a rank that arrives last at least ten times in the *window* that is looked at, causes most of the
-waiting, and does so in every fifth of the window.
+wait that it causes is the time from the second last call to its own. A straggler is a rank that
+arrives last at least ten times in the *window* (the last seconds of the run), causes most of the
+waiting, and does so throughout the window.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class _Collective:
 
 
 def find_straggler(snapshot: Snapshot) -> Verdict | None:
-    """Finds a rank for which the others wait during a good part of every step.
+    """Finds a rank that the others wait for during a good part of every step.
 
-    It compares the times at which the ranks made the same call. torch's Flight Recorder must have
-    kept the calls of ten steps or more, and all ranks must be on one host, whose clock they share.
-    With NCCL these are the times of the call, not of its execution: if the CPU runs ahead of its
-    GPU, a slow GPU is not seen.
+    The times at which the ranks made the same call are compared. For that, torch's Flight Recorder
+    must have kept the calls of ten steps or more, and all ranks must be on one host, so that they
+    share a clock. With NCCL, the recorded time is that of the call, not of its execution: if the
+    CPU runs ahead of the GPU, a slow GPU is not noticed.
 
     Returns:
-        The verdict on the straggler; None if no rank stands out, or if it cannot be known.
+        The verdict on the straggler, or None if no rank stands out or the times are not known.
     """
     if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
@@ -75,8 +75,8 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
         end_s = collectives[-1].begin_s
         recorded_s = end_s - collectives[0].begin_s
 
-        # First the whole window is looked at, up to its greatest length, and then its later half
-        # alone: a stall in the earlier half must not hide a straggler that came after it.
+        # The whole window is judged first, and then its second half, so that a single long stall in
+        # the first half cannot hide a straggler that came after it.
         later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
         for window_s in (WINDOW_MAX_S, later_half_s):
             window = [
@@ -90,30 +90,35 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
 
 
 def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]:
-    """Returns the collectives of a group that all members have called, the oldest first.
+    """Measures how long each collective of a group waited for its last rank.
+
+    Collectives that some member has not called are left out.
 
     Args:
-        table: all calls.
-        key: the key of the group.
+        table: the calls of all ranks.
+        key: the key of the group, `backend:group`.
+
+    Returns:
+        The collectives, the oldest first.
     """
     members = table.members(key)
     if len(members) < 2:
         return []
 
     collectives = []
-    all_arrived_s = 0.0  # when the last rank arrived at any of the collectives so far
-    for _, calls in sorted(table.calls[key].items()):  # each number, and the call of each rank
+    all_arrived_s = 0.0  # the time of the last arrival at any of the collectives so far
+    for _, calls in sorted(table.calls[key].items()):  # in the order in which they were called
         if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
 
         times = sorted(call.time_s for call in calls.values())
-        last_arrival_s = times[-1]
+        second_last_arrival_s, last_arrival_s = times[-2:]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
 
-        # All others wait from the second last arrival (times[-2]) to the last. But several
-        # asynchronous collectives may be under way at once: the time until the last arrival at an
-        # earlier one has been counted there already.
-        wait_begin_s = max(times[-2], all_arrived_s)
+        # All other ranks wait from the second last arrival to the last one. Asynchronous
+        # collectives may overlap: time before the last arrival at an earlier collective has already
+        # been counted there.
+        wait_begin_s = max(second_last_arrival_s, all_arrived_s)
         wait_s = max(0.0, last_arrival_s - wait_begin_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
         all_arrived_s = max(all_arrived_s, last_arrival_s)
@@ -122,15 +127,17 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
 
 
 def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict | None:
-    """Returns the verdict on the straggler among these collectives; None if there is none.
+    """Looks for a straggler in the collectives of a window of time.
 
     Args:
         window: collectives of one process group, the oldest first.
-        snapshot: the ranks, for the verdict.
+        snapshot: the state of the ranks, which the verdict shows.
+
+    Returns:
+        The verdict on the straggler, or None if there is none.
     """
     if not window:
         return None
-
     window_s = window[-1].begin_s - window[0].begin_s
     if window_s < WINDOW_MIN_S:
         return None
@@ -139,7 +146,8 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
     if rank is None:
         return None
 
-    # One long stall is no straggler: the others must have waited in every part of the window.
+    # A single long stall does not make a straggler: the others must have waited in every part of
+    # the window.
     wait_s_by_part = _wait_by_part(window, rank, window_s)
     part_s = window_s / NUM_WINDOW_PARTS
     if min(wait_s_by_part) <= STRAGGLER_MIN_SHARE_OF_TIME * part_s:
@@ -150,29 +158,30 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
 
 
 def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
-    """Returns the rank that causes most of the waiting, or None.
+    """Returns the rank that causes most of the waiting.
 
-    It is None if that rank does not cause it often, or if another one causes much of it, too.
+    Returns:
+        The rank, or None if it rarely arrives last, or if another rank also causes much of the
+        waiting.
     """
     waits_by_rank: dict[int, list[float]] = defaultdict(list)
     for collective in window:
         waits_by_rank[collective.last_rank].append(collective.wait_s)
 
-    # From the rank that was waited for least to the one that was waited for most.
+    # The rank that the others waited for longest comes last.
     ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
     slowest = ranks[-1]
-
     waits = sorted(waits_by_rank[slowest], reverse=True)  # the longest first
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
 
-    # Ten waits of about the same length: ten slow steps, and not two or three long stalls.
+    # Ten slow steps cause ten waits of similar length; two or three long stalls do not.
     third_wait = waits[2]
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
     if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
         return None
 
-    # If another rank causes much of the waiting, too, they may all be slow in turn.
+    # If another rank causes much of the waiting too, the ranks may simply take turns being slow.
     if len(ranks) > 1:
         second_slowest = ranks[-2]
         if sum(waits_by_rank[second_slowest]) > OTHER_RANK_MAX_SHARE * sum(waits):
@@ -182,20 +191,25 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
 
 
 def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> list[float]:
-    """Returns the seconds that the others waited for a rank, for each of the window's equal parts.
+    """Divides the window into equal parts, and sums the waiting for a rank in each of them.
 
     Args:
         window: collectives of one process group, the oldest first.
-        rank: the rank that was waited for.
-        window_s: the time from the first of these collectives to the last.
+        rank: the rank that the others waited for.
+        window_s: the time from the first of these collectives to the last, in seconds.
+
+    Returns:
+        The seconds of waiting in each of the `NUM_WINDOW_PARTS` parts.
     """
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
     window_begin_s = window[0].begin_s
-    for collective in window[1:]:  # the wait in the first one belongs to the time before it
+
+    for collective in window[1:]:  # the wait in the first one belongs to the time before the window
         if collective.last_rank == rank:
             part = int((collective.begin_s - window_begin_s) / window_s * NUM_WINDOW_PARTS)
-            part = min(part, NUM_WINDOW_PARTS - 1)  # the window's end belongs to the last part
+            part = min(part, NUM_WINDOW_PARTS - 1)  # the very end belongs to the last part
             wait_s_by_part[part] += collective.wait_s
+
     return wait_s_by_part
 
 
@@ -208,9 +222,9 @@ def _straggler_verdict(
 
     Args:
         rank: the straggler.
-        share_of_time: the part of the window during which the others waited for it.
+        share_of_time: the share of the window that the others spent waiting for it, from 0 to 1.
         window: collectives of one process group.
-        snapshot: the ranks.
+        snapshot: the state of the ranks.
     """
     other_ranks = [state.rank for state in snapshot.ranks if state.rank != rank]
     headline = (
