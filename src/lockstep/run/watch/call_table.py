@@ -1,9 +1,10 @@
-"""All ranks' collectives in one table, and the first one in which the ranks differ.
+"""Compares the collectives of all ranks in one table, and finds the first call that differs.
 
-A collective is identified by its *key* (`backend:group`) and its number `seq`: the call with number
-6 on one rank must match the call with number 6 on every other rank of the group. A call is
-*mismatched* if they do not match. A rank is *missing* from a call if it has not made it yet. The
-*record* of a rank has its latest calls, as torch's Flight Recorder has kept them.
+A collective is identified by the *key* of its group (`backend:group`, such as `nccl:0`) and its
+number `seq` in the group: call 6 on one rank must match call 6 on every other rank. A call is
+*mismatched* if the ranks made different calls under one number. A rank is *missing* from a call
+that it has not made yet. The *record* of a rank holds its latest calls, from torch's Flight
+Recorder.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ def signature(call: CollectiveCall) -> Signature:
 
 
 class CallTable:
-    """Every rank's collectives by group and number, and the sends and receives that are pending."""
+    """All collectives by group, number and rank, and the sends and receives that are pending."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
-        """`calls[key][seq][rank]` is a rank's call."""
+        """The calls: `calls[key][seq][rank]`."""
         self._numbers: dict[tuple[str, int], list[int]] = {}
         """The numbers of a rank's recorded calls, the oldest first, by key and rank."""
         self._groups: dict[str, Group] = {}
-        """What is known of a group, by its name."""
+        """The groups that ranks have reported, by name."""
         self._longest_timeout_s: dict[str, float] = {}
         """The longest timeout of any group, by backend."""
         self._ranks_without_record: set[int] = set()
         self._missing_ranks: dict[tuple[str, int], set[int]] = {}
-        """What `missing_ranks` has already computed, by key and number."""
+        """The results of `missing_ranks` so far, by key and number."""
         self._pending_p2p: dict[tuple[str, int], list[CollectiveCall]] = {}
         """The pending sends and receives of a rank, the oldest first, by key and rank."""
 
@@ -90,29 +91,21 @@ class CallTable:
                     self._pending_p2p.setdefault((call.key, state.rank), []).append(call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
-        """Adds one call of a rank to `calls` and its number to `_numbers`.
-
-        Its timeout, if it is longer than those before, is put into `_longest_timeout_s`.
-        """
+        """Adds a call of a rank to the table, and updates the longest timeout of its backend."""
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
-        if call.p2p:  # numbered by pair of ranks, not by group, so it has no place in the table
+
+        # Sends and receives are numbered by pair of ranks, not by group, so they are not in the
+        # table.
+        if call.p2p:
             return
 
-        if call.key not in self.calls:
-            self.calls[call.key] = {}
-
-        if call.seq not in self.calls[call.key]:
-            self.calls[call.key][call.seq] = {}
-
-        self.calls[call.key][call.seq][rank] = call
-        if (call.key, rank) not in self._numbers:
-            self._numbers[call.key, rank] = []
-
-        self._numbers[call.key, rank].append(call.seq)
+        calls_by_number = self.calls.setdefault(call.key, {})
+        calls_by_number.setdefault(call.seq, {})[rank] = call
+        self._numbers.setdefault((call.key, rank), []).append(call.seq)
 
     def members(self, key: str) -> set[int]:
-        """Returns the ranks of a group; if torch did not say, the ranks that have used it."""
+        """Returns the ranks of a group; if they were not reported, the ranks that have used it."""
         _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
         if group is not None and group.ranks:
@@ -120,65 +113,69 @@ class CallTable:
         return {rank for used_key, rank in self._numbers if used_key == key}
 
     def name(self, key: str) -> str:
-        """Returns a group's name as it is shown to people: `the default group`, `group 'tp'`."""
+        """Returns the name of a group as it is shown to users: `the default group`, `group
+        'tp'`.
+        """
         _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
+
         # torch describes a group as "undefined" if the program gave it no description.
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
-        if name in ("default_pg", "0"):  # torch's description and name of the default group
+
+        if name in ("default_pg", "0"):  # the default group's description and name in torch
             return "the default group"
         return f"group {name!r}"
 
     def missing_ranks(self, call: CollectiveCall) -> set[int]:
-        """Returns the ranks of a call's group that have not made this call yet."""
+        """Returns the members of a call's group that have not made this call yet.
+
+        The result is cached, as it is asked for once for every rank.
+        """
         key_and_number = (call.key, call.seq)
         if key_and_number not in self._missing_ranks:
             missing = set()
             for rank in self.members(call.key):
+                # A rank makes the calls of a group in the order of their numbers, so its latest
+                # number shows whether it has reached this call.
                 numbers = self._numbers.get((call.key, rank))
-                # A rank makes the calls of a group in the order of their numbers, so its latest one
-                # says whether it has come to this one.
                 if numbers is None or numbers[-1] < call.seq:
                     missing.add(rank)
-
-            # It is remembered, as it is asked for once for every rank.
             self._missing_ranks[key_and_number] = missing
 
         return self._missing_ranks[key_and_number]
 
     def awaited_sender(self, rank: int, call: CollectiveCall) -> int | None:
-        """Returns the rank that has not come to the send which a pending receive waits for.
+        """Returns the rank that a pending receive waits for, if that rank has not reached its send.
 
-        A GPU executes the sends and receives of a group in order. So the receive goes on once its
-        send is the first of the sender's that is pending in this group; those of a batch are
-        executed together.
+        A GPU executes the sends and receives of a group in order, and those of one batch together.
+        So the sender has reached the send if it is in the oldest batch that is pending on the
+        sender.
 
         Args:
-            rank: which has called the receive.
-            call: the receive.
+            rank: the rank that called the receive.
+            call: the pending receive.
 
         Returns:
-            None if the sender has come to it, or if it is not known who sends.
+            The sender; None if it has reached its send, or if it is not known.
         """
         members = sorted(self.members(call.key))
         if call.op != "recv" or call.peer is None or call.peer >= len(members):
             return None
 
         sender = members[call.peer]
-        pending = self._pending_p2p.get((call.key, sender), [])
-        for other_call in first_batch(pending):
+        pending_on_sender = self._pending_p2p.get((call.key, sender), [])
+        for other_call in first_batch(pending_on_sender):
             if other_call.op == "send" and other_call.peer == members.index(rank):
                 return None
-
         return sender
 
     @cached_property
     def mismatched_calls(self) -> set[tuple[str, int]]:
-        """Key and number of all calls that differ between ranks.
+        """The key and number of every call that differs between the ranks.
 
-        They are found once: thousands of calls may be pending on a GPU, and every rank asks for
-        each.
+        The set is computed once: thousands of calls may be pending on a GPU, and each of them is
+        looked up for every rank.
         """
         mismatched = set()
         for key, calls_by_number in self.calls.items():
@@ -189,27 +186,32 @@ class CallTable:
         return mismatched
 
     def is_mismatched(self, call: CollectiveCall) -> bool:
-        """Returns True if another rank has made another call in its place, so that it can never
+        """Returns True if another rank made a different call under this number, so it can never
         end.
         """
         return (call.key, call.seq) in self.mismatched_calls
 
     def has_short_timeout(self, call: CollectiveCall) -> bool:
-        """Returns True if a call's group has a timeout that the program has chosen to be short.
+        """Returns True if the program chose a short timeout for the group of a call.
 
-        That is one below the longest that a group of this backend has, and none that torch gives by
-        default. The program may then expect that the call fails.
+        The program may then expect the call to fail. A timeout is short if it is below the longest
+        one of any group of this backend, and is none of torch's defaults.
         """
         if call.timeout_s is None:
             return False
-        if call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S:
-            return False  # torch may have chosen it
+
+        may_be_default_of_nccl = (
+            call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
+        )
+        if may_be_default_of_nccl:
+            return False
+
         return call.timeout_s < min(DEFAULT_TIMEOUT_S, self._longest_timeout_s[call.backend])
 
     def would_know(self, key: str, seq: int, rank: int) -> bool:
-        """Returns True if a rank's record would have this call, had the rank made it.
+        """Returns True if a rank's record would contain this call if the rank had made it.
 
-        False if the rank's recorder did not answer, or keeps only later calls of the group.
+        It would not if the rank's recorder did not answer, or only has later calls of the group.
         """
         if rank in self._ranks_without_record:
             return False
@@ -221,19 +223,20 @@ class CallTable:
 
 
 def first_batch(pending_p2p: Sequence[CollectiveCall]) -> list[CollectiveCall]:
-    """Returns the oldest of a group's pending sends and receives, and those of the same batch."""
+    """Returns the oldest of a group's pending sends and receives, and the others of its batch."""
     return [call for call in pending_p2p if call.seq == pending_p2p[0].seq]
 
 
 def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:
-    """Returns the first collective in which the ranks did not all make the same call.
+    """Finds the first collective that the ranks did not all call in the same way.
 
     Args:
-        table: all calls.
-        ranks: only groups with one of these ranks are looked at.
+        table: the calls of all ranks.
+        ranks: ranks of interest; only groups that contain one of them are examined.
 
     Returns:
-        Of several groups' mismatches, the one with the earliest call; None if all calls match.
+        The mismatch; if several groups have one, that with the earliest call. None if all calls
+        match.
     """
     mismatches: list[Mismatch] = []
     for key in table.calls:
@@ -249,20 +252,24 @@ def _time_of_first_call(mismatch: Mismatch) -> float:
 
 
 def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
-    """Returns a group's first call that differs, or that some ranks have not made; None if there is
-    no such call.
+    """Finds the first call of a group that differs between ranks, or that some ranks did not make.
+
+    Returns:
+        The mismatch, or None if there is no such call.
     """
     members = sorted(table.members(key))
     for seq, calls_by_rank in sorted(table.calls[key].items()):
+        # Other ranks may have used the name for a group of their own, which they have destroyed.
         any_member_made_it = any(rank in calls_by_rank for rank in members)
         if not any_member_made_it:
-            continue  # other ranks have made it, in a group of this name that they have destroyed
+            continue
 
-        # A rank's call may be missing in the table because its record was lost. Only if that is
-        # ruled out for all ranks is it known that some have not made the call.
+        # A call may be absent from the table only because a rank's record was lost. A rank is known
+        # not to have made the call only if that is ruled out for all ranks.
         all_would_know = all(table.would_know(key, seq, rank) for rank in members)
         some_are_missing = any(rank not in calls_by_rank for rank in members)
         differs = (key, seq) in table.mismatched_calls
+
         if differs or (all_would_know and some_are_missing):
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
             return Mismatch(table.name(key), seq, calls, _lines_differ_since(table, key, seq))
@@ -271,29 +278,28 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
 
 def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int | None:
-    """Finds the call since which the ranks have called a group's collectives from different lines.
+    """Finds the call from which on the ranks called a group's collectives from different lines.
 
-    The ranks may take different ways through the program before their calls differ: an `all_reduce`
-    in training and another one in an evaluation match by chance.
+    Ranks may take different paths through the program before their calls differ: an `all_reduce` in
+    the training loop and another one in an evaluation match by chance.
 
     Args:
-        table: all calls.
+        table: the calls of all ranks.
         key: the key of the group.
         mismatched_seq: the number of the mismatched call.
 
     Returns:
-        The number of this call. From it up to the mismatch, no call came from the same line on all
-        ranks. None if even the call just before the mismatch did, or if its lines are not known.
+        The number of the call. From there up to the mismatch, the ranks were never all at the same
+        line. None if they were at the call just before the mismatch, or if its lines are not known.
     """
     earliest = None
     seq = mismatched_seq - 1
     while seq in table.calls[key]:
         lines = {stacks.user_frame(call.frames) for call in table.calls[key][seq].values()}
         some_line_is_unknown = None in lines
-        ranks_are_at_one_line = len(lines) == 1
-        if some_line_is_unknown or ranks_are_at_one_line:
+        all_are_at_one_line = len(lines) == 1
+        if some_line_is_unknown or all_are_at_one_line:
             break
         earliest = seq
         seq -= 1
-
     return earliest

@@ -1,7 +1,8 @@
-"""What is known about a run in which nothing moves, and how a verdict on it is put together.
+"""Holds what is known about a run that makes no progress, and puts verdicts on it together.
 
-A `Case` holds each rank's activity and the graph of which rank waits for which. The *roots* are the
-ranks that others wait for and that wait for nobody themselves: there a cause is looked for first.
+A `Case` has the activity of each rank ("waits for other ranks", "works on") and the graph of which
+rank waits for which. The *roots* are the ranks that others wait for but that do not wait
+themselves: the cause is looked for there first.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ ADVICE: dict[VerdictKind, str] = {
     "transport": "look at the network between the machines (interface, firewall, cable) or at the "
     "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
 }
-"""The advice for a kind of verdict. For the kinds that are missing, the user can only wait."""
+"""The advice for each kind of verdict. For kinds that are missing, the user can only wait."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is known about a run in which nothing moves."""
+    """What is known about a run that makes no progress."""
 
     activities: Mapping[int, Activity]
     table: CallTable
     graph: WaitGraph
     since_call_s: Mapping[int, float]
-    """For a waiting rank, the seconds since it made the call that it waits in, if known."""
+    """The seconds since each waiting rank made the call that it waits in, where known."""
     waited_s: float
-    """The seconds for which nothing has moved."""
+    """The seconds for which the run has made no progress."""
     nothing_in_transit: bool
-    """True if no data is under way between any two ranks. Only then do ranks in a send or receive
-    surely wait in vain."""
+    """True if no data is in transit between any two ranks. Only then is it certain that ranks in a
+    send or receive wait in vain."""
 
     @property
     def since_last_call_s(self) -> float:
-        """The seconds since the last waiting rank made its call, which was a move too."""
+        """The seconds since the last waiting rank made its call, which was progress too."""
         return min(self.since_call_s.values(), default=self.waited_s)
 
     @property
@@ -72,9 +73,9 @@ class Case:
 
     @property
     def roots(self) -> dict[int, Activity]:
-        """The ranks that wait for nobody and that others wait for.
+        """The ranks that others wait for but that do not wait themselves.
 
-        If nobody is known to wait for any of them, these are all ranks that wait for nobody.
+        If there are none, these are all ranks that do not wait.
         """
         not_waiting = {}
         awaited = {}
@@ -83,16 +84,13 @@ class Case:
                 not_waiting[rank] = activity
                 if rank in self.graph.awaited:
                     awaited[rank] = activity
-
-        if awaited:
-            return awaited
-        return not_waiting
+        return awaited or not_waiting
 
     def waiting_text(self, what: str, ranks: Collection[int]) -> str:
-        """Returns a text such as `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.
+        """Writes who waits for whom: `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.
 
         Args:
-            what: what the awaited ranks do, beginning with a verb.
+            what: what the awaited ranks do, beginning with a verb in the singular: `works on`.
             ranks: the awaited ranks.
         """
         subject = f"{format_ranks(ranks)} {conjugate(what, len(ranks))}"
@@ -116,15 +114,15 @@ class Case:
         fatal: bool = False,
         mismatch: Mismatch | None = None,
     ) -> Verdict:
-        """Makes a verdict that also says what each rank does.
+        """Builds a verdict, and adds a row for each rank that says what it does.
 
         Args:
-            kind: what is wrong.
-            ranks: the ranks that are at fault, or that the others wait for.
+            kind: the kind of problem.
+            ranks: the ranks at fault, or the ranks that the others wait for.
             headline: the verdict in one sentence.
-            advice: what to do; by default the advice for this kind.
-            fatal: True if nothing that the run itself can do will end this.
-            mismatch: the first call that differs between ranks.
+            advice: what the user can do; by default the advice for this kind.
+            fatal: True if the run cannot recover by itself.
+            mismatch: the first call that differs between the ranks.
         """
         if advice is None:
             advice = (ADVICE[kind],) if kind in ADVICE else ()
@@ -146,13 +144,12 @@ class Case:
         )
 
     def _row(self, activity: Activity, mismatched_call: CollectiveCall | None) -> Row:
-        """Returns what the verdict says of one rank.
+        """Returns the row of a verdict that says what one rank does.
 
         Args:
             activity: what the rank does.
-            mismatched_call: the rank's call at the first mismatch. Of several calls that the rank
-                may wait in, this one is shown. None if there is no mismatch, or if the rank has
-                not come to it.
+            mismatched_call: the rank's call at the first mismatch, which is shown if the rank may
+                wait in it; None if there is no mismatch, or if the rank has not reached it.
         """
         state = activity.state
         if state.rank in self.graph.waits_for:
@@ -165,32 +162,32 @@ class Case:
 
         if state.steps:
             does += f" (step {state.steps})"
-
         seconds = self.since_call_s.get(state.rank)
         return Row(state.rank, state.host, does, activity.line, seconds)
 
     def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
-        """Says what a rank waits in: `waits in all_reduce of 25 float, in backward`."""
+        """Writes what a rank waits in: `waits in all_reduce of 25 float, in backward`."""
         text = f"waits in {_name_call(call, activity.op)}"
+
         if call is not None:
             group = self.table.name(call.key)
-            if group.startswith("group"):  # "the default group" goes without saying
+            if group.startswith("group"):  # the default group is not mentioned
                 text += f" of {group}"
 
-        if activity.created_group is not None:  # it waits in `new_group`
+        if activity.created_group is not None:  # the rank waits in `new_group`
             text += f" for {activity.created_group.describe()}"
 
-        if activity.wait.context:  # the part of torch that it waits in, such as "in backward"
+        if activity.wait.context:  # where in torch it waits, such as "in backward"
             text += f", {activity.wait.context}"
 
         return text
 
 
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
-    """Returns True if a call is among those that a rank may be waiting in.
+    """Returns True if a rank may be waiting in this call.
 
-    Calls are compared by group and number, as one snapshot may have recorded the lines of a call
-    and another one not.
+    Calls are compared by group and number: the objects may differ, because only one of two
+    snapshots may have recorded the stack of the call.
     """
     candidates = activity.state.pending_calls()
     if activity.call is not None:
@@ -200,7 +197,7 @@ def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
 
 
 def _text_without_wait(activity: Activity) -> str:
-    """Says what a rank does if it is none of the ranks that wait in vain.
+    """Writes what a rank does that is not among the waiting ones of the graph.
 
     It may be busy, may have ended, or may wait in a call that has a timeout of its own.
     """
@@ -210,7 +207,8 @@ def _text_without_wait(activity: Activity) -> str:
             return f"was ended by signal {-state.code}"
         return f"has ended with exit code {state.code}"
 
-    # State D of a process, see proc(5): a sleep that nothing interrupts, usually for a disk.
+    # A process in state D sleeps in the kernel and cannot be interrupted, see proc(5). Usually it
+    # waits for a disk.
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
 
@@ -225,14 +223,16 @@ def _text_without_wait(activity: Activity) -> str:
 
 
 def _name_call(call: CollectiveCall | None, op: str) -> str:
-    """Names a call by the function that the user has called and by the recorded one, if it differs.
+    """Names a call: `all_reduce of 25 float`, `broadcast_object_list (broadcast of 8 long)`.
 
     Args:
         call: the recorded call; None if it is not known.
-        op: the function that the user has called; empty if it is not known.
+        op: the function that the user called, which may differ from the recorded one; empty if it
+            is not known.
     """
     if call is None:
         return op or "a collective"
-    if op in ("", call.op):  # there is no other name
+    has_one_name = op in ("", call.op)
+    if has_one_name:
         return describe(call)
     return f"{op} ({describe(call)})"
