@@ -1,11 +1,11 @@
-"""What each rank does, judged from two snapshots that were taken a second or two apart.
+"""Judges what each rank does, from two snapshots of its process taken a second or two apart.
 
 An *activity* is the kind of thing a rank does ("waits for other ranks", "works on") and, if it
 waits, the call it waits in. A rank has *moved* if it made a step or a call between the snapshots.
 Its main thread is *idle* if it used almost no processor time between them. Its *place* is its stack
-down to the user's own line.
+from the innermost frame to the user's own line.
 
-Pure functions: two `RankState`s go in, one `Activity` comes out.
+The functions are pure: they take two `RankState`s and return one `Activity`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lockstep.run.watch import stacks
 from lockstep.run.watch.snapshot import CollectiveCall, NewGroup, RankState
 
 IDLE_MAX_CPU_SHARE = 0.1
-"""A thread is idle if it used less than this share of the time between two snapshots. To answer a
-request takes up to 60 ms, in another thread."""
+"""A thread is idle if it used less than this share of the time between two snapshots. Answering the
+launcher's request takes up to 60 ms, in another thread."""
 
 _POINT_TO_POINT_FUNCTIONS = {
     "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
     "_wait_batch_p2p",
 }  # fmt: skip
-# These functions wait for other ranks, and Gloo's Flight Recorder does not record them. `exchange`
+# Functions that wait for other ranks, but that Gloo's Flight Recorder does not record. `exchange`
 # is Lockstep's own.
 _UNRECORDED_FUNCTIONS = _POINT_TO_POINT_FUNCTIONS | {
     "monitored_barrier", "init_process_group", "new_group", "split_group", "new_subgroups",
@@ -59,51 +59,53 @@ class Activity:
     """The rank's state in the later snapshot."""
     kind: Kind
     wait: stacks.Wait = field(default_factory=stacks.Wait)
-    """What its stack says about its wait; an empty `Wait` if it does not wait, or says nothing."""
+    """What the stack says about the wait; an empty `Wait` if it says nothing."""
     call: CollectiveCall | None = None
-    """The call it waits in, if the Flight Recorder has recorded it."""
+    """The call that the rank waits in, if the Flight Recorder has recorded it."""
 
     @property
     def line(self) -> stacks.Frame | None:
-        """The user's own line that the rank is at."""
+        """The line of the user's script that the rank is at."""
         stack = self.state.stack
         other_threads = self.state.threads
         if stacks.is_at_exit(stack) and other_threads:
-            # The program is at its end, and Python joins the threads that still run. So the line
-            # of interest is the one that such a thread is at; there is seldom more than one.
+            # The script has ended, and Python waits for its remaining threads. So the line of
+            # interest is the one that such a thread is at. There is rarely more than one.
             stack = other_threads[0]
         return stacks.user_frame(stack)
 
     @property
     def op(self) -> str:
-        """The function of torch.distributed that it waits in, by the name the user knows; empty if
-        it waits in none, or if that is not known.
+        """The function of torch.distributed that the rank waits in, by the name that the user
+        called.
+
+        It is empty if the rank waits in none, or if the function is not known.
         """
-        if self.wait.op:  # the stack names the function that the user has called
+        if self.wait.op:
             return self.wait.op
-        # The record names what was called inside of it: `broadcast` for `broadcast_object_list`.
+        # The record may name a function inside the one that the user called: `broadcast` for
+        # `broadcast_object_list`.
         return "" if self.call is None else self.call.op
 
     @property
     def created_group(self) -> NewGroup | None:
-        """The process group that it waits to create, if that is known."""
+        """The process group that the rank waits to create, if it does and the group is known."""
         # A recorded call runs on a group that exists already.
         waits_outside_calls = self.kind is Kind.WAITING and self.call is None
         return self.state.making if waits_outside_calls else None
 
     @property
     def p2p(self) -> bool:
-        """True if it waits for one other rank in a send or receive. Which rank is not known."""
+        """True if the rank waits in a send or receive. The other rank need not be known."""
         if self.call is not None:
             return self.call.p2p
         if self.wait.op in _POINT_TO_POINT_FUNCTIONS:
             return True
 
+        # The stages of torch.distributed.pipelining exchange nothing but sends and receives.
         stack = self.state.stack
         if not stack:
             return False
-
-        # The stages of torch.distributed.pipelining exchange nothing but sends and receives.
         return "pipelining" in stack[0].file
 
 
@@ -111,42 +113,43 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     """Judges what a rank does: its `Kind` and, if it waits, the call it waits in.
 
     Args:
-        earlier: its state in the first snapshot.
-        later: its state in the second.
+        earlier: the rank's state in the first snapshot.
+        later: the rank's state in the second snapshot.
         seconds: the time between the snapshots.
     """
     if not later.alive:
-        # A rank that has just ended counts as moving, as others may be about to notice its end.
-        # It has no exit code before the launcher has noticed its end.
+        # A rank that has just ended counts as moving, as others may be about to notice its end. Its
+        # exit code is known once the launcher has noticed its end.
         had_ended_before = later.code is not None and not earlier.alive
         return Activity(later, Kind.EXITED if had_ended_before else Kind.MOVING)
 
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
 
-    # Between the snapshots it was stopped, or continued: that is a change, too.
+    # If only one of the snapshots shows it stopped, it was stopped or continued in between.
     was_stopped_or_continued = bool(later.stopped or earlier.stopped)
     if was_stopped_or_continued or has_moved(earlier, later):
         return Activity(later, Kind.MOVING)
+
     if later.stack is None or earlier.stack is None:
         return Activity(later, Kind.UNKNOWN)
 
     kind = _kind_by_stack(earlier, later, seconds)
     if kind is Kind.WAITING:
-        # The stack may show no wait: that the rank waits is then known by its recorded call alone.
+        # If the stack shows no wait, the rank is known to wait by its recorded call.
         wait = stacks.find_wait(later.stack) or stacks.Wait()
         return Activity(later, kind, wait, _current_call(later, wait))
-
     if kind is Kind.PERHAPS_WAITING:
-        wait = stacks.Wait()  # an empty one, as its stack is in none of the known waits
-        return Activity(later, kind, wait, _current_call(later, wait))
+        no_known_wait = stacks.Wait()
+        return Activity(later, kind, no_known_wait, _current_call(later, no_known_wait))
 
     return Activity(later, kind)
 
 
 def has_moved(earlier: RankState, later: RankState) -> bool:
-    """Returns True if a rank is known to have made an optimizer step or a call between two
-    snapshots, or if the state of its latest call has changed.
+    """Returns True if a rank is known to have made progress between two snapshots.
+
+    It has if it made an optimizer step or a call, or if the state of its latest call has changed.
     """
     steps_are_known = earlier.steps is not None and later.steps is not None
     if steps_are_known and earlier.steps != later.steps:
@@ -157,34 +160,36 @@ def has_moved(earlier: RankState, later: RankState) -> bool:
 
 
 def _latest_calls(calls: Sequence[CollectiveCall]) -> dict[tuple[str, bool], tuple[int, str]]:
-    """Returns number and state of the latest call, by its key and whether it is a send or receive.
+    """Returns the number and state of the latest call of each kind, to see whether they change.
 
-    Collectives and sends of one process group have the same key, but are numbered separately.
+    The kind is the key of the group, and whether the call is a send or receive: those of one group
+    have the same key as its collectives, but are numbered separately.
 
     Args:
         calls: a rank's calls, the oldest first.
     """
     latest = {}
-    for call in calls:  # a later call takes the place of an earlier one
+    for call in calls:  # a later call replaces an earlier one
         latest[call.key, call.p2p] = (call.seq, call.state)
     return latest
 
 
 def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind:
-    """Judges a rank that runs, has not moved, and whose stack is known in both snapshots.
+    """Judges a rank that is running, has not moved, and whose stack is known in both snapshots.
 
     Args:
-        earlier: its state in the first snapshot.
-        later: its state in the second.
+        earlier: the rank's state in the first snapshot.
+        later: the rank's state in the second snapshot.
         seconds: the time between the snapshots.
     """
     pending = later.pending_calls()  # the calls that are not known to have completed
     is_idle = is_main_thread_idle(earlier, later, seconds)
     at_same_place = place(earlier) == place(later)
 
-    # Does it wait for other ranks?
+    # 1. Does it wait for other ranks?
     if at_same_place:
-        # NCCL calls are "started" when the GPU executes them: it waits there for the other ranks.
+        # NCCL marks a call as "started" when the GPU executes it, and there it waits for the other
+        # ranks.
         if any(call.state == "started" for call in pending):
             return Kind.WAITING
 
@@ -192,38 +197,38 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         if wait is not None and wait.certain:
             return Kind.WAITING
 
-        # The wait is not certain: at this place torch may compute or wait. If it uses no processor
-        # time and has not completed a call, it waits. A rank whose calls were not obtained may have
-        # such a call.
+        # If the wait is not certain, torch may be computing or waiting at this place. The rank
+        # waits if it uses no processor time and a call has not completed. If its calls could not be
+        # read, there may be such a call.
         may_have_pending_call = bool(pending) or later.calls is None
         if wait is not None and is_idle and may_have_pending_call:
             return Kind.WAITING
 
-    # If not, does it do something? `answered` is False for a rank that was asked, and whose
-    # answering thread did not get to run: code in C holds Python's lock. (None: it was not asked.)
+    # 2. Does it work? `answered` is False if the rank was asked but its answering thread did not
+    # get to run, because C code holds Python's lock. It is None if the rank was not asked.
     if earlier.answered is False and later.answered is False:
         return Kind.SILENT
 
-    # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
+    # A kernel that was queued before a pending NCCL call may keep the GPU busy while the CPU idles.
     gpu_may_work = any(call.backend == "nccl" for call in pending)
     if not is_idle or not at_same_place or gpu_may_work:
         return Kind.WORKING
+
+    # 3. The main thread is idle, and does not wait for other ranks in any known way.
     if stacks.waits_for_data_loader(later.stack):
         return Kind.LOADING
-
-    # From here on the main thread is idle, and its stack does not say what it waits for.
     if pending:
         return Kind.PERHAPS_WAITING
     if _others_compute_for_it(earlier, later, seconds):
         return Kind.CHILDREN
-
     return Kind.BLOCKED
 
 
 def place(state: RankState) -> tuple[stacks.Frame, ...]:
     """Returns a rank's stack from its innermost frame to the user's own line.
 
-    It is the whole stack if none of its lines is the user's, and empty if the stack is not known.
+    If no frame is the user's, the whole stack is returned. The result is empty if the stack is not
+    known.
     """
     stack = state.stack or ()
     line = stacks.user_frame(stack)
@@ -233,37 +238,43 @@ def place(state: RankState) -> tuple[stacks.Frame, ...]:
 
 
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
-    """Returns the call that a waiting rank waits in; None if it is not recorded.
+    """Returns the recorded call that a waiting rank is in.
+
+    In each of the cases below, a call that the GPU has started comes first, as it is the one that
+    runs.
 
     Args:
         state: the state of the rank.
-        wait: what its stack says about its wait: the function in which it waits (`op`; empty if
-            there is none), and whether that is certain.
+        wait: what its stack says about the wait: the function it waits in (`op`; empty if there is
+            none), and whether it is certain that it waits there.
+
+    Returns:
+        The call, or None if it was not recorded.
     """
     pending = state.pending_calls()  # the calls that are not known to have completed
 
-    # In each case below, a call that a GPU has started is taken first: it is the one that runs.
-    if wait.op in _UNRECORDED_FUNCTIONS:  # such as `recv`, with Gloo
-        # A pending collective does not explain this wait; it may be of another thread. So only
-        # sends and receives come into question.
+    # For functions such as `recv` over Gloo, which are not recorded, a pending collective does not
+    # explain the wait: it may be that of another thread. So only sends and receives are considered.
+    if wait.op in _UNRECORDED_FUNCTIONS:
         return _started_call(pending) or _latest_call([call for call in pending if call.p2p])
 
+    # In a recorded function, it is the latest call of the main thread. The record may lack the
+    # threads of its calls.
     is_in_recorded_call = wait.certain and wait.op != ""
     if is_in_recorded_call:
-        # It is the latest call of the main thread. A record may lack the threads of its calls.
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls
         return _started_call(candidates) or _latest_call(candidates)
 
-    # The stack does not say which call it is.
+    # Otherwise the stack does not say which call it is.
     return _started_call(pending) or _latest_call(pending)
 
 
 def _started_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
-    """Returns the call that a GPU has started, and is in now, or None.
+    """Returns the call that a GPU has started and has not completed, or None.
 
-    NCCL's record tells it. Gloo's calls are never recorded as started.
+    Only NCCL's record shows this. Calls over Gloo are never recorded as started.
     """
     for call in calls:
         if call.state == "started":
@@ -272,7 +283,7 @@ def _started_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
 
 
 def _latest_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
-    """Returns the last of a rank's calls, which are in order of time; None if there is none."""
+    """Returns the last of a rank's calls, which are in the order of time; None if there is none."""
     return calls[-1] if calls else None
 
 
@@ -280,26 +291,28 @@ def _latest_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
 
 
 def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """Returns True if a rank's main thread has not computed; False if that is not known.
+    """Returns True if a rank's main thread did not compute between two snapshots.
+
+    Returns False if that is not known.
 
     Args:
         earlier: the rank's state in the first snapshot.
-        later: its state in the second.
+        later: the rank's state in the second snapshot.
         seconds: the time between the snapshots.
     """
-    # State R: it runs, or could run. On a busy machine such a thread may get little processor time.
+    # State R means running or ready to run. On a busy machine, a thread that is ready may get
+    # little processor time, so this counts as computing.
     if earlier.state == "R" or later.state == "R":
         return False
+
     if earlier.main_cpu_s is None or later.main_cpu_s is None:
-        # Only the time of the whole process is known. If that is idle, so is its main thread.
+        # Only the time of the whole process is known. If the process is idle, so is the thread.
         return _is_idle(earlier.cpu_s, later.cpu_s, seconds)
     return _is_idle(earlier.main_cpu_s, later.main_cpu_s, seconds)
 
 
 def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """Returns True if none of a rank's threads computes or copies, and none may continue by
-    itself.
-    """
+    """Returns True if no thread of a rank computes or copies data, and none may go on by itself."""
     if not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
         return False
     other_threads = later.threads or ()
@@ -307,15 +320,15 @@ def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
 
 
 def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """Returns True if a rank's other threads, or processes that it has started, are known to
-    compute.
+    """Returns True if other threads of a rank, or processes that it started, are known to compute.
 
-    It is asked only for a rank whose main thread is idle.
+    This is only asked for a rank whose main thread is idle.
     """
-    # `cpu_s` is the time of all threads of the process. The main thread used almost none.
+    # `cpu_s` is the time of all threads, of which the idle main thread used almost nothing.
     threads_are_known = earlier.cpu_s is not None and later.cpu_s is not None
     if threads_are_known and not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
         return True
+
     children_before_s = earlier.children_cpu_s
     children_after_s = later.children_cpu_s
     children_are_known = children_before_s is not None and children_after_s is not None
@@ -323,9 +336,7 @@ def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float)
 
 
 def _is_idle(before_s: float | None, after_s: float | None, seconds: float) -> bool:
-    """Returns True if the processor time between two snapshots is small; False if it is not
-    known.
-    """
+    """Returns True if little processor time was used between two snapshots; False if not known."""
     if before_s is None or after_s is None or seconds <= 0:
         return False
     return (after_s - before_s) / seconds < IDLE_MAX_CPU_SHARE

@@ -1,6 +1,6 @@
-"""Writes verdicts, calls and the states of ranks as text for people.
+"""Writes verdicts, calls and the states of ranks as text for the user.
 
-A *row* of a verdict says what one rank does. Ranks that do the same are written as one *entry*, so
+A *row* of a verdict says what one rank does. Ranks that do the same are merged into one *entry*, so
 that a verdict on many ranks fits on a screen. The *mismatch* of a verdict is the first collective
 that the ranks did not all call in the same way.
 """
@@ -28,7 +28,7 @@ _MAX_CALLS_SHOWN = 20
 
 
 def render(verdict: Verdict, in_language: InLanguage = in_english) -> str:
-    """Writes a verdict in lines of at most 100 columns."""
+    """Writes a verdict as text, in lines of at most 100 columns."""
     lines = _wrap([in_language(verdict.headline)])
     lines += detail_lines(verdict, in_language)
     lines += _wrap([f"  {in_language(f'do: {text}')}" for text in verdict.advice])
@@ -36,12 +36,12 @@ def render(verdict: Verdict, in_language: InLanguage = in_english) -> str:
 
 
 def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list[str]:
-    """Writes the part between a verdict's headline and its advice: what the ranks do.
+    """Writes what each rank does, which is shown between a verdict's headline and its advice.
 
     Returns:
         The lines, each indented by two spaces or more.
     """
-    entries = _merge_equal_rows(verdict)  # each is a list of rows
+    entries = _merge_equal_rows(verdict)
     lines: list[str] = []
     for rows in entries[:MAX_ENTRIES_SHOWN]:
         lines += _entry_lines(rows, in_language)
@@ -49,7 +49,6 @@ def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list
     ranks_not_shown = []
     for rows in entries[MAX_ENTRIES_SHOWN:]:
         ranks_not_shown += [row.rank for row in rows]
-
     if ranks_not_shown:
         text = f"{format_ranks(ranks_not_shown)}: see hang.txt"
         lines.append(f"  {in_language(text)}")
@@ -61,47 +60,52 @@ def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list
 
 
 def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
-    """Returns the rows of each entry: ranks that do the same on one host or, if that gives too many
-    entries to show, on any host.
+    """Merges ranks that do the same into entries, so that as few as possible are left out.
 
-    If there are still too many, entries with ranks at fault come first, then those of few ranks:
-    the entries at the end are not shown.
+    Ranks are merged within one host, or over all hosts if there would be too many entries to show.
+    If there still are, entries with ranks at fault come first, then those with few ranks: the last
+    entries are not shown.
+
+    Returns:
+        The entries, each a list of rows.
     """
     rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
         rows_on_one_host[row.host, row.does, row.line].append(row)
-
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
 
     rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
         rows_on_any_host[row.does, row.line].append(row)
-
     entries = list(rows_on_any_host.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
 
     ranks_at_fault = set(verdict.ranks)
 
-    def order(rows: list[Row]) -> tuple[bool, int]:
+    def sort_key(rows: list[Row]) -> tuple[bool, int]:
         has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
         return has_no_fault, len(rows)  # False comes before True
 
-    entries.sort(key=order)
+    entries.sort(key=sort_key)
     return entries
 
 
 def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
-    """Writes what the ranks of one entry do, which is the same for all of them."""
+    """Writes one entry of a verdict: `ranks 0-3 on a, b: wait in all_reduce, for 12 s`.
+
+    Args:
+        rows: the rows of the entry, whose ranks all do the same.
+        in_language: translates a text.
+    """
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
 
-    # What it does is translated as it is in the verdict, with its verb in the singular.
+    # The catalogue of translations has the text as it is in the verdict, in the singular.
     does = conjugate(first.does, len(ranks)) if in_language is in_english else first.does
     who = format_ranks(ranks)
-
     text = in_language(f"{who} on {hosts}: {does}")
     if first.for_s is not None:
         text += in_language(f", for {first.for_s:.0f} s")
@@ -109,12 +113,11 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     lines = [f"  {text}"]
     if first.line is not None:
         lines.append(_source(first.line, indent=4))
-
     return lines
 
 
 def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
-    """Writes which ranks have called what, at the first call that differs.
+    """Writes which rank made which call, at the first call that differs.
 
     Ranks that made the same call at the same line are written together.
     """
@@ -150,7 +153,7 @@ _PLURAL_OF_VERB = {
 
 
 def conjugate(text: str, count: int) -> str:
-    """Puts the verb that a text begins with into the plural, unless the count is 1."""
+    """Adapts the verb that a text begins with to the count: `"has ended", 2` -> `"have ended"`."""
     if count == 1:
         return text
     verb, space, rest = text.partition(" ")
@@ -160,8 +163,10 @@ def conjugate(text: str, count: int) -> str:
 
 def describe(call: CollectiveCall) -> str:
     """Describes a call by its operation, sizes and type: `all_reduce of 25 float`, `barrier`."""
-    sizes = call.input_sizes or call.output_sizes  # a rank may only receive: it has no inputs
-    if call.op == "barrier" or not sizes:  # a barrier's tensor is torch's, and says nothing
+    # The tensor of a barrier is torch's own, and does not concern the user. A rank that only
+    # receives has outputs but no inputs.
+    sizes = call.input_sizes or call.output_sizes
+    if call.op == "barrier" or not sizes:
         return call.op
 
     shown_sizes = []
@@ -178,7 +183,7 @@ def describe(call: CollectiveCall) -> str:
 
 
 def _source(line: Frame, indent: int) -> str:
-    """Writes a line of code with its place, shortened to the greatest width."""
+    """Writes a line of code with its file and line number, cut off at the maximum width."""
     text = " " * indent + format_source_line(line.file, line.line, f", in {line.function}")
     if len(text) <= MAX_WIDTH:
         return text
@@ -186,7 +191,7 @@ def _source(line: Frame, indent: int) -> str:
 
 
 def _wrap(lines: Iterable[str]) -> list[str]:
-    """Breaks long lines. The continuation is indented by two more columns than its line."""
+    """Breaks lines that are too long. Continuation lines are indented by two more columns."""
     wrapped: list[str] = []
     for line in lines:
         indent = len(line) - len(line.lstrip())
@@ -195,7 +200,7 @@ def _wrap(lines: Iterable[str]) -> list[str]:
 
 
 def render_state(state: RankState) -> str:
-    """Writes all that is known of a rank: process, steps, stacks and latest calls."""
+    """Writes everything that is known about a rank: process, steps, stacks and latest calls."""
     heading = f"rank {state.rank} on {state.host}, process {state.pid}"
     if state.code is not None:
         cause = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
@@ -213,14 +218,12 @@ def render_state(state: RankState) -> str:
         lines.append("  collectives: not obtained")
     else:
         lines.append("  collectives, latest last:")
-
     for call in (state.calls or ())[-_MAX_CALLS_SHOWN:]:
         called_at = time.strftime("%H:%M:%S", time.localtime(call.time_s))
         lines.append(
             f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
             f"{call.state} {called_at}"
         )
-
     return "\n".join(lines)
 
 

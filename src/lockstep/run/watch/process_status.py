@@ -1,7 +1,8 @@
-"""What Linux says of a rank's process in `/proc`, see proc(5).
+"""Reads what Linux knows about a rank's process from `/proc`, see proc(5).
 
-*Processor time* is user and system time together. The *main thread* is the one whose number is the
-process's. A *stack signal* makes a rank write its stacks to a file, see `lockstep.run.watch.probe`.
+*Processor time* is user and system time together. The *main thread* of a process is the one that
+has the same number as the process. A *stack signal* makes a rank write its Python stacks to a file,
+see `lockstep.run.watch.probe`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lockstep.run.watch.probe import ALL_THREADS_SIGNAL, MAIN_THREAD_SIGNAL
 
 _PROC = Path("/proc")
 
-# Places of the fields of /proc/PID/stat, counted from the state (the third field).
+# Indices of the fields of /proc/PID/stat, counted from the state (the third field).
 _STATE = 0
 _PARENT = 1
 _FLAGS = 6
@@ -39,7 +40,7 @@ _STATE_MEANINGS = {
 
 
 class ProcessStatus(NamedTuple):
-    """What the kernel says of a process."""
+    """What the kernel knows about a process."""
 
     state: str
     """The main thread's state: R, S, D, T, t, Z, ..."""
@@ -55,14 +56,14 @@ class ProcessStatus(NamedTuple):
 
 
 def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
-    """Reads what the kernel says of a process, and of its main thread alone.
+    """Reads the state of a process, and of its main thread.
 
     Args:
-        pid: the process.
+        pid: number of the process.
         root: the folder `/proc`.
 
     Returns:
-        None if there is no such process, or if the system has no `/proc`.
+        The state, or None if there is no such process or the system has no `/proc`.
     """
     folder = root / str(pid)
     try:
@@ -75,17 +76,15 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     main_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # Both files have the state of the main thread. This one is newer.
+        # Both files contain the state of the main thread; this one is read later, so it is newer.
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
 
-    # Masks in hexadecimal, of the signals that the process handles and of those that it blocks.
+    # A signal that the process does not handle would end it, and one that its main thread blocks
+    # would be handled by another thread. Both masks are written in hexadecimal.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
-
-    # A signal that a process does not handle would end it. One that its main thread blocks would go
-    # to another thread.
     shows_stacks = (
         _has_signal(caught_signals, MAIN_THREAD_SIGNAL)
         and _has_signal(caught_signals, ALL_THREADS_SIGNAL)
@@ -95,42 +94,42 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
 
 
 def _has_signal(mask: int, number: int) -> bool:
-    """Returns True if a signal is in a mask, whose lowest bit stands for signal 1."""
+    """Returns True if a signal is set in a mask, whose lowest bit stands for signal 1."""
     return (mask >> (number - 1)) & 1 == 1
 
 
 def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
-    """Returns the exit code of a process that has begun to end.
+    """Returns the exit code of a process that has begun to end, but may not be gone yet.
 
     Args:
-        pid: the process.
+        pid: number of the process.
         root: the folder `/proc`.
 
     Returns:
-        The exit code, or minus the number of the signal that ends it; None: the process runs or is
-        gone, or the kernel does not say.
+        The exit code, or minus the number of the signal that ends the process. None if it is still
+        running, is gone, or the kernel does not show the code.
     """
     try:
         for thread in (root / str(pid) / "task").iterdir():
             flags = int(_stat_fields(thread / "stat")[_FLAGS])
             if not flags & _PF_EXITING:
                 return None
-        status = int(_stat_fields(root / str(pid) / "stat")[_EXIT_CODE])
-        return os.waitstatus_to_exitcode(status)
+
+        wait_status = int(_stat_fields(root / str(pid) / "stat")[_EXIT_CODE])
+        return os.waitstatus_to_exitcode(wait_status)
     except (OSError, ValueError, IndexError):
         return None
 
 
 def describe_state(pid: int, root: Path = _PROC) -> str:
-    """Returns the state of a process in words: `state D (in the kernel, ..., in nfs_wait)`.
+    """Describes the state of a process: `state D (in the kernel, ..., in nfs_wait)`.
+
+    It is the state of the main thread, unless that has ended or another thread is in state D. Then
+    it is the state of that other thread, which keeps the process from ending.
 
     Args:
-        pid: the process.
+        pid: number of the process.
         root: the folder `/proc`.
-
-    Returns:
-        The state of its main thread. If that has ended, or if another thread is in state D, the
-        process is kept by that other thread, whose state is returned.
     """
     state = ""
     kernel_function = ""
@@ -158,7 +157,9 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
 
 
 def _kernel_function(thread: Path) -> str:
-    """Returns the kernel's function in which a thread sleeps; empty: in none, or not told."""
+    """Returns the kernel function that a thread sleeps in; empty if there is none or it is not
+    known.
+    """
     with contextlib.suppress(OSError):
         name = (thread / "wchan").read_text().strip()
         if name != "0":
@@ -167,23 +168,23 @@ def _kernel_function(thread: Path) -> str:
 
 
 def _tracer(process: Path) -> int:
-    """Returns the process id of the debugger that traces a process; 0: there is none."""
+    """Returns the process id of the debugger that traces a process, or 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(_status_field((process / "status").read_text(), "TracerPid"))
     return 0
 
 
 def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
-    """Returns the processor time of the descendants of processes, also of those that have ended.
+    """Sums the processor time of all descendants of each process, including those that have ended.
 
     Args:
-        pids: the processes.
+        pids: numbers of the processes.
         root: the folder `/proc`.
 
     Returns:
-        Seconds by process. Processes that are gone are left out; without `/proc` all are.
+        The seconds, by process. Processes that are gone are left out. Without `/proc` it is empty.
     """
-    # Three tables of all processes of the machine, by their number. Time is in clock ticks.
+    # Read all processes of the machine into three tables. The times are in clock ticks.
     children: dict[int, list[int]] = defaultdict(list)
     own_ticks: dict[int, int] = {}
     ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
@@ -198,9 +199,10 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
                 fields[_ENDED_CHILDREN_SYSTEM_TICKS]
             )
 
+    # Follow the children of each process. Its own time does not count.
     cpu_s: dict[int, float] = {}
     for pid in own_ticks.keys() & set(pids):
-        ticks = ended_children_ticks[pid]  # without its own time
+        ticks = ended_children_ticks[pid]
         descendants = list(children.get(pid, ()))
         while descendants:
             descendant = descendants.pop()
@@ -214,26 +216,26 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
 def harmless_stack_signal(
     pid: int, earlier_main_switches: int | None, *, answers: bool, root: Path = _PROC
 ) -> int | None:
-    """Chooses the stack signal that a rank which does not answer can be sent without harm.
+    """Chooses a stack signal that a rank can be sent now without harm, if there is one.
 
-    A thread that handles a signal comes back from `poll`, `sleep`, `sem_timedwait` and others with
-    EINTR, see signal(7), and code in C seldom expects that. Two cases are safe:
+    A signal makes `poll`, `sleep`, `sem_timedwait` and other calls of the thread that handles it
+    fail with EINTR, see signal(7), and C code seldom expects that. Two cases are safe:
 
-    - All threads sleep. Then the thread that answers requests is sent the signal that shows the
-      stacks of all threads, and no other thread is interrupted.
-    - The main thread computes, or sleeps in a futex without a timeout. Locks and `sem_wait` are
-      made of that, and the kernel continues it after the signal. Then the main thread is sent the
-      signal that shows its own stack.
+    - All threads sleep. Then the signal that shows the stacks of all threads is safe: it is handled
+      by the thread that answers the launcher's requests, and no other thread is interrupted.
+    - The main thread computes, or sleeps in a futex without a timeout, which locks and `sem_wait`
+      are made of: the kernel continues such a sleep after the signal. Then the signal that shows
+      the main thread's own stack is safe.
 
     Args:
-        pid: the rank's process.
+        pid: number of the rank's process.
         earlier_main_switches: how often its main thread had given up its processor some tenths of
-            a second ago (`ProcessStatus.main_switches`); None if unknown.
+            a second ago (`ProcessStatus.main_switches`); None if not known.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 
     Returns:
-        None if neither is safe now.
+        The number of the signal, or None if neither is safe now.
     """
     threads = root / str(pid) / "task"
     try:
@@ -245,22 +247,19 @@ def harmless_stack_signal(
         status = read_process(pid, root)
     except (OSError, ValueError, IndexError):
         return None
-
     if status is None:
         return None
 
-    in_futex = kernel_function.startswith("futex")  # the kernel's function that it sleeps in
-
-    # A main thread that sleeps for short times has given up its processor meanwhile. If it did not,
-    # it has computed or slept all the time.
+    # If the main thread did not give up its processor, it has computed or slept the whole time.
     main_did_not_switch = (
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
-    all_sleep = thread_states.issubset({"S", "D"})
 
-    # A main thread that sleeps for short times must not be interrupted in its next sleep. It is no
-    # such thread if it has slept all the time, or if it sleeps in a futex, where it waits for a
-    # lock. (While it waits for Python's own lock it wakes up every 5 ms, so it does switch.)
+    # A main thread that sleeps for short times must not be interrupted in its next sleep. It does
+    # not if it has slept the whole time, or if it sleeps in a futex, where it waits for a lock.
+    # (While it waits for Python's own lock it wakes up every 5 ms, so it does switch.)
+    in_futex = kernel_function.startswith("futex")
+    all_sleep = thread_states.issubset({"S", "D"})
     main_sleeps_for_long = in_futex or main_did_not_switch
     if answers and all_sleep and main_sleeps_for_long:
         return ALL_THREADS_SIGNAL
@@ -274,14 +273,14 @@ def harmless_stack_signal(
 
 
 def _may_have_timeout(thread: Path) -> bool:
-    """Returns True if a thread in a futex sleeps with a timeout, or if that cannot be read.
+    """Returns True if a thread sleeps in a futex with a timeout, or if that cannot be read.
 
     Args:
-        thread: the folder of the thread in `/proc`. Its file `syscall` has the number of the system
-            call and its arguments: `202 0x7f5c 0x189 0x0 0x0 ...`. The fourth argument points at
-            the timeout, see futex(2).
+        thread: the folder of the thread in `/proc`.
     """
     try:
+        # `202 0x7f5c 0x189 0x0 0x0 ...`: the number of the system call, then its arguments. The
+        # fourth argument points at the timeout, see futex(2).
         number_and_arguments = (thread / "syscall").read_text().split()
         return number_and_arguments[4] != "0x0"
     except (OSError, IndexError):  # reading it may be forbidden
@@ -289,9 +288,10 @@ def _may_have_timeout(thread: Path) -> bool:
 
 
 def _status_field(text: str, name: str) -> str:
-    """Returns a field of `/proc/PID/status`; empty if there is no such field.
+    """Reads one field of `/proc/PID/status`, such as `SigCgt: 0000000180014202`.
 
-    The text has a line for each: `SigCgt: 0000000180014202`.
+    Returns:
+        The value, or an empty string if there is no such field.
     """
     for line in text.splitlines():
         if line.startswith(f"{name}:"):
@@ -300,14 +300,14 @@ def _status_field(text: str, name: str) -> str:
 
 
 def _stat_fields(path: Path) -> list[str]:
-    """Returns the fields of `/proc/PID/stat` from the state on."""
-    # The program's name before them stands in brackets, and may itself contain any character.
+    """Reads the fields of `/proc/PID/stat`, beginning with the state of the process."""
+    # They follow the program's name in parentheses, which may itself contain any character.
     _, _, after_name = path.read_text().rpartition(")")
     return after_name.split()
 
 
 def _state_and_cpu_s(path: Path) -> tuple[str, float]:
-    """Returns the state of a process or thread, and its processor time in seconds."""
+    """Reads the state of a process or thread, and its processor time in seconds."""
     fields = _stat_fields(path)
     ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
     return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")

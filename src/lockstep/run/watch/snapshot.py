@@ -1,10 +1,11 @@
-"""The state of all ranks at one moment, as values that can be compared and written as JSON.
+"""Describes the state of all ranks at one moment, as values that can be compared and written as
+JSON.
 
-A *call* is one collective, or one send or receive, from torch's Flight Recorder. A call is
-*pending* if it is not known to have completed. Calls with equal *keys* belong to one backend and
-process group, and are numbered together by `seq`.
+A *call* is one collective, or one send or receive, as recorded by torch's Flight Recorder. A call
+is *pending* if it is not known to have completed. The *key* of a call is `backend:group`, such as
+`nccl:0`; calls with equal keys are numbered together by `seq`.
 
-None always means "not obtained": a rank whose interpreter is blocked reports no calls, which is not
+None always means "not known": a rank whose interpreter is blocked reports no calls, which is not
 the same as a rank that has made none.
 """
 
@@ -88,23 +89,25 @@ class NewGroup:
     """True if only the group's members wait for each other, not all ranks of the run."""
 
     def describe(self) -> str:
-        """Returns a text such as `ranks 0-1 (group '1', over gloo)`."""
+        """Describes the group: `ranks 0-1 (group '1', over gloo)`."""
         details = []
         name_is_a_number = self.name.isdigit()  # otherwise it is a hash of the ranks
         if name_is_a_number:
             details.append(f"group {self.name!r}")
         if self.backend != DEFAULT_BACKEND:
             details.append(f"over {self.backend}")
+
         ranks = format_ranks(self.ranks)
         return f"{ranks} ({', '.join(details)})" if details else ranks
 
     def is_same(self, other: NewGroup) -> bool:
-        """Returns True if two ranks may be creating the same group: nothing that is known of it
+        """Returns True if two ranks may be creating the same group: nothing known about it
         differs.
         """
         if self.name != other.name or self.ranks != other.ranks:
             return False
-        # The default backend may be the very one that the other rank names.
+
+        # The default backend may turn out to be the one that the other rank names.
         if DEFAULT_BACKEND in (self.backend, other.backend):
             return True
         return self.backend == other.backend
@@ -149,28 +152,30 @@ class RankState:
 
     @property
     def stopped(self) -> bool | None:
-        """True if it is stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; None if its state
-        is not known.
+        """True if the rank is stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger.
+
+        None if its state is not known.
         """
         return None if self.state is None else self.state in STOPPED_STATES
 
     def pending_calls(self) -> list[CollectiveCall]:
         """Returns the calls that are not known to have completed, the oldest first.
 
-        With Gloo these may be too many: what it names as its last completed call may be an older
-        one.
+        With Gloo there may be too many, as its record of the last completed call may lag behind.
         """
-        completed = self.completed or {}  # None: it is not known of any call that it has completed
+        completed = self.completed or {}  # None: no call is known to have completed
         pending = []
         for call in self.calls or ():
             if call.state == "completed":
                 continue
-            is_collective = not call.p2p  # `completed` says nothing about sends and receives
-            # Calls are numbered from 1, so that 0 means: none of this group has completed.
+
+            # `completed` only covers collectives. Their numbers begin at 1, so 0 means that no call
+            # of the group has completed.
+            is_collective = not call.p2p
             if is_collective and call.seq <= completed.get(call.key, 0):
                 continue
-            pending.append(call)
 
+            pending.append(call)
         return pending
 
 
@@ -190,7 +195,7 @@ class Snapshot:
 
 
 def shorten(snapshot: Snapshot, max_calls: int) -> Snapshot:
-    """Returns the snapshot with only the latest calls of each rank, so that it is short to send."""
+    """Keeps only the latest calls of each rank, so that a snapshot is short to send."""
     ranks = []
     for state in snapshot.ranks:
         if state.calls:
@@ -200,9 +205,9 @@ def shorten(snapshot: Snapshot, max_calls: int) -> Snapshot:
 
 
 def merge(parts: Sequence[Snapshot]) -> Snapshot:
-    """Joins the snapshots that several machines took at about the same time.
+    """Joins the snapshots that several machines took at about the same time into one.
 
-    The ranks are in the order of their numbers; the time is that of the last snapshot.
+    The ranks are sorted by number. The time is that of the last snapshot.
     """
     ranks: list[RankState] = []
     for part in parts:
@@ -215,11 +220,11 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
-    """Returns the snapshot, with process groups renamed so that each name means one set of ranks.
+    """Renames process groups so that each name stands for one set of ranks.
 
-    Each rank numbers the groups that it creates, and torch uses the numbers as names. If ranks
-    create different groups, or create them in another order, one name stands for several groups.
-    Those groups get their ranks as a part of the name: `1 of ranks 0-1`.
+    Each rank numbers the groups that it creates, and torch uses these numbers as names. If ranks
+    create different groups, or create them in a different order, one name stands for several
+    groups. Their ranks are then added to the name: `1 of ranks 0-1`.
     """
     ranks_by_name: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for state in snapshot.ranks:
@@ -235,22 +240,23 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
 
 
 def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankState:
-    """Returns one rank's state, in which groups with these names have their ranks in the name.
+    """Adds the ranks to the names of ambiguous groups: `1` becomes `1 of ranks 0-1`.
 
-    The groups are renamed wherever the state mentions them: in `groups`, `calls` and `completed`.
+    The groups are renamed wherever the state of the rank mentions them: in `groups`, `calls` and
+    `completed`.
     """
-    new_names: dict[str, str] = {}  # by the present name
+    new_names: dict[str, str] = {}  # by the old name
     groups: list[Group] = []
     for group in state.groups or ():
         if group.name in ambiguous_names:
             new_names[group.name] = f"{group.name} of {format_ranks(group.ranks)}"
-            # A description would be shown instead of the name, and may be the same for all.
+            # A description would be shown instead of the name, and several groups may share it.
             group = replace(group, name=new_names[group.name], description="")
         groups.append(group)
 
     calls: list[CollectiveCall] = []
     for call in state.calls or ():
-        new_name = new_names.get(call.group, call.group)  # the present one, if it is not ambiguous
+        new_name = new_names.get(call.group, call.group)
         calls.append(replace(call, group=new_name))
 
     completed: dict[str, int] = {}
@@ -259,7 +265,7 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
         new_name = new_names.get(name, name)
         completed[f"{backend}:{new_name}"] = seq
 
-    # What was not obtained stays None: that is not the same as empty.
+    # None means "not known", so it must not become empty.
     return replace(
         state,
         groups=None if state.groups is None else tuple(groups),
@@ -272,34 +278,27 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
 
 
 def to_json(snapshot: Snapshot) -> str:
-    """Writes a snapshot as JSON text, in which every frame and every group stands once.
+    """Writes a snapshot as JSON text, in which each frame and each group is written only once.
 
-    They stand in two tables, and everywhere else as their number in the table. All ranks list the
-    members of their groups, so the text would otherwise grow with the square of the number of
-    ranks. For the same reason members are written as ranges.
+    Frames and groups are collected in two tables, and referred to by their index in the table.
+    Without that, the text would grow with the square of the number of ranks, because every rank
+    lists the members of its groups. For the same reason, members are written as ranges.
     """
-    number_of_frame: dict[Frame, int] = {}
-    number_of_group: dict[Group, int] = {}
+    index_of_frame: dict[Frame, int] = {}
+    index_of_group: dict[Group, int] = {}
 
     def encode(value: Any) -> object:
-        """Called by json.dumps with each dataclass that it comes upon. Returns what is written."""
-        # A frame or group that is met for the first time gets the next number.
+        """Returns what `json.dumps` writes for a dataclass: an index, or the fields by name."""
         if isinstance(value, Frame):
-            if value not in number_of_frame:
-                number_of_frame[value] = len(number_of_frame)
-            return number_of_frame[value]
-
+            return index_of_frame.setdefault(value, len(index_of_frame))
         if isinstance(value, Group):
-            if value not in number_of_group:
-                number_of_group[value] = len(number_of_group)
-            return number_of_group[value]
+            return index_of_group.setdefault(value, len(index_of_group))
+        return vars(value)
 
-        return vars(value)  # the fields by name
-
-    # This comes first, as it numbers the frames and groups. The rest is put around its text.
+    # The ranks come first, as this fills the two tables.
     ranks_text = json.dumps(snapshot.ranks, default=encode)
-    frames = [[frame.file, frame.line, frame.function] for frame in number_of_frame]
-    groups = [[group.name, group.description, _to_ranges(group.ranks)] for group in number_of_group]
+    frames = [[frame.file, frame.line, frame.function] for frame in index_of_frame]
+    groups = [[group.name, group.description, _to_ranges(group.ranks)] for group in index_of_group]
     return (
         f'{{"time": {json.dumps(snapshot.time)}, "frames": {json.dumps(frames)}, '
         f'"groups": {json.dumps(groups)}, "ranks": {ranks_text}}}'
@@ -310,15 +309,15 @@ def from_json(text: str) -> Snapshot:
     """Reads a snapshot that `to_json` has written."""
     data = json.loads(text)
 
-    # The two tables are taken out. What stays are the fields of `Snapshot`.
+    # Take the two tables out. What remains are the fields of `Snapshot`.
     frames = [Frame(*fields) for fields in data.pop("frames")]
     groups = []
     for name, description, ranges in data.pop("groups"):
-        # As tuples, since `_from_ranges` keeps its results in a cache.
+        # `_from_ranges` caches its results, so its argument must be hashable: tuples, not lists.
         ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
         groups.append(Group(name, description, ranks))
 
-    # Where a frame or group belongs, the values have its number in its table.
+    # Where a `Frame` or `Group` is expected, the data has its index in the table.
     return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
 
 
@@ -327,29 +326,27 @@ RangeBounds = tuple[int, int, int]
 
 
 def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
-    """Returns the ranges that these ranks consist of, in the same order.
+    """Writes ranks as ranges, in the same order: `[0, 2, 4, 6]` becomes `[(0, 7, 2)]`.
 
-    The ranks of a group need only a few: 0, 2, 4, 6 are one range from 0 to 7 with step 2.
+    The ranks of a process group usually need only one or two ranges.
     """
     ranges: list[range] = []
     for rank in ranks:
         if ranges:
             last = ranges[-1]
-            # A range of one rank has no step yet: its second rank determines it.
+            # The second rank of a range determines its step.
             step = rank - last.start if len(last) == 1 else last.step
             continues_last = step > 0 and rank == last[-1] + step
             if continues_last:
                 ranges[-1] = range(last.start, rank + 1, step)
                 continue
-
         ranges.append(range(rank, rank + 1))
-
     return [(numbers.start, numbers.stop, numbers.step) for numbers in ranges]
 
 
 @functools.lru_cache(64)  # all machines send the same groups
 def _from_ranges(ranges: tuple[RangeBounds, ...]) -> tuple[int, ...]:
-    """Returns the ranks that `_to_ranges` has written as ranges."""
+    """Reads ranks that `_to_ranges` has written."""
     ranks: list[int] = []
     for start, stop, step in ranges:
         ranks.extend(range(start, stop, step))

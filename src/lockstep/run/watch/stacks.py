@@ -1,8 +1,9 @@
-"""Reads Python stacks: which line is the user's own, and whether a stack waits for other ranks.
+"""Reads Python stacks: finds the user's own line, and tells whether the stack waits for other
+ranks.
 
 A *stack* is a tuple of `Frame`s, the innermost first. It may come from another machine, so a file
 is recognized by a part of its path. A *wait* is a place in torch.distributed, or in Lockstep's own
-communication, where a thread waits until other ranks arrive.
+communication code, where a thread waits until other ranks arrive.
 """
 
 from __future__ import annotations
@@ -36,30 +37,31 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
-    """Returns the frames of a traceback, or of faulthandler's output, in the order of the text."""
+    """Reads the frames of a traceback, or of faulthandler's output, in the order of the text."""
     frames = []
     for text_line in text.splitlines():
         match = _FRAME.fullmatch(text_line)
         if match is not None:
-            # Faulthandler writes ??? if it cannot tell the line.
+            # Faulthandler writes ??? if it does not know the line.
             line = 0 if match["line"] == "???" else int(match["line"])
             frames.append(Frame(match["file"], line, match["function"]))
     return tuple(frames)
 
 
 def parse_stack(text: str, thread: int = 0) -> Stack | None:
-    """Returns the last stack that `faulthandler` has written for one thread.
+    """Reads the last stack that `faulthandler` has written for one thread.
 
     Faulthandler writes the 100 innermost frames of a stack.
 
     Args:
-        text: what faulthandler has written, possibly several times.
-        thread: the thread's identifier, needed where the stacks of all threads were written.
+        text: the output of faulthandler, which may contain several dumps.
+        thread: the identifier of the thread; needed if the stacks of all threads were written.
 
     Returns:
         The stack, the innermost frame first; None if the text has no stack of this thread.
     """
-    # The headings of stacks. The first one has no identifier, as it is the only thread's:
+    # Each stack begins with one of these headings. The first form is written if only one thread was
+    # asked for.
     # Stack (most recent call first):
     # Thread 0x00007f5c2a7fc640 (most recent call first):
     # Current thread 0x00007f5c2a7fc640 (most recent call first):
@@ -68,9 +70,8 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
     if len(parts) == 1:  # there is no heading
         return None
 
+    # The stack ends at an empty line. The stacks of other threads may follow.
     after_last_heading = parts[-1]
-
-    # An empty line ends the stack; those of other threads may follow.
     stack_text, _, _ = after_last_heading.partition("\n\n")
     return parse_frames(stack_text)
 
@@ -80,13 +81,13 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
 LOCKSTEP_FOLDER = str(Path(__file__).parents[2]) + "/"
 STANDARD_LIBRARY_FOLDER = sysconfig.get_paths()["stdlib"] + "/"
 
-# The standard library stands here a second time, by the name that its folder has on any machine.
+# The standard library is listed a second time, by the name that its folder has on any machine.
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 _TORCH_FOLDERS = ("/torch/",)
 _FILES_WITHOUT_SOURCE = ("<frozen ", "<string>", "<stdin>", "???")
 _NEVER_USER_CODE = (LOCKSTEP_FOLDER, STANDARD_LIBRARY_FOLDER, *_FILES_WITHOUT_SOURCE)
 
-# These files run the user's program in a rank. The frames from there outwards are the launcher's.
+# These files run the user's program in a rank. From there outwards, all frames are the launcher's.
 _LAUNCHER_FILES = (
     f"{LOCKSTEP_FOLDER}run/start/worker.py",
     f"{LOCKSTEP_FOLDER}run/start/process_exit.py",
@@ -95,24 +96,24 @@ _LAUNCHER_FILES = (
 
 
 def user_frame(stack: Stack | None) -> Frame | None:
-    """Returns the innermost frame that is the user's own code.
+    """Finds the innermost frame of the user's own code.
 
-    That is the innermost frame outside installed packages. The file that was started is the user's
-    wherever it lies: with `-m package.module` it belongs to an installed package. If there is no
-    such frame, it is the innermost one outside torch, else the innermost of all.
+    This is the innermost frame outside installed packages. The file that was started is always the
+    user's own: with `-m package.module` it may belong to an installed package. If there is no such
+    frame, it is the innermost frame outside torch, or else the innermost frame of all.
 
     Returns:
-        None if there is no stack, or only the launcher's frames.
+        The frame, or None if there is no stack, or only frames of the launcher.
     """
     program_frames = _without_launcher(stack or ())
-    candidates = []  # what may be the user's code, the innermost frame first
+
+    candidates = []  # frames that may be the user's code, the innermost first
     for frame in program_frames:
         if not frame.file.startswith(_NEVER_USER_CODE):
             candidates.append(frame)
 
+    # First skip all installed packages. If nothing is left, skip only torch.
     script = _started_file(candidates)
-
-    # First all installed packages are skipped, and if nothing is left, only torch.
     for skipped_folders in (_LIBRARY_FOLDERS, _TORCH_FOLDERS):
         for frame in candidates:
             is_skipped = any(folder in frame.file for folder in skipped_folders)
@@ -123,7 +124,7 @@ def user_frame(stack: Stack | None) -> Frame | None:
 
 
 def _without_launcher(stack: Stack) -> Stack:
-    """Returns the frames inside of the launcher's, which stand at the end of the stack."""
+    """Cuts off the launcher's frames, which are the outermost ones, at the end of the stack."""
     for index, frame in enumerate(stack):
         if frame.file in _LAUNCHER_FILES:
             return stack[:index]
@@ -131,10 +132,12 @@ def _without_launcher(stack: Stack) -> Stack:
 
 
 def _started_file(frames: list[Frame]) -> str | None:
-    """Returns the script's file, or None: that of the outermost frame that runs a module's code.
+    """Returns the file of the script that was started, or None if it is not in the stack.
+
+    It is the file of the outermost frame that runs the code of a module.
 
     Args:
-        frames: those of a stack, the innermost first.
+        frames: the frames of a stack, the innermost first.
     """
     for frame in reversed(frames):
         if frame.function == "<module>":
@@ -153,11 +156,11 @@ class Wait:
     """What a stack says about waiting for other ranks."""
 
     op: str = ""
-    """The outermost function of torch.distributed that was called; empty in a backward pass."""
+    """The function of torch.distributed that the user called; empty in a backward pass."""
     context: str = ""
-    """The part of torch around the wait, such as "in backward"; empty if it is none of these."""
+    """The part of torch around the wait, such as "in backward"; empty if it is not known."""
     certain: bool = True
-    """False if code at this place may be waiting or computing, so that other signs must decide."""
+    """False if code at this place may be computing as well as waiting."""
 
 
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -179,13 +182,13 @@ _WAITING_FILES = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/nn/functional.py",
 )
-# ... and so are these of their functions that are private, or called by a public one.
+# ... and so is each of these functions, which are private or are called by a public one.
 _INNER_WAITING_FUNCTION = re.compile(
     r"_new_process_group_helper|_create_\w+_process_group|_store_based_barrier|"
     r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler|"
     r"_barrier|_wait|posted_within"
 )
-# In other files these functions spend time on nothing but waiting.
+# In other files, these functions do nothing but wait.
 _WAITING_FUNCTIONS = {
     _PIPELINE_WIRE: set(_OP_OF_WIRE_FUNCTION),
     _ROUTING: {"exchange"},
@@ -197,7 +200,7 @@ _WAITING_FUNCTIONS = {
     _DDP: {"_distributed_broadcast_coalesced"},
     "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
 }
-# Code in these files and folders calls C++ that computes and also waits.
+# Code in these files and folders calls C++ code that both computes and waits.
 _COMPUTING_OR_WAITING = (
     "torch/autograd/graph.py",
     _DDP,
@@ -207,7 +210,7 @@ _COMPUTING_OR_WAITING = (
     "torch/distributed/optim/",
     "torch/distributed/pipelining/",
 )
-# The context that a frame stands for, by its file or folder and its function (None: any function).
+# The file or folder of a frame, its function (None: any function), and the context it stands for.
 _CONTEXTS: tuple[tuple[str, set[str] | None, str], ...] = (
     (_PIPELINE_WIRE, None, PIPELINE_TRANSFER),
     (_DDP, {"__init__"}, "while DDP is constructed"),
@@ -220,33 +223,31 @@ _CONTEXTS: tuple[tuple[str, set[str] | None, str], ...] = (
 
 
 def find_wait(stack: Stack | None) -> Wait | None:
-    """Returns the wait that a stack is in, judged by its innermost frame.
+    """Tells from the innermost frame of a stack whether it waits for other ranks.
 
-    The names are those of the Python files of torch 2.11, 2.13 and 2.14. A C function that waits
-    and that the user calls directly, such as `work.wait()` or `store.get()`, has no Python frame,
-    so this function does not see it.
+    The names of files and functions are those of torch 2.11, 2.13 and 2.14. A C function that waits
+    and is called directly by the user, such as `work.wait()` or `store.get()`, has no Python frame,
+    so such a wait is not seen.
 
     Returns:
-        None if the innermost frame is not one in which ranks wait for each other.
+        The wait, or None if ranks do not wait for each other in the innermost frame.
     """
     if not stack:
         return None
 
-    # A wait in shared memory looks now and then whether the other ranks are still there. The frames
-    # of that look are left out, so that the stack begins in the wait.
     stack = _without_liveness_check(stack)
     innermost = stack[0]
     if _is_waiting(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
-    if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass: it may do either
+    if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass
         return Wait(op="", context=_context(stack), certain=False)
-
     return None
 
 
 def _without_liveness_check(stack: Stack) -> Stack:
-    """Returns the stack without what a wait in shared memory calls now and then, to see whether the
-    other ranks are still there: the stack then begins in the wait.
+    """Cuts off the frames of the liveness check, so that the stack begins in the wait.
+
+    While a rank waits in shared memory, it checks now and then whether the other ranks still exist.
     """
     for index, frame in enumerate(stack):
         if frame.function == "_wait" and _is_in(frame, _SHARED_MEMORY):
@@ -258,22 +259,21 @@ def _called_op(stack: Stack) -> str:
     """Returns the operation that the user's code called, for a stack that is in a wait.
 
     The innermost function is often only a part of it: `broadcast_object_list` waits in `broadcast`.
-    So the stack is followed outwards as long as its frames belong to the communication, and the
+    So the stack is followed outwards while its frames belong to the communication code, and the
     outermost operation among them is returned.
 
     Returns:
-        The name of a function; empty if the user has called none that waits, but `backward`, say.
+        The name of a function; empty if the user did not call an operation, but `backward`, say.
     """
     innermost = stack[0]
 
-    # Between the stages of a pipeline, sends and receives are Lockstep's: the user has only called
-    # the model.
+    # The sends and receives of a pipeline are Lockstep's. The user only called the model.
     if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
 
-    # Lockstep's collectives wait in `traffic.py`, in one function for all of them. Its name says
-    # nothing.
+    # All of Lockstep's collectives wait in one function of `traffic.py`, whose name says nothing.
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
+
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)
 
@@ -286,13 +286,13 @@ def _called_op(stack: Stack) -> str:
         if is_operation:
             op = frame.function
 
-    return "" if op.startswith("_") else op  # a private name says nothing to the user
+    return "" if op.startswith("_") else op  # a private name means nothing to the user
 
 
 def _context(stack: Stack) -> str:
     """Returns the part of torch that a stack is in, such as "in backward"; empty if in none.
 
-    It is that of the innermost frame for which `_CONTEXTS` has a text.
+    The innermost frame that `_CONTEXTS` has a text for decides.
     """
     for frame in stack:
         for path, functions, context in _CONTEXTS:
@@ -313,7 +313,9 @@ def _is_waiting(frame: Frame) -> bool:
 
 
 def _is_in(frame: Frame, *paths: str) -> bool:
-    """Returns True if the frame's file is, or lies in, one of these relative paths."""
+    """Returns True if the file of a frame is one of these relative paths, or lies in one of
+    them.
+    """
     return any(f"/{path}" in f"/{frame.file}" for path in paths)
 
 
@@ -321,12 +323,11 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 
 
 def may_continue_alone(stack: Stack) -> bool:
-    """Returns True if a thread may continue even though no other thread and no other rank does
-    anything.
+    """Returns True if a thread may go on even if no other thread and no other rank does anything.
 
-    It may not if it waits for one of them without a timeout. Such waits are known in
-    `torch.distributed`, in Python's `threading`, and in the workers of `concurrent.futures`, which
-    wait for work. Of any other stack it is assumed that it may continue.
+    It may not if it waits for one of them without a timeout. Such waits are recognized in
+    `torch.distributed`, in Python's `threading`, and in the idle workers of `concurrent.futures`.
+    A thread with any other stack is assumed to be able to go on.
     """
     if not stack:
         return False
@@ -335,10 +336,9 @@ def may_continue_alone(stack: Stack) -> bool:
     if wait is not None and wait.certain:
         return False
 
+    # The source of the line shows whether a lock is waited for with a timeout: `waiter.acquire()`
+    # has none, `waiter.acquire(True, timeout)` has one.
     innermost = stack[0]
-
-    # Whether there is a timeout is seen in the source of the line: `waiter.acquire()` waits without
-    # one, `waiter.acquire(True, timeout)` with one.
     source = linecache.getline(innermost.file, innermost.line).rstrip()
     has_no_timeout = source.endswith(".acquire()")
     if _is_in(innermost, "threading.py") and has_no_timeout:
@@ -348,8 +348,8 @@ def may_continue_alone(stack: Stack) -> bool:
 
 
 def is_at_exit(stack: Stack | None) -> bool:
-    """Returns True if the program has ended and the interpreter waits for its other threads."""
-    # `_shutdown` joins the other threads, and may be one or two calls inside of that.
+    """Returns True if the script has ended and the interpreter waits for its remaining threads."""
+    # `threading._shutdown` joins them, and may be one or two calls deep in that.
     innermost_frames = (stack or ())[:3]
     return any(
         frame.function == "_shutdown" and _is_in(frame, "threading.py")
@@ -359,6 +359,6 @@ def is_at_exit(stack: Stack | None) -> bool:
 
 def waits_for_data_loader(stack: Stack | None) -> bool:
     """Returns True if the stack waits for the next batch of a DataLoader."""
-    # Up to a dozen frames may lie inside of the DataLoader's own: it waits in queues and pipes.
+    # The DataLoader waits in queues and pipes, so up to a dozen frames may be inside its own.
     innermost_frames = (stack or ())[:12]
     return any(_is_in(frame, "torch/utils/data/dataloader.py") for frame in innermost_frames)

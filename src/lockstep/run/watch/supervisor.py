@@ -1,9 +1,9 @@
-"""Watches the ranks while they run, and reports what hangs and what is slow.
+"""Watches the ranks of a run, and reports ranks that hang and ranks that are slow.
 
-Most of the time it only reads a few bytes of each rank's *heartbeat*. If a rank is *quiet*, that is
-if it has made no step for `HangRules.after` seconds, two snapshots of all ranks are taken one after
-the other, and `hang.find` judges them. A *fatal* verdict stops the run; others are reported.
-Stragglers are looked for now and then.
+Most of the time, the supervisor only reads a few bytes of each rank's *heartbeat*. If a rank is
+*quiet*, which means it has made no step for `HangRules.after` seconds, the supervisor takes two
+snapshots of all ranks, one after the other, and `hang.find` judges them. A *fatal* verdict stops
+the run; others are only reported. Now and then it also looks for stragglers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.run.watch.verdict import Verdict
 
 _HEARTBEAT_INTERVAL_S = 0.5
-# The time between the two snapshots of a verdict is long enough to see whether a rank moves.
+# The time between two snapshots must be long enough to see whether a rank moves.
 _BETWEEN_SNAPSHOTS_S = 1.5
 # The pause between two pairs of snapshots grows while they show that the ranks move.
 _MIN_PAUSE_S = 1.5
 _MAX_PAUSE_S = 4.0
-# Waiting that is no deadlock is reported when it has lasted this much longer.
+# A wait that is not a deadlock is reported after this much more time.
 _EXTRA_PATIENCE_S = 1.0
-# The same waiting is reported again when it is this many times as long as at the last report.
+# The same wait is reported again when it has become this many times longer.
 _REPORT_AGAIN_FACTOR = 4.0
 # A rank is not quiet before this many of its own steps would have passed.
 _QUIET_AFTER_STEPS = 4.0
@@ -41,7 +41,7 @@ _FIRST_STRAGGLER_CHECK_S = 6.0
 _SECOND_STRAGGLER_CHECK_S = 2.0
 _MAX_STRAGGLER_PAUSE_S = 600.0
 
-# With these kinds of verdicts the others wait for a rank that may yet come.
+# In these kinds of verdicts, the others wait for a rank that may still come.
 _KINDS_OF_AWAITED_RANKS = ("working", "blocked", "loading", "gil", "unknown")
 
 
@@ -50,10 +50,12 @@ class Supervisor:
 
     Args:
         processes: the ranks of this machine.
-        rules: when a run counts as hanging, and what to do then.
-        folder: where `hang.txt` and `hang.json` are written.
-        report: called with each text for the user, in English and in the language of the console.
-        exchange: takes snapshots together with the run's other machines; None if there are none.
+        rules: after how long a run counts as hanging, and what to do then.
+        folder: the folder in which `hang.txt` and `hang.json` are written.
+        report: function that shows a text to the user; it is called with the text in English and in
+            the language of the console.
+        exchange: takes snapshots together with the other machines of the run; None if there are
+            none.
     """
 
     def __init__(
@@ -70,18 +72,18 @@ class Supervisor:
         self._report = report
         self._exchange = exchange
 
-        # The launchers of other machines begin later than the first one.
+        # The launchers of the other machines begin later than the first one.
         delay_s = 0.0 if exchange is None else exchange.delay_s
         self._max_quiet_s = rules.after - _BETWEEN_SNAPSHOTS_S + delay_s
         now = time.monotonic()
         self._began_at = now
         self._moved_at = now
-        """When a step, or a pair of snapshots, last showed that something moves."""
+        """When a step or a pair of snapshots last showed that the ranks move."""
         self._next_heartbeats_at = now
         self._next_snapshot_at = now
         self._pause_s = _MIN_PAUSE_S
         self._first_snapshot: Snapshot | None = None
-        """The first snapshot of a pair, while the second is waited for."""
+        """The first snapshot of a pair, until the second one is taken."""
         self._first_snapshot_at = 0.0
         self._reported_s: dict[object, float] = {}
         """How long each wait had lasted when it was last reported."""
@@ -90,13 +92,13 @@ class Supervisor:
         self._straggler_pause_s = _FIRST_STRAGGLER_CHECK_S
         self._next_straggler_check_at = now + _FIRST_STRAGGLER_CHECK_S + delay_s
         self.verdict: Verdict | None = None
-        """Why the run cannot go on."""
+        """The reason why the run cannot go on, once one has been found."""
 
     def check(self) -> bool:
-        """Looks after the ranks, if it is time to. Call it often.
+        """Checks the ranks, if it is time to. The launcher calls this many times a second.
 
         Returns:
-            True if the run cannot go on, as `verdict` says, and is to be stopped.
+            True if the run cannot go on and must be stopped; `verdict` then says why.
         """
         now = time.monotonic()
         if self.verdict is None and now >= self._next_heartbeats_at:
@@ -105,52 +107,62 @@ class Supervisor:
         return self.verdict is not None and self._rules.on_hang == "stop"
 
     def _do_what_is_due(self, now: float) -> None:
-        """Reads the heartbeats, and does the one thing that is due, if any: takes the first
-        snapshot of a pair, judges it by a second one, or looks for stragglers.
+        """Reads the heartbeats, and takes a snapshot if one is due.
+
+        At most one thing is done: the first snapshot of a pair is taken, or the second one is taken
+        and both are judged, or stragglers are looked for.
         """
         quiet_s = self._read_heartbeats(now)
+
         if self._first_snapshot is not None:  # the ranks are left alone until the second one
             if now - self._first_snapshot_at >= _BETWEEN_SNAPSHOTS_S:
                 self._judge(now, self._first_snapshot)
                 self._first_snapshot = None
         elif quiet_s >= self._max_quiet_s and now >= self._next_snapshot_at:
-            # A rank has been quiet for too long, and the last pair is some time ago.
+            # A rank has been quiet for too long, and the last pair was some time ago.
             self._first_snapshot = self._take_snapshot()
             self._first_snapshot_at = now
         elif now >= self._next_straggler_check_at:
             self._check_for_stragglers(now)
 
     def _read_heartbeats(self, now: float) -> float:
-        """Notes in `_moved_at` when a rank last made a step.
+        """Reads when each rank made its last step, and notes the latest step in `_moved_at`.
 
         Returns:
-            For how many seconds the quietest rank has made no step. The caller compares them with
-            `HangRules.after`. A rank with slow steps may be quiet for longer; what it may be quiet
-            more is taken off its seconds.
+            The seconds since the last step of the quietest rank, to be compared with
+            `HangRules.after`. A rank with slow steps may be quiet for longer; the extra time is
+            subtracted.
         """
         longest_s = 0.0
         for process in self._processes:
             heartbeat = read_heartbeat(process.evidence.heartbeat)
             last_step = 0.0 if heartbeat is None else heartbeat.last_step
             step_s = 0.0 if heartbeat is None else heartbeat.took_s
+
             self._moved_at = max(self._moved_at, last_step)
-            quiet_s = now - max(self._began_at, last_step)  # before its first step, since the start
+
+            # Before its first step, a rank is quiet since its start.
+            quiet_s = now - max(self._began_at, last_step)
             extra_allowance_s = max(0.0, _QUIET_AFTER_STEPS * step_s - self._rules.after)
             longest_s = max(longest_s, quiet_s - extra_allowance_s)
 
         return longest_s
 
     def _take_snapshot(self, *, call_stacks: bool = False) -> Snapshot | None:
-        """Takes a snapshot of all ranks of the run; None if another machine cannot answer."""
+        """Takes a snapshot of all ranks of the run.
+
+        Returns:
+            The snapshot, or None if another machine did not answer.
+        """
         if self._exchange is None:
             return take_snapshot(self._processes, call_stacks=call_stacks)
         return self._exchange.take_of_all_ranks(call_stacks=call_stacks)
 
     def _judge(self, now: float, earlier: Snapshot) -> None:
-        """Takes the second snapshot of a pair, and acts on what both of them show.
+        """Takes the second snapshot of a pair, and acts on what the two of them show.
 
-        If the ranks move, it notes that in `_moved_at`. If the run cannot go on and is to be
-        stopped, it sets `verdict`. Any other verdict is reported, if that is due.
+        If the ranks move, only `_moved_at` is updated. If the run cannot go on and must be stopped,
+        `verdict` is set. Any other verdict is reported, unless it was reported a short while ago.
 
         Args:
             now: the present time.
@@ -175,8 +187,8 @@ class Supervisor:
             self.verdict = self._complete(verdict, earlier, later)
             return
 
-        # From here on the run is left alone: `on_hang` is "report", or the wait may end by itself.
-        # A wait that may end is reported only when it has lasted somewhat longer.
+        # From here on the run is left alone: either `on_hang` is "report", or the wait may end by
+        # itself. A wait that may end is only reported once it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
         may_be_reported = verdict.fatal or has_lasted
         if may_be_reported and self._mark_reported_if_due(verdict, verdict.waited_s):
@@ -185,17 +197,19 @@ class Supervisor:
             self._report(render(verdict), render(verdict, translate))
 
     def _complete(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
-        """Returns a fatal verdict that also says where earlier calls were made; writes its report.
+        """Adds to a fatal verdict where earlier calls were made, and writes its report.
 
-        For that the stacks of the recorded calls are needed. To obtain them stops the ranks for
-        some tenths of a second, so it is done only now. If they are not obtained, the verdict is
-        returned as it is.
+        This takes another snapshot, with the stacks of all recorded calls. It stops the ranks for
+        some tenths of a second, so it is only taken once a verdict is known. If it cannot be taken,
+        the verdict is returned as it is.
         """
         snapshot_with_stacks = self._take_snapshot(call_stacks=True)
         if snapshot_with_stacks is not None:
             waited_s = time.monotonic() - self._moved_at
             verdict_with_stacks = hang.find(earlier, snapshot_with_stacks, waited_s)
-            # If it is of another kind, a rank has moved or ended meanwhile: the first one counts.
+
+            # If the new verdict is of another kind, a rank has moved or ended meanwhile. Then the
+            # first verdict stands.
             if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
                 verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
                 later = snapshot_with_stacks
@@ -209,50 +223,53 @@ class Supervisor:
         return verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
-        """Decides whether a verdict that does not stop the run is reported now.
+        """Decides whether to report a verdict now that does not stop the run.
 
-        A rank may often work alone, so the same wait is reported again only when it is much longer
-        than at its last report.
+        A rank may often work while the others wait. So the same wait is reported again only when it
+        has become much longer than it was at the last report.
 
         Args:
             verdict: what keeps the ranks waiting.
-            lasted_s: for how long they have waited.
+            lasted_s: how long they have waited, in seconds.
 
         Returns:
-            True if it is to be reported. It is then noted in `_reported_s`.
+            True if the verdict must be reported. It is then marked as reported.
         """
         keys = self._keys_of_wait(verdict)
-        reported_s = max(self._reported_s.get(key, 0.0) for key in keys)  # at the last report
-        if lasted_s < _REPORT_AGAIN_FACTOR * reported_s:
+        last_reported_s = max(self._reported_s.get(key, 0.0) for key in keys)
+        if lasted_s < _REPORT_AGAIN_FACTOR * last_reported_s:
             return False
+
         for key in keys:
-            self._reported_s[key] = max(lasted_s, reported_s)
+            self._reported_s[key] = max(lasted_s, last_reported_s)
         return True
 
     def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
-        """Returns two keys. Two verdicts are on the same wait if one of their keys is the same.
+        """Returns two keys that identify a wait. Verdicts that share one of them are on the same
+        wait.
 
-        The first key is the same if all ranks are at the same lines. The second one is the same if
-        nothing has moved between the verdicts. Their kinds may differ then, as a rank for which the
-        others wait may work and be blocked in turn.
+        The first key is shared if all ranks are at the same lines. The second one is shared if no
+        rank has moved in between. Such verdicts may be of different kinds, as the rank that the
+        others wait for may be working and blocked in turn.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
+
         is_on_awaited_rank = verdict.kind in _KINDS_OF_AWAITED_RANKS
         kind_or_group = "awaited" if is_on_awaited_rank else verdict.kind
         key_by_last_move = (kind_or_group, verdict.ranks, self._moved_at)
         return key_by_lines, key_by_last_move
 
     def _check_for_stragglers(self, now: float) -> None:
-        """Takes a snapshot and reports a straggler that the last check has found as well.
+        """Takes a snapshot, and reports a straggler if the last check found the same one.
 
-        Any rank can be late for a while. So if a new one is found, the next check follows soon;
-        otherwise the pauses between the checks grow.
+        Any rank can be late for a while. So a new straggler is only noted, and the next check
+        follows soon. Otherwise the pauses between the checks grow.
         """
         self._straggler_pause_s = min(2.0 * self._straggler_pause_s, _MAX_STRAGGLER_PAUSE_S)
         self._next_straggler_check_at = now + self._straggler_pause_s
-        snapshot = self._take_snapshot()
 
+        snapshot = self._take_snapshot()
         verdict = None if snapshot is None else straggler.find_straggler(snapshot)
         if verdict is None:
             self._slow_ranks = ()
@@ -264,14 +281,14 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # A straggler does not get longer, as a wait does. It always counts as 1 s, so that the same
-        # one, at the same lines, is reported once.
+        # Unlike a wait, a straggler has no duration. With a constant one, the same straggler at the
+        # same lines is reported only once.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict), render(verdict, translate))
 
 
 def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
-    """Writes `hang.json` for programs and `hang.txt` for people.
+    """Writes a verdict and the state of the ranks: `hang.json` for programs, `hang.txt` for people.
 
     Raises:
         OSError: the folder cannot be written.

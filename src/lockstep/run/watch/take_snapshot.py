@@ -1,8 +1,8 @@
-"""Takes a snapshot of the ranks of this machine, from outside of their processes.
+"""Takes a snapshot of the ranks of this machine, from outside their processes.
 
-Each rank is sent a *request* through a pipe, which a thread of the rank answers in a file. A rank
-that does not answer in time is asked by a *stack signal*, which needs no Python in the rank. What
-has not come when the time is up stays None in the snapshot.
+Each rank is sent a *request* through a pipe, which a thread of the rank answers by writing a file.
+A rank that does not answer in time is sent a *stack signal*, which makes it write its stack even if
+its Python code is blocked. Whatever has not arrived when time is up stays None in the snapshot.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ _request_numbers = itertools.count(1)
 def take_snapshot(
     processes: Sequence[Process], *, call_stacks: bool = False, timeout_s: float | None = None
 ) -> Snapshot:
-    """Asks all ranks of this machine at the same time.
+    """Asks all ranks of this machine for their state, at the same time.
 
     Args:
         processes: the ranks.
-        call_stacks: asks also for the stack of each recorded call, for a verdict that is to be
-            reported. This stops a rank's Python for some tenths of a second.
-        timeout_s: how long to wait for the answers; by default 1 s, and 4 s with `call_stacks`. It
-            returns earlier if all have answered.
+        call_stacks: whether to ask for the stack of each recorded call too, which a report shows.
+            This stops a rank's Python code for some tenths of a second.
+        timeout_s: how long to wait for the answers, in seconds; by default 1, or 4 with
+            `call_stacks`. The function returns earlier if all ranks have answered.
 
     Returns:
-        The state of each rank, in the order of `processes`. What was not obtained is None.
+        The state of each rank, in the order of `processes`. What is not known is None.
     """
     if timeout_s is None:
         timeout_s = ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else ANSWER_TIMEOUT_S
-
     signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
-    number = next(_request_numbers)  # tells the answers from those to an earlier request
 
+    number = next(_request_numbers)  # distinguishes the answers from those to an earlier request
     requests = [_Request(process, number) for process in processes]
     for request in requests:
         request.send(call_stacks)
@@ -79,8 +78,8 @@ def take_snapshot(
 
         time.sleep(_POLL_INTERVAL_S)
 
-    # The processor time of DataLoader workers and others that a rank has started. It is read for
-    # all ranks at once, as it is found in the list of all processes of the machine.
+    # Add the processor time of the processes that each rank has started, such as DataLoader
+    # workers. It is read for all ranks at once, from the list of all processes of the machine.
     children_cpu_s = cpu_of_descendants([request.state.pid for request in requests])
     states = []
     for request in requests:
@@ -91,7 +90,7 @@ def take_snapshot(
 
 
 class _Request:
-    """The request to one rank, and what has come so far."""
+    """The request to one rank, and the part of its state that has arrived so far."""
 
     def __init__(self, process: Process, number: int) -> None:
         self._number = number
@@ -103,17 +102,19 @@ class _Request:
         if heartbeat is not None and heartbeat.pid != process.pid:
             heartbeat = None  # it belongs to an earlier start of the rank, or to another program
 
-        self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         process_state = None if status is None else status.state
         is_stopped = process_state is not None and process_state in STOPPED_STATES
+        is_dead = process_state is not None and process_state in _DEAD_STATES
+
+        self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         self._cannot_react = has_ended or is_stopped or process_state == _ZOMBIE_STATE
         self._shows_stacks = status is not None and status.shows_stacks and not self._cannot_react
         self._main_switches = None if status is None else status.main_switches
         self._stacks_offset: int | None = None
-        """Where the stacks that a signal has asked for begin in their file; None: not sent."""
+        """The offset in the file at which the stacks that a signal asked for begin; None before."""
         self._stacks_length = -1
-        """The length of what the last look has found there."""
-        is_dead = process_state is not None and process_state in _DEAD_STATES
+        """The length of the stacks when they were last read."""
+
         self.state = RankState(
             rank=process.rank,
             host=socket.gethostname(),
@@ -129,21 +130,22 @@ class _Request:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything has come that the rank was asked for."""
+        """True if everything that the rank was asked for has arrived."""
         # `answered` is False from the request to the answer, then True. It is None for a rank that
         # could not be asked, or whose answer could not be read.
         if self.state.answered is not None:
             return self.state.answered
-        # A stack by signal is all that such a rank can give, if it handles the signal.
+
+        # Such a rank can only give a stack, and only if it handles the signal.
         return not self._shows_stacks or self.state.stack is not None
 
     def send(self, call_stacks: bool) -> None:
         """Sends the request to the thread that answers in the rank, if the rank has one.
 
-        Then `state.answered` becomes False, until `collect` finds the answer.
+        From then on `state.answered` is False, until `collect` finds the answer.
 
         Args:
-            call_stacks: asks also for the stack of each recorded call.
+            call_stacks: whether to ask for the stack of each recorded call too.
         """
         has_answering_thread = self.state.steps is not None  # a rank with a heartbeat has a probe
         if self._cannot_react or not has_answering_thread:
@@ -156,24 +158,22 @@ class _Request:
 
         self.state = replace(self.state, answered=False)
         text = f"{self._number} lines\n" if call_stacks else f"{self._number}\n"
-        with contextlib.suppress(BlockingIOError):  # it is full, as nobody has read it for long
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: nobody has read it for long
             os.write(pipe, text.encode())
-
         os.close(pipe)
 
     def send_signal(self) -> None:
         """Sends the rank a stack signal, once, at a moment when that does no harm.
 
-        A signal can make a system call of the rank fail, see `harmless_stack_signal`. If that is
-        possible now, nothing is sent, and this is to be called again later. Once a signal is sent,
-        `_stacks_offset` says where in their file the stacks begin.
+        A signal can make a system call of the rank fail, see `harmless_stack_signal`. While that is
+        possible, nothing is sent, and the caller tries again later.
         """
         was_sent_already = self._stacks_offset is not None
         if not self._shows_stacks or was_sent_already:
             return
 
         with contextlib.suppress(OSError):
-            offset = self._evidence.stacks.stat().st_size
+            end_of_file = self._evidence.stacks.stat().st_size  # the new stacks will begin there
             has_answering_thread = self.state.answered is not None
 
             signal_number = harmless_stack_signal(
@@ -181,10 +181,10 @@ class _Request:
             )
             if signal_number is not None:
                 os.kill(self.state.pid, signal_number)
-                self._stacks_offset = offset
+                self._stacks_offset = end_of_file
 
     def collect(self) -> None:
-        """Reads what the rank has written so far into `state`."""
+        """Adds to `state` what the rank has written so far."""
         if self._stacks_offset is not None and self.state.stack is None:
             with contextlib.suppress(OSError):
                 self._read_stacks(self._stacks_offset)
@@ -193,18 +193,18 @@ class _Request:
                 self._read_answer()
 
     def _read_stacks(self, offset: int) -> None:
-        """Reads the stacks that the signal handler has written. Once they are complete, the main
-        thread's is put into `state`.
+        """Reads the stacks that the signal handler writes, and adds the main thread's to `state`
+        once they are complete.
 
         Args:
-            offset: where they begin in their file.
+            offset: the offset in the file at which the stacks begin.
         """
         with open(self._evidence.stacks, "rb") as file:
             file.seek(offset)
             text = file.read().decode(errors="replace")
 
-        # The signal handler writes piece by piece. It is ready when nothing more has come since the
-        # last look, two hundredths of a second ago.
+        # The signal handler writes piece by piece. It is done if nothing has been added since the
+        # last look, 0.02 s ago.
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)
@@ -212,10 +212,10 @@ class _Request:
         self._stacks_length = len(text)
 
     def _read_answer(self) -> None:
-        """Reads the answer into `state`, if that of this request is there already."""
+        """Adds the rank's answer to `state`, if it has already answered this request."""
         beginning = f'{{"request": {self._number},'
         with open(self._evidence.answer) as file:
-            # An answer may be megabytes long, so an old one is not read to its end.
+            # An answer may be megabytes long, so one to an earlier request is not read to its end.
             if file.read(len(beginning)) == beginning:
                 text = beginning + file.read()
                 self.state = with_answer(self.state, text, self._main_thread)
