@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -44,6 +45,7 @@ from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
 from lockstep.training.schedule_length import warn_of_lengths_in_micro_batches
+from lockstep.training.unpacking import check_unpacking
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.session import Checkpoint
@@ -219,13 +221,14 @@ class World:
 
         Raises:
             UsageError: an object of another kind, one that is prepared already, or an optimizer
-                with parameters of no prepared module.
+                with parameters of no prepared module; or results that are mixed up.
             DataError: a DataLoader without batch size or length.
             RanksDifferError: the ranks have different models or data.
         """
         self._check_open("prepare")
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
+        check_unpacking(objects, sys._getframe(1))
         prepared = self._preparer.prepare(objects)
         # Models are built with the same random numbers on all ranks. From here on they differ.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 MESSAGES: dict[str, str] = {
+    "results in another order": (
+        "optimizer, model = world.prepare(model, optimizer)\n"
+        "  found: the result for a Linear would go to the variable that holds an SGD\n"
+        "  do:    unpack the results in the order in which the objects are given"
+    ),
     "batch size 0": (
         "batch_size=0\n"
         "  found: a global batch holds a whole number of samples, at least 1\n"

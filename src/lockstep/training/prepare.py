@@ -66,6 +66,7 @@ from lockstep.training.optimizer import (
     choose_foreach,
     refuse_wrong_on_shards,
 )
+from lockstep.training.unpacking import note_order
 from lockstep.training.virtual_rank_states import VirtualRankStates
 from lockstep.training.virtual_rank_streams import VirtualRankStreams
 from lockstep.wording import describe_type, join_first
@@ -106,6 +107,8 @@ class Preparer:
                 plan.virtual_ranks.count, run.topology.is_main, self.wrapped, self.optimizers
             )
         self._plan = plan
+        self._returned: list[list[Any]] = []
+        """What each call of `prepare` has returned."""
         self._loaders_of_this_call: list[Loader] = []
         self._deferred_of_this_call: list[DeferredModel] = []
         self._loader_numbers = itertools.count()
@@ -136,6 +139,7 @@ class Preparer:
             error: None if there was none. Notes that it has already are not added again.
         """
         note_empty_part(error, self.run.step.latest_micro_batch)
+        note_order(error, self._returned)
         if self.run.settings.virtual_ranks is not None:
             add_determinism_note(error)
             note_single_sample(error, self.run.step.latest_micro_batch)
@@ -180,7 +184,9 @@ class Preparer:
         for deferred in self._deferred_of_this_call:
             deferred.watch_parameters()
         self._deferred_of_this_call = []
-        return [prepared[id(thing)] for thing in objects]
+        results = [prepared[id(thing)] for thing in objects]
+        self._returned.append(results)
+        return results
 
     def add_loader(self, source: Source, **options: Any) -> Loader:
         """Returns the loader of a source, with the options of `World.loader`.

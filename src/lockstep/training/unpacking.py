@@ -1,0 +1,166 @@
+"""Finds results of `world.prepare` that the script unpacks in another order than they come in.
+
+`prepare` returns its results in the order in which the objects were given. Two cases are found:
+
+- `test, train = world.prepare(train, test)` is refused before anything is prepared. Both results
+  are of one kind, so no error would follow. The script's source names the variables that get the
+  results; if one of them holds another of the given objects, the results are mixed up.
+- Otherwise Python's own error comes later, such as "'PreparedOptimizer' object is not callable",
+  and gets a note that says what `prepare` has returned in which order.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from lockstep.batch.loader import Loader
+from lockstep.errors import LockstepError, UsageError, add_note_once
+from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler
+from lockstep.user_code import is_user_file
+from lockstep.wording import describe_type
+
+_NOTE_BEGINNING = "lockstep: world.prepare returned, in the order in which they were given: "
+MISSING_ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
+NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
+NOT_ITERABLE = re.compile(r"'(\w+)' object is not iterable")
+
+
+def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
+    """Raises UsageError if variables get the results of other objects than those that they hold.
+
+    Args:
+        objects: what `prepare` was given.
+        frame: of the function that has called `prepare`. If its statement is not one that unpacks
+            the results, or has no source, nothing is known.
+    """
+    if frame is None or len(objects) < 2 or not is_user_file(frame.f_code.co_filename):
+        return
+    targets = _find_targets(frame)
+    if len(targets) != len(objects):
+        return
+    held_objects = [_value_of(target, frame) for target in targets]
+    names_by_id = {}
+    for target, held in zip(targets, held_objects, strict=True):
+        names_by_id[id(held)] = ast.unparse(target)
+    given_ids = {id(thing) for thing in objects}
+    for thing, held in zip(objects, held_objects, strict=True):
+        if held is not thing and id(held) in given_ids:
+            # An object that no variable of the statement holds is named by its class.
+            given = [names_by_id.get(id(other), type(other).__name__) for other in objects]
+            unpacked = ", ".join(ast.unparse(target) for target in targets)
+            raise UsageError(
+                f"{unpacked} = world.prepare({', '.join(given)})",
+                f"the result for {describe_type(thing)} would go to the variable that holds "
+                f"{describe_type(held)}",
+                "unpack the results in the order in which the objects are given",
+            )
+
+
+def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -> None:
+    """Adds to an error the order of what `prepare` has returned, if the error may come from that.
+
+    Args:
+        error: that nobody has caught.
+        returned: the results of each call of `prepare`.
+    """
+    if not isinstance(error, TypeError | AttributeError) or isinstance(error, LockstepError):
+        return
+    for results in returned:
+        if len(results) > 1 and _may_be_mixed_up(str(error), results):
+            kinds = ", ".join(_describe_result(result) for result in results)
+            add_note_once(error, _NOTE_BEGINNING, f"{kinds}. Unpack them in this order.")
+            return
+
+
+def _find_targets(frame: FrameType) -> list[ast.expr]:
+    """Returns what a statement `a, b = world.prepare(...)` assigns to; an empty list if the frame
+    is not in such a statement.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except SyntaxError:
+        return []
+    targets: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        is_running = node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+        if is_running and _calls_prepare(node.value) and isinstance(node.targets[0], ast.Tuple):
+            targets = node.targets[0].elts
+    return targets
+
+
+def _calls_prepare(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    return value.func.attr == "prepare"
+
+
+def _value_of(target: ast.expr, frame: FrameType) -> Any:
+    """Returns what a variable, or an attribute of one, holds in a frame; None if that is unknown.
+
+    No code of the script's is run, so properties are unknown.
+    """
+    if isinstance(target, ast.Name):
+        return frame.f_locals.get(target.id, frame.f_globals.get(target.id))
+    if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
+        return None
+    owner = _value_of(target.value, frame)
+    attributes = dict(getattr(owner, "__dict__", {}))
+    if isinstance(owner, nn.Module):  # which keeps the modules that are its attributes apart
+        attributes.update(owner.named_children())
+    return attributes.get(target.attr)
+
+
+def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
+    """Returns True if one result was used for what another result is there for.
+
+    Args:
+        message: of Python's error, which names the class of what was used.
+        results: of one call of `prepare`.
+    """
+    missing = MISSING_ATTRIBUTE.match(message)
+    not_callable = NOT_CALLABLE.match(message)
+    not_iterable = NOT_ITERABLE.match(message)
+    for used in results:
+        others = [other for other in results if other is not used]
+        # A wrapper passes on to the user's object what it has not itself.
+        names = {type(used).__name__, type(_without_wrapper(used)).__name__}
+        if missing is not None and missing[1] in names:
+            if any(hasattr(other, missing[2]) for other in others):
+                return True
+        elif not_callable is not None and not_callable[1] in names:
+            if any(isinstance(other, nn.Module) for other in others):
+                return True
+        elif not_iterable is not None and not_iterable[1] in names:
+            if any(isinstance(other, Loader) for other in others):
+                return True
+    return False
+
+
+def _without_wrapper(result: Any) -> Any:
+    """Returns the user's object of which `prepare` has made a result."""
+    if isinstance(result, PreparedOptimizer | PreparedScheduler):
+        return result.inner
+    if isinstance(result, nn.Module):
+        return getattr(result, "module", result)
+    return result
+
+
+def _describe_result(result: Any) -> str:
+    """Returns what a result is: "the loader", "the optimizer SGD", "the model Net"."""
+    if isinstance(result, Loader):
+        return "the loader"
+    name = type(_without_wrapper(result)).__name__
+    if isinstance(result, PreparedOptimizer):
+        return f"the optimizer {name}"
+    if isinstance(result, PreparedScheduler):
+        return f"the scheduler {name}"
+    return f"the model {name}"
