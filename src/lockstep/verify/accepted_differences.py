@@ -58,9 +58,11 @@ def accept_differences(
     accepted = _parameters_changed_after_steps(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
+
     accepted = _losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
+
     if _optimizers_do_not_use_their_values(reference_run, parallel_run, final_sums, tolerance):
         return AcceptedDifference(
             reference_run=[_without_values_of_step(update) for update in reference_run],
@@ -68,6 +70,7 @@ def accept_differences(
             text="where an optimizer's step begins each rank has gradients or tensors of its own; "
             "before every next forward pass the parameters of all ranks are those of one process",
         )
+
     return AcceptedDifference(list(reference_run), list(parallel_run), text="")
 
 
@@ -92,6 +95,7 @@ def _parameters_changed_after_steps(
     for number, (expected, actual) in enumerate(pairs):
         if not tensor_differences("parameters", expected, actual, tolerance):
             continue
+
         optimizer = expected[0].optimizer
         next_pair = _first_pair_with_forward_pass(pairs[number + 1 :])
         if next_pair is None:
@@ -103,22 +107,27 @@ def _parameters_changed_after_steps(
                     _with_next_parameters(actual, next_update=None),
                 )
             continue
+
         names = expected[0].parameters.keys()
         if not all(rank.parameters.keys() == names for rank in actual):
             continue  # some rank has only a part of the parameters
+
         next_expected, next_actual = next_pair
         new_expected = _with_next_parameters(expected, next_expected)
         new_actual = _with_next_parameters(actual, next_actual)
         if not tensor_differences("parameters", new_expected, new_actual, tolerance):
             replaced[number] = new_expected, new_actual
             accepted_optimizers.add(optimizer)
+
     if not replaced:
         return None
+
     new_reference = list(reference_run)
     new_parallel = list(parallel_run)
     for number, (new_expected, new_actual) in replaced.items():
         new_reference[number] = new_expected
         new_parallel[number] = new_actual
+
     return AcceptedDifference(
         new_reference,
         new_parallel,
@@ -163,11 +172,13 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
                     parameters[name] = rewritten[name]
                 else:
                     parameters[name] = array_after_step
+
         # The sums are over the parameters before this update. If it began without a forward pass,
         # they are what the step before it left, and that is not compared.
         parameter_sums: Mapping[str, Array] = {}
         if rank.began_with_forward:
             parameter_sums = rank.parameter_sums
+
         ranks.append(
             replace(
                 rank,
@@ -177,6 +188,7 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
                 parameters=parameters,
             )
         )
+
     return Update(ranks)
 
 
@@ -201,8 +213,10 @@ def _losses_and_rates_that_cancel(
         gradients_differ = tensor_differences("gradients", expected, actual, tolerance)
         if gradients_differ and learning_rates_differ(expected, actual, tolerance):
             some_cancel = True
+
     if not some_cancel:
         return None
+
     return AcceptedDifference(
         reference_run=[_without_losses_and_rates(update) for update in reference_run],
         parallel_run=[_without_losses_and_rates(update) for update in parallel_run],
@@ -255,12 +269,14 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
             return True
         if update.ranks_that_differ("parameters", FLOAT64):
             return True
+
         names_of_first_rank = update[0].gradients.keys()
         for rank in update:
             if rank.gradients.keys() != names_of_first_rank:
                 return True  # each rank's optimizer has other parameters
             if any(is_in_no_model(name) for name in rank.gradients):
                 return True  # the optimizer has a buffer of its own, such as a slice of a flat one
+
     return False
 
 
@@ -296,11 +312,13 @@ def updates_leave_same_parameters(
     """
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False  # there is nothing to compare some update with
+
     reference_final, parallel_final = final_sums
     expected_sums_after: list[Mapping[str, Array]] = []
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final):
         # If one process trains several replicas, the first one counts.
         expected_sums_after.append(sums_of_replicas[0] if sums_of_replicas else {})
+
     sums_of_ranks_after = _sums_after_updates(parallel_run, parallel_final)
 
     num_compared = 0
@@ -313,9 +331,11 @@ def updates_leave_same_parameters(
             if not _are_equal(expected_of_models, actual_of_models, tolerance):
                 return False
             num_compared += 1
+
     for expected_update, actual_update in zip(reference_run, parallel_run, strict=True):
         if not _optimizer_states_agree(expected_update, actual_update, tolerance):
             return False
+
     # That all agree proves nothing if nothing was compared, or if training changes nothing.
     sums_before_first_update = reference_run[0][0].parameter_sums
     return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
@@ -346,16 +366,19 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
         for rank in actual:
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
+
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
             # `scale=0.0`: the tolerance depends on the values of this tensor alone.
             if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
+
         slices_are_complete = sum(state[SIZE] for state in states) == expected_state[SIZE]
         if slices_are_complete:
             largest_of_slices = max(state[LARGEST] for state in states)
             if tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0):
                 return False
+
     return True
 
 
@@ -389,9 +412,11 @@ def _parameters_change(
     for sums in sums_after_updates[-2:]:
         if sums:
             last_sums = sums
+
     for name in sums_before:
         if name in last_sums and not np.array_equal(last_sums[name], sums_before[name]):
             return True
+
     return False
 
 
@@ -413,4 +438,5 @@ def _without_values_of_step(update: Update) -> Update:
                 parameter_sums=_arrays_of_models(rank.parameter_sums),
             )
         )
+
     return Update(ranks)

@@ -33,13 +33,16 @@ def constant_ratio(
     b = flat(tensors)
     if a.shape != b.shape:
         return None
+
     # The c for which the norm of b - c * a is the smallest: c = (a . b) / (a . a).
     square = float(a @ a)
     if square == 0.0:
         return None
+
     ratio = float(a @ b) / square
     if ratio == 0.0:  # b is zero, or has nothing of a
         return None
+
     remainder = norm(b - ratio * a)
     is_rounding = remainder <= max_error * norm(b)  # False for NaN
     return ratio if is_rounding else None
@@ -63,17 +66,20 @@ def weights(
     goal = flat(target)
     if not parts or goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
         return None
+
     columns = []
     for part in parts:
         tensors_of_part = {}  # those of the target, in the same order
         for name, array in target.items():
             tensors_of_part[name] = part.get(name, np.zeros_like(array))
         columns.append(flat(tensors_of_part))
+
     matrix = np.stack(columns, axis=1)  # shape (values of the target, parts)
     column_norms = np.linalg.norm(matrix, axis=0)
     is_nonzero = column_norms > 0  # for each part
     if not is_nonzero.any():
         return None
+
     # Solve goal = normalized @ solution, where each column is a part divided by its norm. Parts may
     # be of very different sizes, and columns that are small beside the largest one would not count
     # for the rank of the matrix.
@@ -83,9 +89,11 @@ def weights(
     has_one_solution = matrix_rank >= len(nonzero_norms)
     if not has_one_solution:
         return None
+
     remainder = norm(goal - normalized @ solution)
     if remainder > max_error * norm(goal):
         return None
+
     # goal = matrix @ weights, so the weights are those of the normalized columns divided by norms.
     weights_of_parts = np.zeros(len(parts))
     weights_of_parts[is_nonzero] = solution / nonzero_norms
@@ -110,9 +118,11 @@ def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     for arrays in ranks:
         for name, array in arrays.items():
             arrays_by_name[name].append(array)
+
     means = {}
     for name, arrays_of_ranks in arrays_by_name.items():
         means[name] = np.asarray(sum(arrays_of_ranks)) / len(ranks)
+
     return means
 
 

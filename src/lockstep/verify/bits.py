@@ -113,6 +113,7 @@ class BitVerdict:
                 "seen": [each.text for each in self.first.differences],
             }
             findings.insert(0, values)
+
         return {
             "verdict": self.word,
             "comparison": "bits",
@@ -138,8 +139,10 @@ class BitVerdict:
                 lines.append(labelled(translate("until"), until))
         else:
             lines = self._lines_of_difference(head)
+
         for note in self.notes:
             lines += note.lines(translate("note"))
+
         return lines
 
     def _lines_of_difference(self, head: str) -> list[str]:
@@ -159,10 +162,13 @@ class BitVerdict:
             where = translate(format_items(script_names(difference.names)))
             if len(difference.ranks) < self.parallel.config.nproc:
                 where += translate(f", on {format_ranks(difference.ranks)}")
+
             lines.append(labelled(translate("where"), where))
+
             if others:
                 texts = [translate(other.text) for other in others]
                 lines.append(labelled(translate("then"), ", ".join(texts)))
+
         lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
         lines.append(labelled(translate("do"), translate(ADVICE)))
         return lines
@@ -208,6 +214,7 @@ def find_first_difference(
         if differences:
             optimizer = expected[0].optimizer + 1 if num_optimizers > 1 else None
             return FirstDifference(expected[0].step + 1, optimizer, differences)
+
     return None
 
 
@@ -227,6 +234,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     hashes_of_all: dict[str, str] = {}
     names_that_differ: set[str] = set()
     ranks_that_differ = []
+
     for number, rank in enumerate(actual):
         hashes = rank.bits.get(kind, {})
         hashes_of_all |= hashes
@@ -236,13 +244,16 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
         if names:
             names_that_differ |= names
             ranks_that_differ.append(number)
+
     missing = expected_hashes.keys() - hashes_of_all.keys()
     names_that_differ |= missing
     if not names_that_differ:
         return None
+
     all_names = [*expected_hashes, *sorted(hashes_of_all.keys() - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
     ranks = ranks_that_differ or list(range(len(actual)))
+
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 
@@ -257,16 +268,21 @@ def _describe_compared(reference: RunRecord) -> str:
     first = updates[0]  # stands for all: later ones have the same tensors
     compared = count_noun(len(updates), "optimizer step")
     values = [f"the first {compared}" if reference.stopped_at else f"all {compared}"]
+
     if first.samples:
         values.append(f"{first.samples} samples each")
+
     values.append("losses")
     bits = first[0].bits
     for kind, noun in (("gradients", "gradient"), ("parameters", "parameter")):
         values.append(count_noun(len(bits[kind]), noun))
+
     if bits["state"]:
         values.append(f"{count_noun(len(bits['state']), 'tensor')} of the optimizer's state")
+
     if bits["buffers"]:
         values.append(count_noun(len(bits["buffers"]), "buffer"))
+
     values.append("learning rates")
     return ", ".join(values)
 
@@ -287,8 +303,10 @@ def reason_without_bits(run: RunRecord) -> str:
                 found = f": {line.partition('found:')[2].strip()}"
                 break
         return f"{name} with virtual ranks: {first_line}{found}"
+
     if run.idle_ranks:
         return f"{format_ranks(run.idle_ranks)} made no optimizer step"
     if not run.updates:
         return f"{name} made no step of an optimizer that Lockstep has prepared"
+
     return ""

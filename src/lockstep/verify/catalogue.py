@@ -100,6 +100,7 @@ def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> l
             is_for_this_script = not by_lockstep
         if is_for_this_script:
             lines += [*_lines_of_paragraph(paragraph, in_language), ""]
+
     return lines[:-1]  # without the empty line after the last paragraph
 
 
@@ -171,6 +172,7 @@ def _find_by_words(words: list[str]) -> list[Entry]:
     """
     titles = {code: f"{e.title} {translate(e.title)}".lower() for code, e in ENTRIES.items()}
     texts = {code: f"{e.text} {_translated_text(e)}".lower() for code, e in ENTRIES.items()}
+
     # Words of at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
     # For each word, a list of its spellings. A text has the word if it has any of them.
@@ -181,6 +183,7 @@ def _find_by_words(words: list[str]) -> list[Entry]:
         (texts, exact_spellings),
         (texts, similar_spellings),
     )
+
     for text_of_code, spellings_of_words in attempts:
         codes = []
         for code, text in text_of_code.items():
@@ -188,6 +191,7 @@ def _find_by_words(words: list[str]) -> list[Entry]:
                 codes.append(code)
         if codes:
             return [ENTRIES[code] for code in codes]
+
     return []
 
 
@@ -218,6 +222,7 @@ def as_markdown(language: str) -> str:
     else:
         in_language = chinese_catalogue().translate
         full_stop = "\u3002"
+
     page = _page_head(in_language)
     for group, heading in GROUPS.items():
         page += f"\n## {in_language(heading)}\n"
@@ -230,6 +235,7 @@ def as_markdown(language: str) -> str:
             cure = _markdown_text(entry.cure, in_language)
             page += f"\n### {entry.code}\n\n**{title}{full_stop}**\n{cause}\n"
             page += f"\n*{in_language('What to do')}{full_stop}* {cure}\n"
+
     return page
 
 
@@ -244,11 +250,13 @@ def _page_head(in_language: InLanguage) -> str:
     """Returns the beginning of the page; the Chinese one leads to the English one."""
     if in_language is in_english:
         return _PAGE_HEAD
+
     title, *paragraphs = _PAGE_HEAD.strip().split("\n\n")
     parts = [f"# {in_language(title.removeprefix('# '))}", "[English](findings.md)"]
     for paragraph in paragraphs:
         is_listing = paragraph.startswith("```")
         parts.append(paragraph if is_listing else in_language(" ".join(paragraph.split())))
+
     return "\n\n".join(parts) + "\n"
 
 

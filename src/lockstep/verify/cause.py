@@ -48,10 +48,12 @@ def format_items(items: Sequence[object]) -> str:
     for item in items[:MAX_ITEMS_IN_TEXT]:
         shown = item[-1] if isinstance(item, tuple) else item
         words.append(str(shown))
+
     text = ", ".join(words)
     num_left_out = len(items) - len(words)
     if num_left_out:
         text += f" and {num_left_out} more"
+
     return text
 
 
@@ -75,10 +77,13 @@ def format_by_process(values: Sequence[object], *, with_reference: bool = True) 
     processes = [f"rank {rank}" for rank in range(num_ranks)]
     if with_reference:
         processes.insert(0, "one process")
+
     processes_by_value: dict[object, list[str]] = defaultdict(list)
     for process, value in zip(processes, values, strict=True):
         processes_by_value[value].append(process)
+
     texts = []
     for value, names in processes_by_value.items():
         texts.append(f"{value} on {' and '.join(names)}")
+
     return ", ".join(texts)

@@ -114,6 +114,7 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
         if updates:
             # `dtype` is that of the lowest precision so far, so the last update tells all.
             dtypes |= {rank.dtype for rank in updates[-1]}
+
     tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
     # The lowest precision has the largest tolerance.
     return max(tolerances, key=lambda tolerance: tolerance.relative, default=FLOAT64)
@@ -138,6 +139,7 @@ def num_comparable_updates(
                 return number  # it is rounding: the comparison ends before this update
             return all_updates  # it is a real difference, which the comparison will find
         share_before = share
+
     return all_updates
 
 
@@ -152,6 +154,7 @@ def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) 
             if name in actual_arrays:
                 share = tolerance.used_share(array, actual_arrays[name], scale)
                 largest_share = max(largest_share, share)
+
     return largest_share
 
 
@@ -171,6 +174,7 @@ def find_divergences(
             kind = difference.kind
             if kind in divergences or kind in kinds_that_follow:
                 continue
+
             divergences[kind] = Divergence(
                 reference_run,
                 parallel_run,
@@ -181,16 +185,19 @@ def find_divergences(
                 num_compared=difference.num_compared,
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
+
         # All values that are trained later follow from any difference so far, except from a
         # different loss alone: with equal gradients the training goes on in the same way.
         more_than_the_loss_differs = bool(divergences.keys() - {"loss"})
         if more_than_the_loss_differs:
             kinds_that_follow |= _TRAINED_VALUES
+
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         first_missing = min(len(reference_run), len(parallel_run))
         divergences["length"] = Divergence(
             reference_run, parallel_run, tolerance, update_index=first_missing, kind="length"
         )
+
     return list(divergences.values())
 
 
@@ -212,9 +219,11 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     actual_sums = actual.merged("parameter_sums")
     scale = scale_of(expected_sums)
     names_before_step = []
+
     for name, sums in expected_sums.items():
         if name in actual_sums and tolerance.differ(sums, actual_sums[name], scale):
             names_before_step.append(name)
+
     if names_before_step:
         yield Difference("kept", names_before_step, len(expected_sums))
 
@@ -223,11 +232,15 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     is_clipped = bool(expected.clips or actual.clips)
     if is_clipped and not actual.ranks_that_differ("unclipped", tolerance):
         yield from tensor_differences("unclipped", expected, actual, tolerance)
+
     yield from tensor_differences("gradients", expected, actual, tolerance)
+
     if _losses_differ(expected, actual, tolerance):
         yield Difference("loss")
+
     if learning_rates_differ(expected, actual, tolerance):
         yield Difference("rates")
+
     yield from tensor_differences("parameters", expected, actual, tolerance)
     yield from tensor_differences("buffers", expected, actual, tolerance)
 
@@ -240,14 +253,17 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     same_indices, same_contents = same_samples(expected, actual)
     if same_contents is True:
         return None
+
     if same_indices is True:
         # The same indices may stand for other contents, as with random augmentation.
         if contents_that_differ(expected, actual):
             return Difference("contents")
         return None
+
     # Without the same indices, the samples differ if either is known to.
     if same_indices is False or same_contents is False:
         return Difference("samples", num_compared=expected.samples)
+
     return None
 
 
@@ -263,14 +279,17 @@ def tensor_differences(
     expected_arrays = expected.merged(field_name)
     actual_arrays = actual.merged(field_name)
     scale = scale_of(expected_arrays)
+
     # Arrays that only one of the runs has differ in any case.
     names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
     for rank in actual:
         for name, array in getattr(rank, field_name).items():
             if name in expected_arrays and tolerance.differ(expected_arrays[name], array, scale):
                 names_that_differ.add(name)
+
     if not names_that_differ:
         return []
+
     # In the order of the reference; then those that only the parallel run has.
     all_names = [*expected_arrays, *sorted(actual_arrays.keys() - expected_arrays.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
@@ -286,12 +305,14 @@ def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bo
     losses_of_ranks = actual.losses
     if expected_loss is None or not losses_of_ranks:  # not recorded, so nothing can be said
         return False
+
     total = sum(losses_of_ranks)
     mean = total / len(losses_of_ranks)
     scale = max(1.0, abs(expected_loss))
     expected_array = np.array(expected_loss)
     is_mean = not tolerance.differ(expected_array, np.array(mean), scale)
     is_sum = not tolerance.differ(expected_array, np.array(total), scale)
+
     return not is_mean and not is_sum
 
 
@@ -305,6 +326,7 @@ def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance
             return True
         if not np.allclose(expected_rates, rank.learning_rates, rtol=tolerance.relative, atol=0):
             return True
+
     return False
 
 
@@ -320,10 +342,12 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
     same_indices = _same_counts(expected.indices(), actual.indices())
     batches_of_both = Update((*expected, *actual)).batches
     shapes = {batch.shape for batch in batches_of_both if batch.contents}
+
     # Contents can be compared only if all samples have one shape. If batches are padded to their
     # longest sample, the same sample has several.
     if len(shapes) != 1:
         return same_indices, None
+
     return same_indices, _same_counts(expected.contents(), actual.contents())
 
 
@@ -362,4 +386,5 @@ def _digests_by_index(
                 continue  # it is not known which digest is of which index
             for index, digest in zip(batch.ids, batch.contents, strict=True):
                 digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
+
     return digests

@@ -85,20 +85,24 @@ class Comparison:
         if plan.same_samples:
             yield Result(self._compare_with_same_samples(plan.ways[0]))
             return
+
         if plan.by_bits and self._uses_lockstep():
             self._record_bit_reference()
+
         for way in plan.ways:
             if self._bit_reference is not None:
                 verdict = self._compare_bits(self._bit_reference, way)
                 if verdict is not None:
                     yield from self._results_after_bits(verdict, way)
                     continue
+
             verdict_within_tolerance = self._compare_within_tolerance(way)
             notes = []
             reason = self.reason_without_bits or plan.reason_without_bits
             if reason and verdict_within_tolerance.reference.uses_lockstep:
                 text = translate(f"not compared: {reason}")
                 notes.append(labelled(translate("bits"), text))
+
             yield Result(verdict_within_tolerance, notes)
 
     def _record(self, config: RunConfig) -> RunRecord:
@@ -130,6 +134,7 @@ class Comparison:
         self.reason_without_bits = reason_without_bits(reference)
         if self.reason_without_bits:
             return
+
         self._bit_reference = reference
         number = reference.virtual_ranks or number  # the script may have set another one
         most_processes = max(way.nproc for way in self._plan.ways)
@@ -155,9 +160,11 @@ class Comparison:
         other = self._record(config)
         verdict = judge_bits(reference, other)
         self.reason_without_bits = reason_without_bits(other)
+
         # If bits differ before the script ends with an error, that says more than the error.
         if self.reason_without_bits and verdict.first is None:
             return None
+
         self.reason_without_bits = ""
         return replace(verdict, notes=self._find_rounding_noise(reference))
 
@@ -175,6 +182,7 @@ class Comparison:
         if self._plan.bits_alone or is_complete:
             yield Result(verdict)
             return
+
         try:
             self.reference()
         except UsageError as error:
@@ -182,6 +190,7 @@ class Comparison:
             text = translate(f"not compared: {reason}")
             yield Result(verdict, [labelled("float64", text)])
             return
+
         yield Result(verdict)
         name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
         yield Result(self._compare_within_tolerance(replace(way, name=name)))
@@ -193,13 +202,17 @@ class Comparison:
         """
         if self._plan.bits_alone or self._has_looked_for_noise:
             return []
+
         self._has_looked_for_noise = True
+
         if not may_have_noise(reference.updates):
             return []
+
         try:
             in_float64 = self.reference()
         except UsageError:  # the script cannot run in float64
             return []
+
         return find_rounding_noise(reference.updates, in_float64.updates)
 
     # Within a tolerance
@@ -247,8 +260,10 @@ class Comparison:
             batches_folder=config.batches_folder,
             seconds=None,  # the number of steps is known
         )
+
         if other.stopped_at:  # so the reference is stopped after as many steps
             reference_config = replace(reference_config, steps=other.steps)
+
         reference = self._record(reference_config)
         self._check_reference(reference)
         return judge(reference, other)
@@ -263,7 +278,9 @@ def least_virtual_ranks(way: RunConfig) -> int:
         shares = initial_shares(way.overrides.get("shares"), way.nproc)
     except LockstepError:  # the run will say what is wrong with them
         return way.nproc
+
     number = way.nproc
     while 0 in part_sizes(number, shares):
         number += 1
+
     return number

@@ -91,6 +91,7 @@ class BatchWriter(_PassNames):
                 f"a batch cannot be kept for the run on one process: {error}",
                 "leave the option out, or let the loader give tensors, numbers and text",
             ) from error
+
         (self._folder / f"{name_of_pass}-{number}.pickle").write_bytes(data)
 
     def write_lengths(self) -> None:
@@ -131,8 +132,10 @@ class BatchReader(_PassNames):
                 if path.exists():
                     # Our own processes have written it, in a folder that only this user can enter.
                     parts.append(pickle.loads(path.read_bytes()))
+
             if not parts:  # the pass of every rank has ended
                 return
+
             batch = join([part.batch for part in parts])
             yield LoadedBatch(batch, _joined_ids(parts))
             number += 1
@@ -146,6 +149,7 @@ class BatchReader(_PassNames):
         number = self.number_of(loader)
         if number is None:
             return None
+
         for folder in self._folders:
             path = folder / LENGTHS_FILE
             if not path.exists():
@@ -153,6 +157,7 @@ class BatchReader(_PassNames):
             length_of_loader: dict[str, int] = json.loads(path.read_text())
             if str(number) in length_of_loader:  # keys are texts in JSON
                 return length_of_loader[str(number)]
+
         return None
 
 
@@ -183,14 +188,17 @@ def join(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         return _join_tensors(parts)
+
     if isinstance(first, Mapping):
         joined = {key: join([part[key] for part in parts]) for key in first}
         if type(first) is dict:
             return joined
         # A mapping of a library, such as `BatchEncoding` of transformers.
         return type(first)(joined)  # type: ignore[call-arg]
+
     if isinstance(first, list | tuple):
         return _join_sequences(parts)
+
     # Numbers and texts belong to the batch, not to a sample. They should be the same on all ranks.
     return first
 
@@ -210,9 +218,11 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
             joined_fields.append(join(values_of_ranks))
         # A named tuple takes its fields as separate arguments.
         return type(first)(*joined_fields) if is_named_tuple else type(first)(joined_fields)
+
     all_values: list[Any] = []
     for part in parts:
         all_values += part
+
     return type(first)(all_values)
 
 
@@ -224,6 +234,7 @@ def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
     """
     if not parts[0].dim():  # a number, such as the temperature of a schedule: it has no samples
         return parts[0]
+
     shapes_of_sample = {part.shape[1:] for part in parts}
     if len(shapes_of_sample) > 1:
         shapes = " and ".join(str(list(part.shape)) for part in parts)
@@ -232,4 +243,5 @@ def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
             f"the batches of the ranks have tensors of shapes {shapes}, which make no one batch",
             "leave the option out, or pad all batches to one length",
         )
+
     return torch.cat(list(parts))

@@ -57,6 +57,7 @@ class FilesBefore:
         self._verify_folder = os.path.dirname(run_folder) + os.sep
         self._copies = os.path.join(run_folder, COPIES_FOLDER)
         os.makedirs(self._copies, exist_ok=True)
+
         # By the clock of the file system, as the times of files that are compared with it.
         self._start_time = os.stat(self._copies).st_mtime
         # `watch` patches the functions of these modules. Here they are needed unpatched.
@@ -98,6 +99,7 @@ class FilesBefore:
         # A link to a folder is moved or removed by itself, without what is in the folder.
         if not isinstance(path, str | os.PathLike) or os.path.islink(path):
             return
+
         top = os.fsdecode(path)
         for folder, folder_names, file_names in os.walk(top):
             for name in (*folder_names, *file_names):
@@ -128,6 +130,7 @@ class FilesBefore:
         file_of_known_path = copy_path + ".known"
         if os.path.exists(file_of_known_path):
             return
+
         kind = NOTHING
         copy_or_link_target = ""  # of a file, the name of its copy; of a link, its target
         with suppress(FileNotFoundError):  # then the kind stays NOTHING
@@ -145,6 +148,7 @@ class FilesBefore:
                 copy_or_link_target = copy_name
             else:  # such as a device
                 return
+
         index = os.path.join(self._copies, INDEX_FILE)
         self._append_line(file_of_known_path, "")
         self._append_line(index, [path, kind, copy_or_link_target])
@@ -179,14 +183,19 @@ class FilesBefore:
         """
         self._watch_open()
         self._watch_os_open()
+
         for name in ("remove", "unlink", "rmdir", "mkdir"):
             self._watch_os_function(name, self.keep_path)
+
         self._watch_os_function("truncate", self.keep_target)
+
         for name in ("rename", "replace"):
             self._watch_os_function(name, self.keep_moved)
+
         for name in ("symlink", "link"):
             # `os.symlink(target, path)` changes only the second of its paths.
             self._watch_os_function(name, lambda target, path: self.keep_path(path))
+
         self._watch_rmtree()
 
     def _watch_open(self) -> None:
@@ -271,11 +280,13 @@ def restore(folder: Path) -> None:
     index = folder / COPIES_FOLDER / INDEX_FILE
     if not index.exists():  # the run has changed no file
         return
+
     entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
     for path, kind, detail in entries:
         # Errors are passed over, so that the other files are put back all the same.
         with suppress(OSError):
             _restore_entry(folder, path, kind, detail)
+
     # Folders that the run has made could not be removed as files are. They are empty now. The
     # outer ones were made first, so they come last.
     for path, kind, _ in reversed(entries):

@@ -55,17 +55,21 @@ class Finding:
         case = self.case
         if case is None:
             return ""
+
         text = KINDS[case.kind].description
         if case.kind == "length":  # the number of steps differs, and no step
             return text
+
         if case.names:
             text += f" ({len(case.names)} of {case.num_compared})"
+
         update = case.expected[0]
         text += f", step {update.step + 1}"
         if case.num_optimizers > 1:
             text += f" of optimizer {update.optimizer + 1}"
             if update.optimizer_class:
                 text += f" ({_describe_optimizer(update)})"
+
         return text
 
     @property
@@ -88,8 +92,10 @@ class Finding:
             "names": self.names,
             "seen": list(self.cause.evidence),
         }
+
         if self.cause.ratio is not None:
             values["ratio"] = self.cause.ratio
+
         return values
 
     def lines(self, heading: str = "", *, by_lockstep: bool | None = None) -> list[str]:
@@ -106,14 +112,18 @@ class Finding:
             lines.append(
                 labelled(heading or translate("cause"), f"{entry.code}: {translate(self.title)}")
             )
+
         for sentence in self.cause.evidence:
             lines += _with_label(
                 translate("seen"), [translate(line) for line in sentence.splitlines()]
             )
+
         if self.names:
             lines.append(labelled(translate("where"), translate(format_items(self.names))))
+
         if entry is None:  # an error without a code, of which nothing more is known
             return lines
+
         if by_lockstep is None:
             advice = f"lockstep explain {entry.code} says what to write instead"
             lines.append(labelled(translate("do"), translate(advice)))
@@ -123,6 +133,7 @@ class Finding:
             )
             lines += [line.rstrip() for line in cure]  # empty lines stay empty
             lines.append(labelled(translate("more"), f"lockstep explain {entry.code}"))
+
         return lines
 
 
@@ -158,7 +169,9 @@ def _describe_optimizer(update: RankUpdate) -> str:
         model = name.partition("/")[0]
         if model:  # a parameter that is in no model has nothing before the "/"
             models[model] = None
+
     if not models:
         return update.optimizer_class
+
     first_models = list(models)[:MAX_MODELS_OF_OPTIMIZER]
     return f"{update.optimizer_class} of {' and '.join(first_models)}"

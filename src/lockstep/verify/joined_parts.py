@@ -88,6 +88,7 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     has_several_ranks = bool(parallel_run) and len(parallel_run[0]) > 1
     if not reference_run or not has_several_ranks:
         return unchanged
+
     whole_tensors = reference_run[0].merged("initial")
     concatenations, unknown_names = _find_parts(whole_tensors, parallel_run)
     if not concatenations and not unknown_names:
@@ -99,9 +100,11 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     whole_run = []
     for update in reference_run:
         whole_run.append(_reference_to_compare(update, concatenations.keys(), dropped_names))
+
     joined_run = []
     for update in parallel_run:
         joined_run.append(_with_joined_tensors(update, concatenations, dropped_names))
+
     joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
     if joined_names:  # ranks that hold parts of one model are given the same samples
         joined_run = [_count_same_samples_once(update) for update in joined_run]
@@ -110,6 +113,7 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     unknown = ""
     if unknown_of_models:
         unknown = _describe_different_tensors(unknown_of_models, whole_tensors, parallel_run[0])
+
     return JoinedRuns(whole_run, joined_run, joined_names, unknown)
 
 
@@ -144,18 +148,22 @@ def _find_parts(
         all_ranks_have_it = all(name in rank.initial for rank in first_update)
         if name not in whole_tensors or not all_ranks_have_it:
             continue
+
         whole = whole_tensors[name]
         parts = [rank.initial[name] for rank in first_update]
         are_equal = all(np.array_equal(part, parts[0]) for part in parts)
         if are_equal and whole.shape == parts[0].shape:  # every rank has the whole tensor
             continue
+
         concatenation = _find_concatenation(parts, whole)
         if concatenation is not None:
             concatenations[name] = concatenation
             continue
+
         # Copies that differ by mistake are left to the comparison with one process.
         if _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
             unknown_names.append(name)
+
     return concatenations, unknown_names
 
 
@@ -167,20 +175,25 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
     """
     if any(part.ndim != whole.ndim for part in parts):
         return None
+
     for dimension in range(whole.ndim):
         # In all other dimensions, a part must be as large as the whole tensor.
         other_sizes = _sizes_without(whole, dimension)
         if any(_sizes_without(part, dimension) != other_sizes for part in parts):
             continue
+
         size = whole.shape[dimension]
         padding = sum(part.shape[dimension] for part in parts) - size
+
         # A flat buffer may be padded until its size is divisible by the number of ranks.
         is_padded_buffer = whole.ndim == 1 and 0 < padding < len(parts)
         if padding != 0 and not is_padded_buffer:
             continue
+
         concatenation = _Concatenation(dimension, size)
         if np.array_equal(concatenation.join(parts), whole):
             return concatenation
+
     return None
 
 
@@ -215,13 +228,16 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
     for update in parallel_run:
         if any(call.gradient_of == name for call in update.calls):
             return False  # by a collective that the script calls
+
     if not all(name in rank.unwrapped for rank in parallel_run[0]):
         return False  # by DDP or Lockstep, which have wrapped the model
+
     for update in parallel_run:
         gradients = [rank.gradients[name] for rank in update if name in rank.gradients]
         all_ranks_have_it = len(gradients) == len(update)
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
             return False  # by something else, since all ranks have the same
+
     # Ranks that exchange nothing at all train copies, and were meant to average something.
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
@@ -235,6 +251,7 @@ def _ranks_exchange_outputs(update: Update) -> bool:
     # The lines of such all-gathers; "" if there was none.
     if update.first("gather_line") or update.first("detached_gather_line"):
         return True
+
     for call in update.calls:
         # `passes_before` is the number of backward passes that came before the call.
         is_before_backward = call.passes_before < update.backward_passes
@@ -244,6 +261,7 @@ def _ranks_exchange_outputs(update: Update) -> bool:
         # `in_function`: the call is in an autograd function that has its own backward pass.
         if call.name in _SENDING_CALLS or call.in_function:
             return True
+
     return False
 
 
@@ -260,6 +278,7 @@ def _with_joined_tensors(
     whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
+
         for name, concatenation in concatenations.items():
             parts = []
             for rank in update:
@@ -268,6 +287,7 @@ def _with_joined_tensors(
                     parts.append(arrays[name])
             if len(parts) == len(update):  # every rank has recorded its part
                 whole_tensors[field_name][name] = concatenation.join(parts)
+
     names = {*concatenations, *dropped_names}
     return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
 
@@ -292,6 +312,7 @@ def _reference_to_compare(
             arrays = [getattr(rank, field_name).get(name) for rank in update]
             if all(array is not None for array in arrays):  # every replica has recorded it
                 whole_tensors[field_name][name] = arrays[0]
+
     names = {*joined_names, *dropped_names}
     return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
 
@@ -315,6 +336,7 @@ def _with_tensors(
             if name in whole_tensors[field_name]:
                 new_arrays[name] = whole_tensors[field_name][name]
         fields[field_name] = new_arrays
+
     # The sums over a whole tensor cannot be computed from those over its parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
@@ -323,10 +345,12 @@ def _with_tensors(
             parameter = name.rpartition("/")[0]
             if name not in names and parameter not in names:
                 fields[field_name][name] = sums
+
     # The gradients that each backward pass left, before they were averaged.
     local_gradients = []
     for gradients in rank.local_gradients:
         local_gradients.append({n: array for n, array in gradients.items() if n not in names})
+
     return replace(rank, **fields, local_gradients=local_gradients)
 
 

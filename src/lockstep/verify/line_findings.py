@@ -52,23 +52,27 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         return []  # its ranks were compared with each other, and not with one process
     if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
         return []  # the runs differ in their lengths, and one has no such update
+
     # In the first step, all outcomes that differ do so for the first time. That is weak evidence,
     # so it is given only if the cause is not known.
     is_first_step = case.update_index == 0
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
+
     places = []
     for place in case.expected[0].branch_outcomes:
         line = _line_of(place)
         is_named_already = any(line in text for text in cause.evidence)
         if not is_named_already and _is_new_difference(case, place):
             places.append(place)
+
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
     before = "" if is_first_step else ", and in none before,"
     descriptions = []
     for place in places[:MAX_SHOWN_TESTS]:
         test = _describe_test(place, outcomes_of_runs)
         descriptions.append(f"in this step{before} another way was gone at {test}")
+
     return descriptions
 
 
@@ -110,15 +114,18 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
     """
     if not outcomes_of_ranks:
         return []
+
     places = []
     for place in outcomes_of_ranks[0]:
         outcomes = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
         if outcomes == {WAS_TRUE, WAS_FALSE}:
             places.append(place)
+
     descriptions = []
     for place in places[-MAX_SHOWN_TESTS:]:
         test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
         descriptions.append(f"the ranks went different ways at {test}")
+
     return descriptions
 
 
@@ -138,22 +145,28 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     stack_of_rank = _stacks_of_writes(case, names)
     if not stack_of_rank:
         return []
+
     ranks_by_location: dict[Location, list[int]] = defaultdict(list)
     for number, stack in stack_of_rank.items():
         innermost_line = stack[0]
         ranks_by_location[innermost_line].append(number)
+
     texts = []
     for (file, line), ranks in ranks_by_location.items():
         source = format_source_line(file, line)
         texts.append(f"{format_ranks(ranks)} last wrote to them by {source}")
+
     ranks_without_write = []
     for number in range(len(case.actual)):
         if number not in stack_of_rank:
             ranks_without_write.append(number)
+
     if not ranks_without_write:
         return texts
+
     texts.append(f"of {format_ranks(ranks_without_write)} no write was seen")
     descriptions = ["; ".join(texts)]
+
     # Some ranks wrote and others did not: a test around the line may tell why.
     outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
@@ -161,6 +174,7 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     if place is not None:
         test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
         descriptions.append(f"that is under {test}")
+
     return descriptions
 
 
@@ -194,6 +208,7 @@ def _splitting_test_around(
     places: dict[Place, None] = {}  # in the order in which tests were reached
     for outcomes in outcomes_of_ranks:
         places |= dict.fromkeys(outcomes)
+
     for file, line in stack:
         for place in places:
             file_of_test, first_line, last_line = place
@@ -201,6 +216,7 @@ def _splitting_test_around(
             outcomes_here = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
             if is_around and len(outcomes_here) > 1:
                 return place
+
     return None
 
 

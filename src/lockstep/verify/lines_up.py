@@ -51,16 +51,20 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     """
     if _have_same_optimizer_classes(ranks):
         return _line_up_in_order(ranks)
+
     renumbered_ranks = _with_shared_numbers(ranks)
     optimizers_of_ranks = []
     for steps in renumbered_ranks:
         optimizers_of_ranks.append({step[0].optimizer for step in steps})
+
     shared_optimizers = set.intersection(*optimizers_of_ranks)
     all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
+
     # If all optimizers are shared, the n-th steps of all ranks belong together. If none is, nothing
     # shows which steps belong together, and the n-th ones are taken, too.
     if not shared_optimizers or all_are_shared:
         return _line_up_in_order(ranks)
+
     return _line_up_at_shared_steps(renumbered_ranks, shared_optimizers)
 
 
@@ -83,6 +87,7 @@ def _line_up_at_shared_steps(
     num_sections = min(len(sections) for sections in sections_of_ranks)
     first_sections = [sections[0] for sections in sections_of_ranks]
     updates = _line_up_steps_of_some_ranks(first_sections)
+
     for number in range(1, num_sections):
         section_of_rank = [sections[number] for sections in sections_of_ranks]
         # Each section begins with a shared step; the steps of some ranks follow.
@@ -90,6 +95,7 @@ def _line_up_at_shared_steps(
         _append_shared_update(updates, Update(chain(*shared_step_of_rank)))
         other_steps_of_rank = [section[1:] for section in section_of_rank]
         updates += _line_up_steps_of_some_ranks(other_steps_of_rank)
+
     return _with_all_initial_parameters(updates)
 
 
@@ -158,6 +164,7 @@ def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
                 [replace(update, optimizer=new_numbers[update.optimizer]) for update in step]
             )
         renumbered_ranks.append(renumbered)
+
     return renumbered_ranks
 
 
@@ -179,6 +186,7 @@ def _match_optimizers(
     for number, update in first_updates.items():
         if number in shared_numbers:
             continue
+
         # No other optimizer of this rank has this shared number.
         is_free = number in known and number not in shared_numbers.values()
         if is_free and _may_have_same_class(known[number], update):
@@ -187,6 +195,7 @@ def _match_optimizers(
             new_number = max(known, default=-1) + 1
             shared_numbers[number] = new_number
             known[new_number] = update
+
     return shared_numbers
 
 
@@ -204,6 +213,7 @@ def _match_by_parameters(
             if num_parameters:
                 likeness = (num_parameters, *_likeness(update, known_update))
                 pairs.append((likeness, shared_number, number))
+
     # The most alike pairs come first, and among equally alike ones the lowest numbers. Python's
     # sorting keeps the order of equal elements, so the less important key is sorted by first.
     pairs.sort(key=lambda pair: (pair[1], pair[2]))
@@ -212,6 +222,7 @@ def _match_by_parameters(
     for _, shared_number, number in pairs:
         if number not in shared_numbers and shared_number not in shared_numbers.values():
             shared_numbers[number] = shared_number
+
     return shared_numbers
 
 
@@ -240,6 +251,7 @@ def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
     for name in first.parameters.keys() & second.parameters.keys():
         if not _are_close(first.parameters[name], second.parameters[name]):
             same_parameters = False
+
     same_rates = list(first.learning_rates) == list(second.learning_rates)
     same_options = same_rates and first.group_options == second.group_options
     return same_class, same_parameters, same_options
@@ -282,12 +294,14 @@ def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
         for step in steps:
             key = (step[0].optimizer, step[0].step)
             step_by_rank_of_key[key][rank] = step
+
     updates = []
     for step_by_rank in step_by_rank_of_key.values():
         some_step = next(iter(step_by_rank.values()))
         missed_step = [missed_by(some_step[0])]
         steps_of_all_ranks = [step_by_rank.get(rank, missed_step) for rank in range(len(ranks))]
         updates.append(Update(chain(*steps_of_all_ranks)))
+
     return updates
 
 
@@ -322,6 +336,7 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
         for idle_rank in sorted(idle_ranks):
             ranks.insert(idle_rank, missed_by(update[0]))
         new_updates.append(Update(ranks))
+
     return new_updates
 
 
@@ -368,6 +383,7 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
                     losses=[],
                 )
             )
+
     return Update(ranks)
 
 
@@ -397,6 +413,7 @@ def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
                 initial = _initial_parameters(updates, rank_number)
             ranks.append(replace(rank, initial=initial))
         new_updates.append(Update(ranks))
+
     return new_updates
 
 
@@ -414,12 +431,16 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
         if not recorded:
             trained_names |= update.merged("parameters").keys()
             continue
+
         if number == 0:  # nothing was trained before
             return dict(recorded)
+
         initial = {}
         for name, array in recorded.items():
             if name in initial_of_others:
                 was_trained = name in trained_names
                 initial[name] = initial_of_others[name] if was_trained else array
+
         return initial
+
     return {}

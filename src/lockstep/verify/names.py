@@ -50,13 +50,16 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     new_roots = _roots_in_other_order(reference, other)
     if new_roots:
         other = _renamed_run(other, lambda name: _with_root(name, new_roots))
+
     reference_tensors = _first_values(reference)
     other_tensors = _first_values(other)
+
     # Then the tensors. Free are those of the reference whose names the other run does not know.
     free_tensors = {}
     for name, array in reference_tensors.items():
         if name not in other_tensors:
             free_tensors[name] = array
+
     new_names: dict[str, str] = {}
     for name, array in other_tensors.items():
         if name in reference_tensors:
@@ -65,8 +68,10 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
         if new_name is not None:
             new_names[name] = new_name
             del free_tensors[new_name]
+
     if not new_names:
         return list(other)
+
     return _renamed_run(other, lambda name: new_names.get(name, name))
 
 
@@ -97,9 +102,11 @@ def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> st
     for candidate, candidate_array in candidates.items():
         if candidate_array.shape == array.shape and _end_alike(candidate, name):
             fitting.append(candidate)
+
     for candidate in fitting:
         if np.array_equal(candidates[candidate], array):
             return candidate
+
     return fitting[0] if fitting else None
 
 
@@ -129,9 +136,11 @@ def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate
     fields: dict[str, Any] = {}
     for field_name in MAPPINGS_FROM_NAMES:
         fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
+
     for field_name in LISTS_OF_NAMES:
         new_names = [change(name) for name in getattr(rank, field_name)]
         fields[field_name] = list(dict.fromkeys(new_names))  # each once, in the same order
+
     local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
     return replace(rank, **fields, local_gradients=local_gradients)
 
@@ -167,6 +176,7 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
     other_models = _first_states(other)
     if free_models.keys() != other_models.keys():
         return {}  # the runs have different models
+
     new_names: dict[str, str] = {}
     for name, state in other_models.items():
         candidates = []
@@ -174,19 +184,25 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
             is_same_class = _class_of(free_name) == _class_of(name)
             if is_same_class and _are_equal(free_state.parameters, state.parameters):
                 candidates.append(free_name)
+
         if not candidates:
             return {}
+
         with_same_frozen = []
         for candidate in candidates:
             if free_models[candidate].frozen == state.frozen:
                 with_same_frozen.append(candidate)
+
         if with_same_frozen:
             candidates = with_same_frozen
+
         best = name if name in candidates else candidates[0]
         new_names[name] = best
         del free_models[best]
+
     if all(name == new_name for name, new_name in new_names.items()):
         return {}
+
     return new_names
 
 
@@ -206,6 +222,7 @@ def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
     states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:
         return states
+
     first = updates[0]
     for name, array in first.merged("initial").items():
         root, _, place = name.partition("/")
@@ -213,6 +230,7 @@ def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
         state.parameters[place] = array
         if name in first[0].frozen:
             state.frozen.add(place)
+
     return states
 
 

@@ -37,6 +37,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     config = read_run_config(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = UpdateWriter(folder, rank)
+
     # Without a seed of the script's own, each rank draws other numbers, but the same ones in every
     # run of the script.
     seed_everything(rank)
@@ -44,6 +45,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     mode = FunctionMode(determinism)
     kept_batches: BatchWriter | BatchReader | None = None
     recorder: Recorder | BitRecorder
+
     if config.compares_bits:
         recorder = BitRecorder(writer, config, mode)
         install_for_bits(recorder, determinism, config, folder / "saved")
@@ -51,6 +53,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         recorder = Recorder(writer, config, mode)
         kept_batches = _kept_batches(config, rank)
         install(recorder, mode, config, folder / "saved", kept_batches)
+
     error: BaseException | None = None
     try:
         if program is None:

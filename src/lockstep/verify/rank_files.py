@@ -111,11 +111,14 @@ class UpdateWriter:
             raise not_recorded_error(
                 "an optimizer step in a process that the script has started itself"
             )
+
         if replica is not None:
             update = rename_tensors(update, lambda name: f"{name} (replica {replica})")
+
         incomplete = self.folder / "unfinished"
         with incomplete.open("wb") as file:
             pickle.dump(update, file)
+
         incomplete.rename(self.folder / f"{self.count}.pickle")
         # For `count_steps`. Several optimizers may make a step of the same number.
         (self.folder / f"{_STEP_FILE_PREFIX}{update.step}").touch()
@@ -134,6 +137,7 @@ class UpdateWriter:
         code = ""  # of the catalogue; only errors of Lockstep have one
         if isinstance(error, LockstepError) and error.code:
             code = error.code
+
         end = RankEnd(
             error="" if error is None else _describe(error),
             code=code,
@@ -150,13 +154,16 @@ def _describe(error: BaseException) -> str:
     """Returns an error as a text, with the line of the script that raised it."""
     if isinstance(error, LockstepError):
         return f"{type(error).__name__}: {error}"  # its text has the line already
+
     description = describe_error(error)
     if isinstance(error, SystemExit):
         text = description.headline  # such as "sys.exit(2)"
     else:
         text = f"{description.type}: {description.message}"
+
     if description.line is None:
         return text
+
     return f"{text}\n  at:    {description.line}"
 
 

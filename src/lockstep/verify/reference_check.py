@@ -54,12 +54,14 @@ def check_reference(
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
     else:  # the reference can be compared with
         return
+
     # If no step was recorded, it may be made in processes that the script has started itself.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
     if may_train_elsewhere and advice != OWN_PROCESSES_HINT:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
+
     # Further lines stand under the first one, which follows "  found: ".
     indented = found.rstrip().replace("\n", "\n         ")
     raise UsageError(was_set, indented, advice)
@@ -75,7 +77,9 @@ def _describe_failure(reference: RunRecord) -> str:
     for line in reference.error.splitlines():
         if OWN_PROCESSES_HINT not in line:
             error_lines.append(line)
+
     output_lines = [f"| {line}" for line in reference.output.splitlines()]
     error = "\n".join(error_lines)
     output = "\n".join(output_lines)
+
     return f"on one process it ended with {error}\n{output}"

@@ -67,6 +67,7 @@ class NoisyParameter:
         what = name
         if self.num_noisy < self.num_values:
             what = f"{name} ({self.num_noisy} of {self.num_values} values)"
+
         return (
             f"{what}: gradients up to {self.gradient:.1e} in the script's precision and "
             f"{self.gradient_in_float64:.1e} in float64; the step moves it "
@@ -97,8 +98,10 @@ def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update])
     for update, update_in_float64 in zip(run, run_in_float64, strict=False):
         for parameter in _noisy_parameters(update, update_in_float64):
             parameters.setdefault(parameter.name, parameter)
+
     if not parameters:
         return []
+
     evidence = [parameter.text for parameter in parameters.values()]
     first_evidence = tuple(evidence[:MAX_PARAMETERS_IN_TEXT])
     return [Finding(Cause("LS408", first_evidence, names=tuple(parameters)))]
@@ -110,16 +113,19 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
     gradients = update.merged("gradients")
     parameters = []
+
     for name, (is_suspect, share_of_step) in _suspects(update).items():
         gradient_in_float64 = gradients_in_float64.get(name)
         if gradient_in_float64 is None or gradient_in_float64.shape != is_suspect.shape:
             continue
+
         size = np.abs(gradients[name])
         size_in_float64 = np.abs(gradient_in_float64)
         shrinks = size_in_float64 < MAX_FLOAT64_SHARE * size
         is_noise = is_suspect & shrinks & (size_in_float64 <= max_in_float64)
         if not _matters(is_noise, share_of_step):
             continue
+
         parameter = NoisyParameter(
             name,
             is_noise.size,
@@ -129,6 +135,7 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
             share_of_step=float(share_of_step[is_noise].max()),
         )
         parameters.append(parameter)
+
     return parameters
 
 
@@ -142,16 +149,20 @@ def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
     max_share = MAX_GRADIENT.get(update[0].dtype)
     if max_share is None:  # in float64 nothing is compared with a higher precision
         return {}
+
     gradients = update.merged("gradients")
     before = update.merged("parameters_before")
     after = update.merged("parameters")
     changes = {}
+
     for name in gradients:
         if name in before and name in after:
             changes[name] = np.abs(after[name] - before[name])
+
     largest_change = max((largest(change) for change in changes.values()), default=0.0)
     if largest_change == 0.0:  # such as in the first step of a warm-up
         return {}
+
     max_gradient = max_share * scale_of(gradients)
     suspects = {}
     for name, change in changes.items():
@@ -160,6 +171,7 @@ def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         is_suspect = (size > 0) & (size <= max_gradient)
         if _matters(is_suspect, share_of_step):
             suspects[name] = (is_suspect, share_of_step)
+
     return suspects
 
 

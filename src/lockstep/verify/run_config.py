@@ -76,9 +76,11 @@ class RunConfig:
         overrides: dict[str, Any] = {"shares": None}
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
+
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]
             name += f", strategy {self.overrides['strategy']}"
+
         return replace(self, name=name, nproc=1, batch_times=batch_times, overrides=overrides)
 
     def environment(self) -> dict[str, str]:
@@ -87,6 +89,7 @@ class RunConfig:
         settings: dict[str, Any] = {"precision": self.precision, "uncompressed": True}
         if self.compares_bits:
             settings = {"virtual_ranks_of_verify": self.virtual_ranks}
+
         overrides = {**settings, **self.overrides}
         return {
             # Python orders sets of texts by this seed. By default it is random, so that a script

@@ -49,20 +49,24 @@ def first_failure(
                 # `exited=True`: the script's output is shown too, as after `sys.exit`.
                 return RankEnd(error=explanation, code="LS304", exited=True)
         return None
+
     first_rank = min(failed_ranks, key=lambda rank: _order_of_failure(ends[rank]))
     first = ends[first_rank]
     if not first.lost_peer:
         return first
+
     # The rank has lost a connection, which says nothing of why the other rank was gone.
     explanation = _explain_rank_without_steps(first_rank, ends, updates)
     if explanation:
         return replace(first, error=explanation, code="LS304")
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
+
     explanation = _explain_by_peer_that_ended(first_rank, ends, updates, steps)
     if explanation:
         error = f"{explanation}\nrank {first_rank}: {first.error}"
         return replace(first, error=error, code="LS405")
+
     return first
 
 
@@ -87,9 +91,11 @@ def _peers_were_stopped(
     peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     if not peers or not all(end.was_stopped for end in peers):
         return False
+
     has_enough_steps = most_steps(updates[rank]) >= steps
     if has_enough_steps:  # it would have been stopped next
         return True
+
     # A rank without a step may have waited for another one that trained first. A rank that has made
     # several backward passes did not wait.
     has_only_begun = ends[rank].backward_passes < MIN_STEPS
@@ -107,6 +113,7 @@ def _explain_rank_without_steps(
     num_passes = ends[rank].backward_passes_without_step
     if updates[rank] or num_passes < MIN_STEPS:
         return ""
+
     for other_rank, other_updates in enumerate(updates):
         if other_rank != rank and other_updates:
             return (
@@ -114,6 +121,7 @@ def _explain_rank_without_steps(
                 f"it makes no step and is sent none; those of rank {other_rank} have changed "
                 f"{len(other_updates)} times"
             )
+
     return ""
 
 
@@ -130,6 +138,7 @@ def _explain_by_peer_that_ended(
     made_all_steps = steps_of_rank >= steps
     if not ranks_that_ended or made_all_steps:
         return ""
+
     peer = ranks_that_ended[0]
     return (
         f"a rank that was gone: rank {peer} ended without an error after optimizer step "
@@ -148,6 +157,7 @@ def find_idle_ranks(
     """
     if not any(updates):  # no rank has trained
         return ()
+
     # A rank without a step is idle if it has made no backward pass either. When ranks are stopped
     # after enough steps, another one may just have begun: then a few backward passes count as none.
     some_were_stopped = any(end.was_stopped for end in ends.values())
@@ -156,4 +166,5 @@ def find_idle_ranks(
     for rank in sorted(ends):
         if not updates[rank] and ends[rank].backward_passes <= max_passes_of_idle_rank:
             idle_ranks.append(rank)
+
     return tuple(idle_ranks)

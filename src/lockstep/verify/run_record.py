@@ -85,6 +85,7 @@ def record_run(
     """
     folder.mkdir(parents=True)
     config.write(folder)
+
     try:
         output = start(folder, config)
     finally:
@@ -106,11 +107,13 @@ def record_run(
     idle_ranks: tuple[int, ...] = ()
     if failure is None:
         idle_ranks = find_idle_ranks(ends, updates_of_ranks)
+
     # Idle ranks have no steps to line up. They are put back as ranks that missed all updates.
     steps_of_trained_ranks = []
     for rank, updates in enumerate(updates_of_ranks):
         if rank not in idle_ranks:
             steps_of_trained_ranks.append(group_by_step(updates))
+
     all_updates = with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
 
     last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
@@ -120,6 +123,7 @@ def record_run(
     switched_off: dict[str, None] = {}  # in the order of ranks, each once
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
+
     return RunRecord(
         config,
         all_updates,

@@ -95,8 +95,10 @@ class MatchedForward:
         rows = self.matched_rows(field_name)
         if rows is None:
             return np.zeros(0, dtype=bool)
+
         expected, actual = rows
         max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected), largest(actual))
+
         # The largest difference in each row; 0 for a row without numbers.
         differences = np.abs(expected - actual).max(axis=1, initial=0.0)
         differs: Array = differences > max_difference
@@ -113,11 +115,13 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     actual_forwards = joined_forwards(actual)
     if list(expected_forwards) != list(actual_forwards):  # the models, in the order of their calls
         return []
+
     matched = []
     for model, (expected_forward, _) in expected_forwards.items():
         actual_forward, rank_of_row = actual_forwards[model]
         if expected_forward.shape != actual_forward.shape:
             return []
+
         expected_places, actual_places = _match_rows(expected_forward, actual_forward)
         matched.append(
             MatchedForward(
@@ -129,6 +133,7 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
                 actual_places=actual_places,
             )
         )
+
     return matched
 
 
@@ -145,6 +150,7 @@ def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
             continue
         for forward in rank.forwards:
             forwards_of_model[forward.model].append((number, forward))
+
     joined = {}
     for model, numbered_forwards in forwards_of_model.items():
         forwards = []
@@ -153,6 +159,7 @@ def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
             forwards.append(forward)
             ranks_of_rows.append(np.full(len(forward.inputs), rank_number))
         joined[model] = _join(forwards), np.concatenate(ranks_of_rows)
+
     return joined
 
 
@@ -169,6 +176,7 @@ def _join(forwards: Sequence[Forward]) -> Forward:
             arrays[field_name] = np.concatenate(parts)
         else:
             arrays[field_name] = np.zeros((0, 2))
+
     shapes = sorted({forward.shape for forward in forwards})
     return Forward(model=forwards[0].model, shape=" or ".join(shapes), **arrays)
 
@@ -218,15 +226,19 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
             has_same_second = abs(actual.inputs[candidate, 1] - second) <= max_difference
             if has_same_second and is_free[candidate]:
                 candidates.append(candidate)
+
         if not candidates:
             continue
+
         distances = []
         for candidate in candidates:
             distances.append(float(np.abs(actual_rows[candidate] - expected_rows[place]).max()))
+
         nearest = candidates[distances.index(min(distances))]
         is_free[nearest] = False
         expected_places.append(place)
         actual_places.append(nearest)
+
     return np.array(expected_places, dtype=int), np.array(actual_places, dtype=int)
 
 
@@ -242,6 +254,7 @@ def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[A
         in_actual = len(getattr(actual, field_name)) == len(actual.inputs)
         if in_expected and in_actual:
             field_names.append(field_name)
+
     expected_rows = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
     actual_rows = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
     return expected_rows, actual_rows
@@ -262,11 +275,14 @@ def without_rows_that_are_no_samples(
     models_without_samples: set[str] = set()
     for run in (updates, *other_runs):
         models_without_samples |= _models_whose_rows_are_no_samples(run)
+
     if not models_without_samples:
         return list(updates)
+
     new_updates = []
     for update in updates:
         new_updates.append(Update(_without_models(rank, models_without_samples) for rank in update))
+
     return new_updates
 
 
@@ -299,8 +315,10 @@ def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
         batches = []
         for batch in rank.batches:
             batches.append(replace(batch, contents=()) if batch.ids is None else batch)
+
     forwards = []
     for forward in rank.forwards:
         if _class_of(forward) not in model_classes:
             forwards.append(forward)
+
     return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=batches)

@@ -65,6 +65,7 @@ def findings_without_reference(
             step = update[0].step + 1
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
             findings.append(Finding(Cause("LS407", (text,))))
+
     repeated_order = _describe_repeated_order(updates)
     if repeated_order:
         findings.append(Finding(Cause("LS103", (repeated_order,))))
@@ -73,6 +74,7 @@ def findings_without_reference(
         # A sampler may still be told its epoch later, so the title says less than the entry's.
         title = "without set_epoch a second pass would have the same order"
         findings.append(Finding(Cause("LS103", (text,), title=title)))
+
     return findings
 
 
@@ -106,6 +108,7 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
                 num_compared=num_compared,
             )
             return [Finding(cause_or_failure(case), case)]
+
     return []
 
 
@@ -123,6 +126,7 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
     indices_are_known = any(batch.ids for batch in update.batches)
     if not models_are_whole or indices_are_known:
         return []
+
     counts_of_ranks = []  # for each rank, how often each content of a sample occurs
     for rank in update:
         if rank.contributes:
@@ -130,11 +134,14 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
             for batch in rank.batches:
                 counts.update(batch.contents)
             counts_of_ranks.append(counts)
+
     if not all_ranks_had_the_same(counts_of_ranks):
         return []
+
     is_stream = all(batch.iterable for batch in update.batches)
     code = "LS108" if is_stream else "LS101"
     text = f"in step {update[0].step + 1} every rank computed the same inputs"
+
     return [Finding(Cause(code, (text,)))]
 
 
@@ -155,6 +162,7 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
     for batch in _indexed_batches_of_rank_0(updates):
         order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()  # never None here
+
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])
         # The run may have been stopped within an epoch, so only its beginning is compared.
@@ -162,10 +170,12 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
         beginning = order_before[:num_compared]
         if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
             continue
+
         # The order of the dataset only ascends.
         is_shuffled = any(index > next_index for index, next_index in pairwise(beginning))
         if is_shuffled:
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
+
     return ""
 
 

@@ -50,15 +50,18 @@ class Tolerance:
         """
         if a.shape != b.shape:
             return math.inf
+
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
         with np.errstate(over="ignore"):  # an overflow gives infinity, which is handled below
             # As complex numbers any two dtypes can be subtracted, booleans and unsigned ones too.
             difference = a[unequal].astype(np.complex128) - b[unequal]
+
         if not np.isfinite(difference).all():
             return math.inf
         if difference.size == 0:
             return 0.0
+
         # Above 0, since of two unequal numbers at most one is 0.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed

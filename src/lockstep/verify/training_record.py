@@ -422,6 +422,7 @@ class Update(tuple[RankUpdate, ...]):
                 return None
             for digest in batch.contents:
                 samples.append((batch.loader, batch.epoch, digest))
+
         return samples
 
     def ranks_that_differ(self, field_name: str, tolerance: Tolerance) -> dict[str, list[int]]:
@@ -441,6 +442,7 @@ class Update(tuple[RankUpdate, ...]):
             for name, array in getattr(rank, field_name).items():
                 if tolerance.differ(first[name], array, scale):
                     ranks_by_name[name].append(number)
+
         return ranks_by_name
 
     def replicas_that_differ(self) -> dict[str, list[int]]:

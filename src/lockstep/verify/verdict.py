@@ -69,6 +69,7 @@ class Verdict:
         # A finding without a case is a fault of the script by which the runs do not differ.
         if any(finding.case is not None for finding in self.findings):
             return "DIFFERENT"
+
         return "EQUAL"
 
     def as_json(self) -> dict[str, Any]:
@@ -98,11 +99,13 @@ class Verdict:
         run = self.reference
         if run.config.batch_times == 1 or run.uses_lockstep:
             return ""
+
         line = run.unenlarged_loader_line
         if line:
             return f"it could not enlarge a DataLoader that has no batch size: {line}"
         if not run.num_loaders:
             return "it changed nothing, as no DataLoader of torch was trained on"
+
         return ""
 
     @property
@@ -132,15 +135,18 @@ class Verdict:
             lines = self._lines_of_equal_runs(head)
         else:
             lines = self._lines_of_findings(head)
+
         if self._same_samples_may_help:
             advice = translate(
                 "with --same-samples one process trains on the batches of all ranks, so that the "
                 "rest is compared too"
             )
             lines.append(labelled(translate("then"), advice))
+
         if self.reason_batch_not_enlarged:
             reason = translate(self.reason_batch_not_enlarged)
             lines.append(labelled(translate("note"), f"--batch-per-process: {reason}"))
+
         return lines
 
     def _lines_of_equal_runs(self, head: str) -> list[str]:
@@ -158,15 +164,19 @@ class Verdict:
                     f"DIFFERENT by choice: {self.parallel.by_choice}; all else is compared without"
                 )
             )
+
         lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
         lines += self._tolerance_line()
         if self.accepted:
             lines.append(labelled(translate("but"), translate(self.accepted)))
+
         if self.reference.stopped_at:
             until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
             lines.append(labelled(translate("until"), until))
+
         for finding in self.findings:  # faults of the script by which the runs do not differ
             lines += finding.lines(heading=translate("also"))
+
         return lines
 
     def _lines_of_findings(self, head: str) -> list[str]:
@@ -179,17 +189,21 @@ class Verdict:
         lines = [head]
         if first.place:
             lines = [head + translate(f", first in {first.place}")]
+
         lines += first.lines(by_lockstep=self.reference.uses_lockstep)
         if first.case is not None:  # the values of both runs were found to differ
             lines += self._tolerance_line()
+
         for finding in others:
             if finding.place:
                 lines.append(labelled(translate("and in"), translate(finding.place)))
                 lines += finding.lines()
             else:  # a fault by which the runs do not differ
                 lines += finding.lines(heading=translate("also"))
+
         if self.word == "FAILED":  # nothing is known of the error, so its output is shown
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
+
         return lines
 
     def _tolerance_line(self) -> list[str]:
@@ -197,6 +211,7 @@ class Verdict:
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []
+
         text = translate(
             f"within {tolerance.relative:g} of a tensor's largest value, because some values were "
             f"computed in {tolerance.dtype}"
@@ -209,25 +224,32 @@ def _describe_compared_values(reference: RunRecord) -> str:
     updates = reference.updates
     if not updates:
         return "nothing was compared"
+
     first = updates[0]  # stands for all: later ones have the same tensors
     which = "the first" if reference.stopped_at else "all"
     values = [f"{which} {len(updates)} optimizer steps"]
     if first.samples:
         values.append(f"{first.samples} samples each")
+
     if first.loss is not None:
         values.append("losses")
+
     num_gradients = len(first.merged("gradients"))
     if num_gradients:
         values.append(f"{num_gradients} gradients")
+
     parameters = first.merged("parameters")
     if not parameters:  # they were left out, and those before each step were compared instead
         parameters = first.merged("parameter_sums")
+
     values.append(f"{len(parameters)} parameters")
     num_buffers = len(first.merged("buffers"))
     if num_buffers:
         values.append(f"{num_buffers} buffers")
+
     if first[0].learning_rates:
         values.append("learning rates")
+
     return ", ".join(values)
 
 
@@ -260,6 +282,7 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     )
     reference = replace(reference, updates=accepted.reference_run)
     parallel = replace(parallel, updates=accepted.parallel_run)
+
     if joined.unknown and not parallel.error:
         advice = (
             "where each rank begins with its part of the tensors of one process, the parts are "
@@ -274,9 +297,11 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     if parallel.error:
         # The script was ended by the error, so it says nothing that it made fewer steps.
         cases = [case for case in cases if case.kind != "length"]
+
     findings = _explain(cases, joined.joined_names)
     if parallel.error:
         return Verdict(reference, parallel, findings=_with_failure(findings, parallel))
+
     accepted_text = accepted.text
     only_the_loss_differs = {finding.cause.code for finding in findings} == {"LS501"}
     if only_the_loss_differs:
@@ -291,12 +316,14 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         more_findings += findings_without_reference(
             parallel.updates, tolerance, was_stopped=bool(parallel.stopped_at)
         )
+
     more_findings += _gather_in_reference(reference)
     findings += _new_findings(more_findings, findings, cases)
 
     # 4. If nothing was found, say that some ranks took no part.
     if parallel.idle_ranks and not findings:
         return _judge_idle_ranks(reference, parallel)
+
     return Verdict(reference, parallel, findings=tuple(findings), accepted=accepted_text)
 
 
@@ -328,6 +355,7 @@ def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
             f"no step of {idle} was seen",
             unknown_advice="compare more steps (`--steps`), so that all ranks come to train",
         )
+
     text = f"neither backward() nor an optimizer step of {idle} was seen"
     return Verdict(reference, parallel, accepted=text)
 
@@ -342,6 +370,7 @@ def _until_rounding_grows(
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
     if num_updates == max(len(reference.updates), len(parallel.updates)):
         return reference, parallel
+
     until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
     return (
         replace(reference, updates=reference.updates[:num_updates], stopped_at=until),
@@ -365,8 +394,10 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
             cause = Cause("LS210", (text, *gradient_patterns(case)))
         else:
             cause = cause_or_failure(case)
+
         if cause not in [finding.cause for finding in findings]:
             findings.append(Finding(cause, case))
+
     return findings
 
 
@@ -388,10 +419,12 @@ def _finding_of_failure(parallel: RunRecord) -> Finding:
     if parallel.code == "LS304":
         # The replicas have diverged. The text says that, and not how the script ended.
         text = parallel.error
+
     branches: Sequence[str] = ()
     if parallel.code == "LS405":
         # Ranks made different numbers of steps: perhaps because an `if` went two ways.
         branches = splitting_branches(parallel.branch_outcomes)
+
     return Finding(Cause(parallel.code, (text, *branches)))
 
 
@@ -424,6 +457,7 @@ def _new_findings(
     for candidate in candidates:
         if candidate.cause.code in known_codes:
             continue
+
         if candidate.case is not None:  # the ranks differ from each other
             difference = (candidate.case.kind, candidate.case.update_index)
             # If every rank agrees with one process within the tolerance, ranks that differ from
@@ -431,6 +465,8 @@ def _new_findings(
             all_ranks_agree_with_reference = not cases
             if difference in known_differences or all_ranks_agree_with_reference:
                 continue
+
         new_findings.append(candidate)
         known_codes.add(candidate.cause.code)
+
     return new_findings

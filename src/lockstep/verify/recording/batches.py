@@ -34,11 +34,13 @@ def describe_batch(batch: Any, count: int | None = None, **fields: Any) -> Batch
     on_cpu = [t.detach().cpu() for t in with_rows]
     if count is None:
         count = len(on_cpu[0]) if on_cpu else 0
+
     sample_tensors = [t for t in on_cpu if len(t) == count]
     # The shape of a sample, such as "torch.float32 [3, 32, 32]; torch.int64 []".
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in sample_tensors)
     contents = _sample_digests(sample_tensors, count)
     weights = _weights(sample_tensors, count)
+
     return Batch(contents=contents, shape=shape, weights=weights, **fields)
 
 
@@ -51,16 +53,19 @@ def _sample_digests(sample_tensors: Sequence[Tensor], count: int) -> list[str]:
     """
     if not sample_tensors:
         return []
+
     tables = []  # for each tensor, an array of shape (samples, bytes of a sample)
     for tensor in sample_tensors:
         if tensor.numel():
             tables.append(tensor.reshape(count, -1).contiguous().view(torch.uint8).numpy())
+
     samples = []
     for number in range(count):
         digests = []
         for table in tables:
             digests.append(hashlib.blake2b(table[number].tobytes(), digest_size=6).hexdigest())
         samples.append(".".join(digests))
+
     return samples
 
 
@@ -83,6 +88,7 @@ def _weights(sample_tensors: Sequence[Tensor], count: int) -> dict[str, float]:
         by_name[name] = tensor
         if tensor.dim() > 1 and tensor.shape[1] > 1:
             without_first_column[f"{name} without its first column"] = tensor[:, 1:]
+
     for name, tensor in (by_name | without_first_column).items():
         if tensor.is_complex() or tensor.is_floating_point():
             # Of such values only a mask says what a loss may be averaged over.
@@ -90,15 +96,19 @@ def _weights(sample_tensors: Sequence[Tensor], count: int) -> dict[str, float]:
             if is_mask and tensor.dim() > 1:
                 weights[f"ones in {name}"] = float(tensor.sum())
             continue
+
         labels = tensor
         if tensor.dtype != torch.bool:
             labels = tensor[tensor != IGNORE_INDEX]  # -100, which torch's losses leave out
+
         weights[f"labels in {name}"] = float(labels.numel())
         weights[f"non-zero values in {name}"] = float(labels.count_nonzero())
+
         if tensor.dim() == 2 and tensor.numel():
             # The most frequent value in the last column.
             padding = int(tensor[:, -1].long().mode().values)
             weights[f"values but {padding} in {name}"] = float((tensor != padding).sum())
+
     return weights
 
 
@@ -139,7 +149,9 @@ class UnusedBatches:
         used = self._unused.get(number)
         if used is None:  # it was used before, or was made from no loader's batch (number 0)
             return
+
         self._recognized_loaders.add(used.loader)
+
         for other_number, record in list(self._unused.items()):  # a copy, since some are deleted
             if other_number > number or record.loader != used.loader:
                 continue
@@ -159,7 +171,9 @@ class UnusedBatches:
             # unused batch counts as used if no batch of its loader was ever recognized.
             if record.loader in self._recognized_loaders:
                 fetched_ahead[number] = record
+
         never_trained = self._never_trained
         self._unused = fetched_ahead
         self._never_trained = []
+
         return list(fetched_ahead.values()), never_trained

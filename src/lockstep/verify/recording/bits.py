@@ -102,13 +102,17 @@ class BitRecorder(Extension):
             self._samples = {}
             self._losses = {}
             self._gradients_of_parts = {}
+
         if batch.loader not in self._loaders:
             self._loaders.append(batch.loader)
+
         state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
         ids = batch.samples.tolist()
         loader_number = self._loaders.index(batch.loader)
+
         # It also says that a global batch has begun, in which the script is not ended.
         state.update.batches.append(Batch(loader=loader_number, epoch=batch.epoch, ids=ids))
+
         if not _is_padding(batch.micro_batch):
             hashed = hashlib.blake2b(repr(ids).encode(), digest_size=8)
             for tensor in tensors(batch.batch):
@@ -147,20 +151,25 @@ class BitRecorder(Extension):
         state = self.state
         update = state.update
         parameters = self._parameters_of(optimizer)
+
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
+
         update.optimizer = list(state.steps_of).index(optimizer)
         update.optimizer_class = type(optimizer).__name__
         update.step = state.steps_of[optimizer]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         update.learning_rates = rates
         gradients = {}
+
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
+
         gradients_of_parts: dict[str, str] = {}
         for name in parameters:
             gradients_of_parts |= self._gradients_of_parts.pop(name, {})
+
         bits: dict[str, Mapping[str, str]] = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
@@ -172,6 +181,7 @@ class BitRecorder(Extension):
         update.bits = bits
         self._samples = {}
         self._losses = {}
+
         if self._keeps_values and update.step < MIN_STEPS:
             update.gradients = copy_arrays(gradients.items())
             update.parameters_before = copy_arrays(parameters.items())
@@ -183,18 +193,22 @@ class BitRecorder(Extension):
         update = state.update
         parameters = self._parameters_of(optimizer)
         optimizer_state = []
+
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     optimizer_state.append((f"{name}/{key}", value))
+
         update.bits = {
             **update.bits,
             "parameters": _hashes(parameters.items()),
             "state": _hashes(optimizer_state),
             "buffers": _hashes(state.models.buffers()),
         }
+
         if update.parameters_before:
             update.parameters = copy_arrays(parameters.items())
+
         update.dtype = self._dtype()
         state.finish_update(update, [])
         state.steps_of[optimizer] += 1
@@ -210,9 +224,11 @@ class BitRecorder(Extension):
             "internal_error": self.state.internal_error,
             "backward_passes": len(self.state.update.losses),
         }
+
         if self._settings is not None:
             known["virtual_ranks"] = self._settings.virtual_ranks
             known["virtual_ranks_are_own"] = self._settings.virtual_ranks_of_verify is None
+
         return known
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -251,10 +267,13 @@ def hash_of(tensor: Tensor) -> str:
     whole = tensor.detach()
     if is_sharded(whole):
         whole = whole.full_tensor()  # type: ignore[attr-defined]
+
     if whole.layout is not torch.strided:
         whole = whole.to_dense()
+
     # The values are copied: memory that numpy looks at cannot be freed, and FSDP frees its own.
     values = whole.cpu().clone(memory_format=torch.contiguous_format)
     hashed = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     hashed.update(np.ascontiguousarray(values.reshape(-1).view(torch.uint8).numpy()).data)
+
     return hashed.hexdigest()

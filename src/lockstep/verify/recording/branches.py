@@ -164,11 +164,13 @@ def _only_reports(statement: ast.stmt) -> bool:
         return _only_report(statement.body)
     if not isinstance(statement, ast.Expr):  # such as an assignment or a `break`
         return False
+
     # A call such as `logger.info(f"{loss.item()}")`: both `info` and `item` must be known ones.
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):
             names.add(_name_of_function(node.func))
+
     return bool(names) and names <= REPORTING_FUNCTIONS
 
 

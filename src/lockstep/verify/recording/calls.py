@@ -58,16 +58,19 @@ class CallRecorder:
             in_step=bool(state.running_optimizers),
         )
         state.update.calls.append(call)
+
         if isinstance(tensor, Tensor):
             self._describe_input(call, tensor)
             # Many collectives write their result to their input, as an all-reduce does: it is no
             # longer made from this rank's samples alone.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
+
         # The output carries no gradient. Inside of an autograd function of the script's that is no
         # mistake, since the function's own `backward` computes the gradient.
         if output is not None and not call.in_function:
             _mark_lost_gradient(call, output)
+
         return call
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
@@ -76,6 +79,7 @@ class CallRecorder:
         # The output of a model in training has this mark, and all that is computed from it.
         call.uses_model_output = "trained" in marks_of(tensor)
         call.in_function = _is_inside_autograd_function()
+
         # If the input is a gradient, it lies at the address of some parameter's gradient. Several
         # gradients may lie in one buffer, as those of DDP do: the first parameter is named.
         owners = self.state.models.parameters_with_gradient_at(storage_of(tensor))
@@ -96,9 +100,11 @@ class CallRecorder:
         for gradients in self.state.notes.gradients_of_passes:
             if parameter_id in gradients:
                 local_gradients.append(gradients[parameter_id])
+
         # In a lower precision than float64, rounding alone changes a gradient by more.
         if not local_gradients or self.state.mode.lowest_dtype != torch.float64:
             return False
+
         accumulated = torch.stack(local_gradients).sum(0)
         return not torch.allclose(gradient, accumulated, rtol=CHANGED_GRADIENT_RTOL, atol=0.0)
 
@@ -157,12 +163,14 @@ def _is_inside_autograd_function() -> bool:
     for function in _all_subclasses(torch.autograd.Function):
         if hasattr(function.forward, "__code__"):  # a function of Python's, not a built-in one
             forward_codes.add(function.forward.__code__)
+
     # Is one of them on the stack of calls that led here?
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code in forward_codes:
             return True
         frame = frame.f_back
+
     return False
 
 

@@ -97,6 +97,7 @@ class Determinism:
         """Switches off a module's dropout layers and converts it to float64, once."""
         if id(module) in self._prepared_ids:
             return
+
         for submodule in module.modules():
             self._prepared_ids.add(id(submodule))
             if isinstance(submodule, DropoutNd) and submodule.p:
@@ -105,6 +106,7 @@ class Determinism:
             elif isinstance(submodule, nn.RNNBase | nn.MultiheadAttention) and submodule.dropout:
                 submodule.dropout = 0.0
                 self.switched_off["dropout of attention and recurrent layers"] += 1
+
         if self.double:
             _convert_module(module)
 
@@ -150,8 +152,10 @@ class Determinism:
             if would_lower_precision:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
+
         if name == "view":  # view(dtype) looks at the same bytes in another way
             return func, args, kwargs
+
         # tensor.to(torch.float16) becomes tensor.to(torch.float64). A call without a tensor, such
         # as torch.zeros(3, dtype=torch.float16), creates one in the dtype that the script names.
         values = (*args, *kwargs.values())
@@ -160,8 +164,10 @@ class Determinism:
         has_tensor = any(isinstance(value, Tensor) for value in values)
         if not names_narrow_dtype or not has_tensor:
             return func, args, kwargs
+
         if would_lower_precision:
             self.switched_off[CONVERSIONS] += 1
+
         wide_args = tuple(_widen_dtype(value) for value in args)
         wide_kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}
         return func, wide_args, wide_kwargs
@@ -193,14 +199,18 @@ class Determinism:
         # An underscore at the end stands for a method that fills its tensor.
         if func.__name__.endswith("_"):
             return self._draw_into(func, args, kwargs)
+
         # Functions such as torch.randn draw in the default dtype, others in that of an argument.
         self._set_default_dtype(self._script_dtype)
+
         try:
             drawn = func(*[self._narrow(value) for value in args], **kwargs)
         finally:
             self._set_default_dtype(torch.float64)
+
         if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
             return drawn
+
         # A new leaf, as the script's call would return: torch.randn(3, requires_grad=True).
         return drawn.detach().double().requires_grad_(drawn.requires_grad)
 
@@ -214,8 +224,10 @@ class Determinism:
         else:
             tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
             other_args = []
+
         if tensor.dtype != torch.float64:  # such as whole numbers: it was not converted
             return func(tensor, *other_args, **kwargs)
+
         narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
             return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))

@@ -47,9 +47,12 @@ class DrawLog:
         uses_own_generator = generator not in (None, torch.default_generator)
         if uses_own_generator:
             line += ", a torch.Generator of its own"
+
         self.count += 1
+
         if not self._first_line:
             self._first_line = line
+
         return line
 
     def finish(self, drawn: Any, line: str) -> None:
@@ -103,6 +106,7 @@ def stream_digests() -> list[str]:
     ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state().numpy().tobytes())
+
     return [hashlib.blake2b(state, digest_size=8).hexdigest() for state in states]
 
 

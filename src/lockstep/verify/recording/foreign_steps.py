@@ -42,6 +42,7 @@ class ForeignStepRecorder:
         had_backward_pass = bool(state.update.losses)
         if state.has_optimizer or not had_backward_pass:
             return
+
         # Summaries by name, from the update's first forward pass.
         at_start = state.notes.parameters_at_start
         for name, parameter in state.models.parameters():
@@ -61,6 +62,7 @@ class ForeignStepRecorder:
         calls_modules = bool(list(state.models.parameters()))
         if state.has_optimizer or calls_modules:
             return
+
         # By the id of a parameter, the parameter and its summary.
         summaries_before = state.notes.parameters_of_loss
         summaries = {}
@@ -69,15 +71,19 @@ class ForeignStepRecorder:
             parameter = getattr(node, "variable", None)
             if not isinstance(parameter, Tensor) or is_sharded(parameter):
                 continue
+
             summary = summarize(parameter)
             # As long as the parameter itself is kept, no other tensor can get its id.
             summaries[id(parameter)] = (parameter, summary)
+
             if id(parameter) in summaries_before:
                 _, summary_before = summaries_before[id(parameter)]
                 if not np.array_equal(summary, summary_before):
                     has_changed = True
+
         if has_changed:
             self._record_update()
+
         state.notes.parameters_of_loss = summaries
 
     @guarded
@@ -95,6 +101,7 @@ class ForeignStepRecorder:
         had_backward_pass = bool(update.losses)
         if state.has_optimizer or not had_backward_pass:
             return
+
         for name, parameter in state.models.parameters():
             if parameter.grad is None or storage_of(parameter) != storage:
                 continue
@@ -111,13 +118,16 @@ class ForeignStepRecorder:
         """
         state = self.state
         update = state.update
+
         # The update ended at some time after its last backward pass. Batches that loaders handed
         # out since then belong to the next update.
         num_batches = state.notes.batches_at_last_backward
         batches = update.batches[:num_batches]
         later_batches = update.batches[num_batches:]
+
         if not batches:  # no loader was used: the inputs of models are all that is known
             batches = update.model_inputs
+
         complete = replace(
             update,
             batches=batches,
@@ -144,6 +154,7 @@ class ForeignStepRecorder:
         """
         state = self.state
         state.has_joined = True
+
         for number, optimizer in enumerate(state.steps_of):
             missed_update = RankUpdate(
                 optimizer=number,

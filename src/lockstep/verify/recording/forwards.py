@@ -106,21 +106,28 @@ class ForwardRecorder:
             The inputs of the outermost module, in float64; None leaves inputs as they are.
         """
         self._depth += 1
+
         # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
             return None
+
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))  # 0: the inputs are made from no batch
         is_model = self._depth == 1
         if is_model:  # for each model, these layers are noted anew
             self.state.notes.local_batch_norms_without_gradients = set()
+
         if isinstance(module, BatchNorm) and module.training:
             self._note_batch_norm(module)
+
         if not is_model:
             return None
+
         self._enter_model(module, inputs, marks)
+
         if not has_tensors(module):  # such as a loss function, of which nothing is in float64
             return None
+
         return self.state.mode.determinism.convert(inputs)
 
     def _enter_model(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
@@ -136,9 +143,11 @@ class ForwardRecorder:
         # That is found out before anything of this forward pass is recorded.
         if is_trained and self._is_first_of_backward_pass():
             self._foreign_steps.record_if_parameters_changed()
+
         self.state.notes.running_pass = None
         self._note_wrapper(module)
         self._add_model(module)
+
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
 
@@ -152,6 +161,7 @@ class ForwardRecorder:
         # A class with a forward pass of its own, such as SyncBatchNorm, may exchange statistics.
         if type(layer).forward is not BatchNorm.forward:
             return
+
         # Without gradients, the layer matters only if the loss is made from the model's output:
         # then the output is marked with it.
         if torch.is_grad_enabled():
@@ -164,11 +174,13 @@ class ForwardRecorder:
         is_training = module.training and torch.is_grad_enabled()
         if not is_training:
             return
+
         update = self.state.update
         # This is the outermost module that is called: if DDP is around it, DDP was not called.
         is_inside_ddp = id(module) in self.state.models.ddp_parameter_ids
         if is_inside_ddp and not update.past_wrapper_line:
             update.past_wrapper_line = user_line() or "somewhere"
+
         if isinstance(module, DistributedDataParallel):
             update.wrapped_passes += 1
 
@@ -185,17 +197,23 @@ class ForwardRecorder:
         """
         state = self.state
         update = state.update
+
         # The line that first calls a model that is neither in DDP nor prepared by Lockstep.
         if not state.models.is_wrapped(module) and not update.unwrapped_line:
             update.unwrapped_line = user_line() or ""
+
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
+
         if not update.began_with_forward:
             self._begin_step()
+
         is_first_of_backward_pass = self._is_first_of_backward_pass()
         self._record_parameters_before_pass(is_first_of_backward_pass)
+
         if is_first_of_backward_pass:
             self._record_model_inputs(inputs)
+
         self._note_evaluation_mode(module)
         # What the inputs are made from, the loss is made from too. Random numbers count only if
         # they were drawn for this step.
@@ -251,10 +269,12 @@ class ForwardRecorder:
         for name, parameter in models.parameters():
             if name in after_step and not is_sharded(parameter):
                 recorded_parameters.append((name, parameter))
+
         changed = {}
         for name, array in copy_arrays(recorded_parameters).items():
             if not np.array_equal(array, after_step[name]):
                 changed[name] = array
+
         return changed
 
     def _record_parameters_at_start(self) -> None:
@@ -266,12 +286,15 @@ class ForwardRecorder:
         state = self.state
         summaries = state.models.whole_parameters()  # by name, of those that are not sharded
         state.notes.parameters_at_start = summaries
+
         # Parameters in no model have no name. Their key is the number of the optimizer that was
         # built with them, and their place in it.
         without_model = {}
         for place, parameter in state.models.parameters_of_unstepped_optimizers():
             without_model[place] = summarize(parameter)
+
         state.notes.parameters_without_model = without_model
+
         if state.is_first_update:
             whole = [(n, p) for n, p in state.models.parameters() if n in summaries]
             state.update.initial = copy_arrays(whole)
@@ -295,12 +318,15 @@ class ForwardRecorder:
         """
         notes = self.state.notes
         notes.model_calls += 1
+
         # The number of samples, and the inputs with one row for each.
         count, sample_inputs = sample_tensors(inputs)
         if not sample_inputs:
             return None
+
         first_input, *other_inputs = sample_inputs
         number_of_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
+
         # With a single input, its rows may be something else than samples, such as the nodes of a
         # graph. Several inputs that all have the same number of rows leave no doubt.
         all_have_rows = len(sample_inputs) == number_of_inputs
@@ -311,14 +337,17 @@ class ForwardRecorder:
             other_inputs=summarize_rows(other_inputs, count),
             rows_are_samples=all_have_rows and number_of_inputs > 1,
         )
+
         if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
             rows = first_input.detach().double().reshape(count, -1)
             record.input_values = rows.cpu().clone().numpy()
+
         forward_pass = ForwardPass(record)
         if self.state.is_first_update:
             # Before the training, a script may call the model as a trial. If the first loss shows
             # that earlier calls were trials, these inputs take the place of theirs in the record.
             forward_pass.inputs = describe_batch(inputs, ids=())
+
         return forward_pass
 
     # The end of a forward pass
@@ -327,19 +356,24 @@ class ForwardRecorder:
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Records that a module's forward pass is over: torch calls this hook for every module."""
         self._depth -= 1
+
         # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
             return
+
         is_model = self._depth == 0
         if is_model and has_parameters(module):
             self._mark_output(output)
+
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():  # the model is not being trained
             return
+
         outputs = []  # the tensors in the output that a loss can be computed from
         for value in pytree.tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
                 outputs.append(value)
+
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
@@ -373,14 +407,18 @@ class ForwardRecorder:
         record = forward_pass.record
         count = len(record.inputs)  # the number of samples
         with_rows = tensors_with_rows(outputs, count)
+
         # The rows of the input are samples if an output has one row for each of them, or the same
         # number of rows for each, such as one for each token of a text.
         if with_rows or any(_has_multiple_of_rows(tensor, count) for tensor in outputs):
             record.rows_are_samples = True
+
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
+
         # Only outputs that all have a row for each sample are compared, sample by sample.
         if not outputs or len(with_rows) != len(outputs):
             return
+
         record.outputs = summarize_rows(with_rows, count)
         for number, tensor in enumerate(outputs, 1):
             hook = partial(self.record_output_gradient, forward_pass, number)
@@ -399,13 +437,16 @@ class ForwardRecorder:
         """
         if gradient is None:
             return
+
         record = forward_pass.record
         count = len(record.inputs)
+
         # An array of shape (samples, 2). It is weighted by the number of the output: without that,
         # gradients of two outputs could be swapped and have the same sum.
         rows = summarize_rows(tensors_with_rows([gradient], count), count) * number
         if len(rows) == 0:
             return
+
         if len(record.output_gradients) == 0:
             record.output_gradients = rows
         else:  # another output, or another backward pass, has a gradient as well

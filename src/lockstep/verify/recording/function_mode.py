@@ -93,28 +93,37 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_traced():
             return func(*args, **kwargs)
+
         name = getattr(func, "__name__", "")
+
         if func in DROPOUT_FUNCTIONS:
             return self.determinism.skip_dropout(args, kwargs)
+
         if name in DRAWING_FUNCTIONS:
             line = self.draws.begin(kwargs.get("generator"))
             drawn = self.determinism.draw(func, args, kwargs)
             self.draws.finish(drawn, line)
             return drawn
+
         kwargs = self.determinism.without_attention_dropout(func, kwargs)
         evidence = _CallEvidence()
+
         # An odd argument leaves no evidence; the script's call goes on all the same.
         with suppress(Exception):
             self._note_arguments(evidence, func, name, args, kwargs)
+
         if self.determinism.double:
             func, args, kwargs = self.determinism.widen_call(func, name, args, kwargs)
+
         # `Tensor.backward`, `torch.autograd.backward` or `torch.autograd.grad`
         if name in ("backward", "grad"):
             with self.backward_pass(True):
                 return func(*args, **kwargs)
+
         result = func(*args, **kwargs)
         with suppress(Exception):
             self._note_result(result, evidence, func, name, args, kwargs)
+
         return result
 
     def _note_arguments(
@@ -155,20 +164,25 @@ class FunctionMode(TorchFunctionMode):
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
             self._note_python_number(float(result), marks)
+
         is_loss_or_term = needs_gradient(result) and result.dim() == 0
         if is_loss_or_term:
             marks |= divisor_mark(name, args)  # empty unless the call divides it by a number
             note_loss(result, name, args, evidence.loss_terms)
+
         if reduces_over_samples(name, args, kwargs):
             # A statistic over the samples of a batch, such as their mean.
             number = summary_number(result)
             if number is not None:
                 marks[f"{STATISTIC}{user_line() or ''}"] = number
+
         mark(result, **marks)
+
         if name == "__setitem__":
             # After `tensor[index] = values`, the tensor is also made from the values.
             tensor, _, values = args
             mark(tensor, **marks_of(values))
+
         if needs_gradient(result) and result.dtype is not self.lowest_dtype:
             self.note_dtype(result)
 

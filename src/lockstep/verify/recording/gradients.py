@@ -73,12 +73,14 @@ class GradientRecorder:
         """
         if gradient is None:
             return
+
         # For each backward pass of the update, its gradients by the ids of parameters.
         passes = self.state.notes.gradients_of_passes
         # There is no pass if the script calls `torch.autograd.grad` before any backward pass. Of an
         # update with too many passes, no local gradients are recorded.
         if not passes or len(passes) > MAX_BACKWARD_PASSES:
             return
+
         gradients = passes[-1]
         if parameter_id in gradients:  # a parameter that is used twice may get two gradients
             gradients[parameter_id] = gradients[parameter_id] + gradient.detach()
@@ -106,6 +108,7 @@ class GradientRecorder:
             if local_gradients:
                 accumulated = sum(local_gradients, torch.zeros_like(gradient))
                 are_local.append(gradient.equal(accumulated) or gradient.equal(local_gradients[-1]))
+
         all_are_local = bool(are_local) and all(are_local)
         self.state.update.local_passes.append(all_are_local)
         notes.batches_at_last_backward = len(self.state.update.batches)
@@ -126,6 +129,7 @@ class GradientRecorder:
         passes = self.state.notes.gradients_of_passes
         if len(passes) > MAX_BACKWARD_PASSES:
             return []
+
         arrays_of_passes = []
         for gradients in passes:
             named_gradients = []
@@ -133,6 +137,7 @@ class GradientRecorder:
                 if id(parameter) in gradients:
                     named_gradients.append((name, gradients[id(parameter)]))
             arrays_of_passes.append(copy_arrays(named_gradients))
+
         return arrays_of_passes
 
     # What the script does with gradients
@@ -149,22 +154,27 @@ class GradientRecorder:
         dot_product = 0.0  # g·h, added up over the parameters
         squared_norm_then = 0.0  # |g|²
         squared_norm_now = 0.0  # |h|²
+
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None:
                 continue
             if id(parameter) not in gradients_then:  # the script itself has made the gradient
                 return math.nan
+
             now = to_local(parameter.grad).double().flatten()  # of a shard, this rank's values
             then = gradients_then[id(parameter)].double().flatten()
             dot_product += float(now @ then)
             squared_norm_then += float(then @ then)
             squared_norm_now += float(now @ now)
+
         if not squared_norm_then:
             return math.nan
+
         factor = dot_product / squared_norm_then
         residual = squared_norm_now - factor * dot_product  # zero up to rounding
         if residual <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
+
         return math.nan
 
     def clip(self, clip_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -185,11 +195,13 @@ class GradientRecorder:
         notes = self.state.notes
         if not notes.gradients_before_clipping:  # of several calls, the first one counts
             notes.gradients_before_clipping = before
+
         norm = clip_function(*args, **kwargs)
         after = self._copy_gradients()
         for name in before.keys() & after.keys():
             if not np.array_equal(after[name], before[name]):
                 call.has_clipped = True
+
         return norm
 
     @guarded
@@ -207,6 +219,7 @@ class GradientRecorder:
         is_in_step = bool(self.state.running_optimizers)
         if not is_in_step or not isinstance(tensor, Tensor):
             return
+
         update = self.state.update
         # If the tensor is a gradient, it lies at the address of some parameter's gradient.
         for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
@@ -230,6 +243,7 @@ class GradientRecorder:
         for name, parameter in self.state.models.parameters():
             if id(parameter) in parameter_ids and parameter.grad is not None:
                 parameters_with_gradient[name] = parameter
+
         update.gradients = copy_arrays((n, p.grad) for n, p in parameters_with_gradient.items())
         # Where no clipping was seen, `unclipped` is the same as `gradients`.
         unclipped = dict(update.gradients)
@@ -237,8 +251,10 @@ class GradientRecorder:
             is_of_this_optimizer = name in unclipped
             if is_of_this_optimizer:
                 unclipped[name] = gradient
+
         update.unclipped = unclipped
         _zero_rounding(update.gradients, parameters_with_gradient.values())
+
         for gradient_tensor in self.all_gradients():
             self.state.mode.note_dtype(gradient_tensor)
 

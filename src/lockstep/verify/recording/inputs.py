@@ -63,6 +63,7 @@ class InputRecorder:
         """
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
+
         # Epochs are counted from 0. No pass was counted if gradients were off when the iteration
         # began, and were switched on later.
         passes_begun = self._passes_over.get(loader, 0)
@@ -94,8 +95,10 @@ class InputRecorder:
         record = describe_batch(
             event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids
         )
+
         if len(record.contents) != len(ids):  # a collate function changed the number of samples
             record.contents = ()
+
         self._add(event.loader, record, event.position + 1)
 
     def _add(self, loader: Any, record: Batch, number: int) -> None:
@@ -111,16 +114,20 @@ class InputRecorder:
         """
         state = self.state
         state.loss_is_weighted = False  # `World.backward` was given no loss of this batch yet
+
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
+
         # Loaders are numbered in the order of their first use.
         record.loader = list(self._passes_over).index(loader)
         place = f"batch {number}"
         with suppress(TypeError):  # a stream has no length
             place = f"batch {number} of {len(loader)}"
+
         # The end of a sentence such as "step 3, batch 3 of 4 of epoch 1".
         state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
         state.update.batches.append(record)
+
         # What was drawn to read the batch is no part of what is drawn for the step.
         state.mode.draws.restart()
         state.step_draws.restart()
@@ -139,7 +146,9 @@ class InputRecorder:
         fetched_ahead, never_trained = self._unused.end_update()
         untrained_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
         update.batches = [record for record in update.batches if id(record) not in untrained_ids]
+
         if not update.batches:
             # No loader was used: the inputs of models are all that is known of the samples.
             update.batches = update.model_inputs
+
         return fetched_ahead

@@ -41,9 +41,11 @@ def enlarge(arguments: dict[str, Any], times: int) -> None:
         except TypeError as error:  # such as a generator, whose class cannot be changed
             raise CannotEnlargeError from error
         return
+
     batch_size = arguments.get("batch_size", 1)
     if batch_size is None:  # each item of the dataset is a whole batch
         raise CannotEnlargeError
+
     was_enlarged_before = isinstance(batch_size, EnlargedBatchSize)
     # Anything else than an int is refused by the DataLoader itself.
     if isinstance(batch_size, int) and not was_enlarged_before:
@@ -82,6 +84,7 @@ def merge_batches(sampler: Any, times: int) -> Any:
     }
     if hasattr(original_class, "__len__"):  # a stream of batches has no length
         attributes["__len__"] = length
+
     sampler.__class__ = type(original_class.__name__, (original_class,), attributes)
     return sampler
 
@@ -94,11 +97,13 @@ def _is_enlarged(sampler: Any) -> bool:
     candidates = [sampler]
     if hasattr(sampler, "__dict__"):  # a list or a generator has none
         candidates += vars(sampler).values()
+
     for candidate in candidates:
         if hasattr(candidate, MERGED_ATTRIBUTE):
             return True
         if isinstance(getattr(candidate, "batch_size", None), EnlargedBatchSize):
             return True
+
     return False
 
 

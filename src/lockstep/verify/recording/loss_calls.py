@@ -59,13 +59,16 @@ class LossCall:
         """
         if self.targets.is_floating_point():  # not labels, but values or probabilities
             return float(self.targets.numel())
+
         ignored = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored]
+
         # cross_entropy(input, target, weight), by name or by place. Other functions of labels have
         # a number in third place.
         class_weights = self.options.get("weight", self.options.get("argument 3"))
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
+
         return float(labels.numel())
 
 
@@ -87,9 +90,11 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     targets = options.pop("target", None)
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
         return None
+
     # Arguments by place have no name here: their meaning depends on the function.
     for number, value in enumerate(args[2:], 3):
         options[f"argument {number}"] = value
+
     return LossCall(f"{name}: {user_line() or ''}", targets.detach().clone(), options)
 
 
@@ -114,6 +119,7 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
     """
     if name not in ("add", "add_", "sub", "mul", "div"):
         return []
+
     terms = _terms_of_argument(one)  # empty if it is no loss
     other_terms = _terms_of_argument(other)
     if name in ("add", "add_"):
@@ -124,11 +130,13 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
     # each term is multiplied or divided.
     if not terms or other_terms or not _is_single_number(other):
         return []
+
     factor = float(other)
     if factor == 0:  # no term is left, or the quotient is infinite
         return []
     if name == "div":
         return [term / factor for term in terms]
+
     return [term * factor for term in terms]
 
 
@@ -189,14 +197,17 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
     may_scale = name in ("mul", "div") and len(args) == 2
     if not may_scale or _is_called_by_user():
         return user_line()
+
     # A library calls loss * factor, or factor * loss.
     if needs_gradient(args[0]):
         loss, factor = args
     else:
         factor, loss = args
+
     is_scaled_loss = needs_gradient(loss) and not loss.dim() and not needs_gradient(factor)
     if is_scaled_loss:
         return line_of_loss(loss) or user_line()
+
     return user_line()
 
 
@@ -212,6 +223,7 @@ def _is_called_by_user() -> bool:
         if not is_of_torch_or_lockstep:  # a library in between
             return False
         frame = frame.f_back
+
     return False
 
 

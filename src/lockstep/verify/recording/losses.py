@@ -76,13 +76,17 @@ class LossRecorder:
         state = self.state
         if state.loss_is_weighted:  # `World.backward` has recorded it before
             return
+
         state.mode.note_dtype(loss)
         self._hook_all_parameters()
+
         # This may write the update that ended before this loss. From here on, `state.update` is the
         # one that the loss belongs to.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
+
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
+
         # The list is read once: looking for coupled samples below differentiates the loss, and so
         # may call checkpointed parts of the model again, which would be added to it.
         forward_passes = state.notes.forward_passes
@@ -114,16 +118,20 @@ class LossRecorder:
         for forward_pass in notes.forward_passes:
             if any(output.grad_fn in loss_nodes for output in forward_pass.outputs):
                 used_passes.append(forward_pass)
+
         # No pass is used if the loss is made from something else than outputs of models.
         if not used_passes:
             return
+
         first_was_no_trial = used_passes[0] is notes.forward_passes[0]
         if first_was_no_trial:
             return
+
         # The last of `model_inputs` is that of the first call since the last backward pass.
         model_inputs = self.state.update.model_inputs
         if model_inputs and used_passes[0].inputs is not None:
             model_inputs[-1] = used_passes[0].inputs
+
         notes.forward_passes = used_passes
 
     def _record_origin(self, loss: Tensor, marks: Mapping[str, Any]) -> None:
@@ -136,12 +144,15 @@ class LossRecorder:
         state = self.state
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
+
         # The line of an all-gather that the loss is made from without its gradient. Of several
         # backward passes, the first that has such a line counts.
         if not update.gather_line:
             update.gather_line = marks.get("gather", "")
+
         if not update.detached_gather_line:
             update.detached_gather_line = marks.get("detached", "")
+
         # Random numbers that the inputs of models are made from are recorded with the inputs. Here
         # those count that were drawn since the update's first forward pass began.
         state.record_marks(marks, draws_before=state.notes.draws_before_forward)
@@ -155,16 +166,19 @@ class LossRecorder:
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
+
         update = self.state.update
         samples = 0  # in the batch that the loss is made from
         batches = update.batches or update.model_inputs
         if batches:
             samples = int(batches[-1].weights["samples"])
+
         if not update.loss_compares_samples:
             outputs: list[Tensor] = []
             for forward_pass in forward_passes:
                 outputs += forward_pass.outputs
             update.loss_compares_samples = compares_samples(loss, outputs, samples)
+
         if not update.coupling_model:
             update.coupling_model = self._coupling_model(forward_passes)
 
@@ -176,20 +190,25 @@ class LossRecorder:
         """
         for forward_pass in forward_passes:
             model = forward_pass.record.model
+
             if forward_pass.hidden is None:  # no part of the model has a row for each sample
                 continue
             if not self._needs_coupling_test(model):
                 continue
+
             begun = time.monotonic()
             self._coupling_found_in[model] = couples_samples(
                 forward_pass.outputs, forward_pass.hidden
             )
+
             if time.monotonic() - begun > MAX_COUPLING_S:
                 self._coupling_is_slow = True
+
         for forward_pass in forward_passes:
             model = forward_pass.record.model
             if self._coupling_found_in.get(model):
                 return model
+
         return ""
 
     def _needs_coupling_test(self, model: str) -> bool:
@@ -206,6 +225,7 @@ class LossRecorder:
         value = float(loss.detach())
         if not math.isnan(value):
             return value
+
         # The loss is made from the last batch, and from the inputs of the last model call. Both are
         # lists of one `Batch`, or empty if there is none.
         update = self.state.update
@@ -215,6 +235,7 @@ class LossRecorder:
             num_samples = batch.weights["samples"]  # one of the counts of a batch
             if num_samples == 0:
                 return 0.0
+
         return value
 
     def _record_loss_calls(
@@ -235,14 +256,18 @@ class LossRecorder:
             divisor, _line = marks["divisor"]
             if divisor != 0:
                 divisors["divisor of the loss"] = divisor
+
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
+
         state.update.loss_divisors.append(divisors)
+
         for call in calls:
             for option, value in call.options.items():
                 if isinstance(value, Tensor | float):
                     summary = summarize(torch.as_tensor(value))
                     state.update.loss_options[f"{option} of {call.line}"] = summary
+
         if forward_passes:
             _record_targets(forward_passes[0], calls)
 
@@ -258,6 +283,7 @@ class LossRecorder:
             # Rows that are there already are of something else than the loss, such as a penalty
             # that the script has differentiated. `[:0]` is an array without rows.
             record.output_gradients = record.output_gradients[:0]
+
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
         notes.forward_passes = []
@@ -278,16 +304,20 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
     num_samples = len(forward_pass.record.inputs)
     if not num_samples:
         return
+
     targets = []
     for call in calls:
         # Targets that only number the samples say nothing about them.
         if call.targets.numel() and not _are_positions(call.targets):
             targets.append(call.targets)
+
     if not targets:
         return
+
     for tensor in targets:
         if tensor.dim() == 0 or len(tensor) % num_samples != 0:
             return
+
     forward_pass.record.targets = summarize_rows(targets, num_samples)
 
 
@@ -299,9 +329,11 @@ def _are_positions(targets: Tensor) -> bool:
     """
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.dim() != 1:
         return False
+
     count = len(targets)
     if count <= 2:  # labels may be 0 and 1 by chance
         return False
+
     # On rank 1 they may be 4, 5, 6, ...: the first one is subtracted.
     positions = torch.arange(count).to(targets)
     return bool((targets - targets[0]).equal(positions))

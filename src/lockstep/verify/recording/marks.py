@@ -41,6 +41,7 @@ def mark(values: Any, **marks: Any) -> None:
     """
     if not marks:
         return
+
     for tensor in tensors(values):
         if "_marks" not in tensor.__dict__:
             tensor.__dict__["_marks"] = {}

@@ -54,14 +54,17 @@ class Models:
         inner_module = unwrap(module)  # such as the module inside of DDP
         if id(inner_module) in self._module_ids or not has_tensors(inner_module):
             return
+
         name = _class_name(inner_module)
         # Names of the roots of this class that are known already: `Net`, `Net#2`, ...
         names_of_class = []
         for root_name, _ in self._roots:
             if root_name.split("#")[0] == name:
                 names_of_class.append(root_name)
+
         if names_of_class:
             name = f"{name}#{len(names_of_class) + 1}"
+
         self._roots.append((name, module))
         self._module_ids |= {id(submodule) for submodule in module.modules()}
 
@@ -72,6 +75,7 @@ class Models:
         averaged = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.ddp_parameter_ids[id(wrapper.module)] = averaged
         ranks = dist.get_process_group_ranks(wrapper.process_group)
+
         # A group of all ranks is the usual case, and is not recorded.
         if len(ranks) < dist.get_world_size():
             self.ddp_group_ranks = ranks
@@ -86,6 +90,7 @@ class Models:
         for name, parameter in self._named("named_parameters"):
             yielded_ids.add(id(parameter))
             yield name, parameter
+
         for optimizer_number, optimizer in enumerate(self.stepped_optimizers, 1):
             for number, parameter in enumerate(parameters_of(optimizer), 1):
                 if id(parameter) not in yielded_ids and not is_sharded(parameter):
@@ -129,8 +134,10 @@ class Models:
         for number, optimizer in enumerate(self.built_optimizers):
             if optimizer not in self.stepped_optimizers:
                 unstepped_numbers.append(number)
+
         if not unstepped_numbers:
             return
+
         known_ids = {id(parameter) for _, parameter in self.parameters()}
         for number in unstepped_numbers:
             for place, parameter in enumerate(parameters_of(self.built_optimizers[number])):
@@ -149,9 +156,11 @@ class Models:
         for module_name, module in self.modules():
             if type(module).__module__.startswith(LIBRARY_PREFIXES):
                 continue
+
             for attribute, value in vars(module).items():
                 if not isinstance(value, Tensor | list | tuple):
                     continue
+
                 # The attribute itself, or the tensors in the list. A parameter in a list is of a
                 # subclass of Tensor.
                 plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
@@ -161,6 +170,7 @@ class Models:
                     if len(plain_tensors) > 1:
                         name = f"{name}[{place}]"
                     arrays[name] = np.array([*summarize(tensor), tensor.numel()])
+
         return arrays
 
     def whole_parameters(self) -> dict[str, Array]:
@@ -208,6 +218,7 @@ class Models:
             is_wrapped = id(parameter) in wrapped or is_sharded(parameter)
             if parameter.requires_grad and not is_wrapped:
                 names.append(name)
+
         return names
 
     def _wrapped_ids(self) -> set[int]:

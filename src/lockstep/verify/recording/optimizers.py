@@ -102,10 +102,13 @@ class OptimizerRecorder:
         is_outermost = len(state.running_optimizers) == 1
         if not is_outermost:
             return None
+
         state.mode.writes.watched = frozenset()  # the step itself writes to all parameters
+
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
+
         # Several optimizers may step in turn. The script is ended only before the one with the most
         # steps, so that all have made the same number in the end.
         if state.steps_of[optimizer] == max(state.steps_of.values()):
@@ -116,10 +119,12 @@ class OptimizerRecorder:
         if not has_closure:
             self._record_step_inputs(optimizer)
             return None
+
         recording_args = [self._with_recording(value, optimizer) for value in other_args]
         recording_kwargs = {}
         for name, value in kwargs.items():
             recording_kwargs[name] = self._with_recording(value, optimizer)
+
         return (itself, *recording_args), recording_kwargs
 
     def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
@@ -131,6 +136,7 @@ class OptimizerRecorder:
         """
         if not callable(value):
             return value
+
         closure: Callable[[], Any] = value
 
         def recording_closure() -> Any:
@@ -146,6 +152,7 @@ class OptimizerRecorder:
         state = self.state
         if state.notes.step_inputs_recorded:  # by an earlier call of the same closure
             return
+
         state.notes.step_inputs_recorded = True
         self._take_over_backward_passes()
         self._record_parameters(optimizer)
@@ -179,9 +186,11 @@ class OptimizerRecorder:
         update = state.update
         named_parameters = list(state.models.parameters())
         no_optimizer_has_stepped = not any(state.steps_of.values())
+
         if no_optimizer_has_stepped:
             # All values. The first forward pass has put some into `initial`, and these are kept.
             update.initial = {**copy_arrays(named_parameters), **update.initial}
+
         # Two numbers for each parameter.
         update.parameter_sums = {
             **state.models.whole_parameters(),
@@ -207,11 +216,13 @@ class OptimizerRecorder:
         update.unwrapped = models.unwrapped_parameters()
         update.ddp_ranks = models.ddp_group_ranks
         update.comm_hook_line = models.comm_hook_line
+
         # Lockstep has prepared the model, but not this optimizer of its parameters.
         is_prepared = optimizer in self.prepared_by_lockstep
         update.optimizer_unprepared = not is_prepared and models.has_prepared(parameter_ids)
         local_batch_norms = self.state.notes.local_batch_norms
         update.local_norm_layers = []
+
         for name, module in models.modules():
             if id(module) in local_batch_norms:
                 update.local_norm_layers.append(name)
@@ -241,6 +252,7 @@ class OptimizerRecorder:
             if is_of_earlier_step:
                 state.update.earlier_outputs_line = line
                 break
+
         state.update.gradient_draw_line = ""
         marks = marks_of(list(self._gradients.all_gradients()))
         if "draw" in marks:
@@ -260,14 +272,17 @@ class OptimizerRecorder:
         state = self.state
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
+
         # An inner optimizer whose step has raised an error has not been taken off the list.
         if ended_optimizer is not optimizer or not is_outermost:
             return
+
         update = state.update
         self._record_identity(optimizer)
         local_gradients = self._gradients.local_gradients()
         if local_gradients:  # else the update keeps those of the backward pass that it shares
             update.local_gradients = local_gradients
+
         state.last_update = replace(update)  # a copy, before the parameters are added
         self._record_step_results(optimizer)
 
@@ -275,10 +290,12 @@ class OptimizerRecorder:
         replica = micro_batch.virtual_rank_number if micro_batch.has_own_step else None
         state.finish_update(update, self._later_batches, replica)
         state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
+
         # If the process computes several virtual ranks, each steps for the same global batch. The
         # last of them completes the step.
         if not micro_batch.has_own_step or micro_batch.last:
             state.steps_of[optimizer] += 1
+
         state.step_draws.restart()
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
@@ -293,12 +310,14 @@ class OptimizerRecorder:
         stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
         update.parameters = copy_arrays(stepped)
         update.buffers = copy_arrays(state.models.buffers())
+
         # The lines that have written to parameters or buffers since the update before, by storage.
         stacks = state.mode.writes.pop_stacks()
         update.write_stacks = {}
         for name, storage in state.watch_writes().items():
             if storage in stacks:
                 update.write_stacks[name] = stacks[storage]
+
         update.branch_outcomes = state.branches.pop_outcomes()
         state.models.after_last_step.update(update.parameters)
 
@@ -313,8 +332,10 @@ class OptimizerRecorder:
         update.optimizer_class = type(optimizer).__name__
         update.step = state.steps_of[optimizer]
         update.dtype = str(state.mode.lowest_dtype)
+
         if optimizer in state.models.built_optimizers:
             update.construction_index = state.models.built_optimizers.index(optimizer)
+
         name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
         # A sharded parameter that is in no model has no name: an empty one keeps its place.
         update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]

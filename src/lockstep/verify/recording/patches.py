@@ -140,15 +140,19 @@ def install(
 
     # To see or replace batches.
     _record_sample_indices(mode)
+
     if kept_batches is not None:
         _number_loaders(kept_batches)
+
     _watch_loaders(recorder, mode, kept_batches)
+
     if config.batch_times > 1:
         _enlarge_batches(recorder, config.batch_times)
 
     # To compare what can be compared.
     if mode.determinism.double:
         _compute_in_float64(mode)
+
     _disable_compile(mode.determinism)
     _disable_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
@@ -544,8 +548,10 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
             kept_batches.add_loader(loader)
 
     _wrap(DataLoader, "__init__", after=after_init)
+
     if not isinstance(kept_batches, BatchReader):
         return
+
     original_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
@@ -584,11 +590,14 @@ def _watch_loaders(
         # Loaders of Lockstep have a DataLoader inside. They are patched themselves.
         if _is_lockstep_dataset(self.dataset):
             return original_iter(self)
+
         is_training = torch.is_grad_enabled()  # in an evaluation gradients are off
         if is_training:
             recorder.inputs.begin_pass(self)
+
         if is_training and reader is not None:
             return _iterate_kept(recorder, self, reader)
+
         return _iterate_recorded(recorder, mode, self, original_iter(self), writer)
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
@@ -634,25 +643,31 @@ def _iterate_recorded(
     """
     pending_indices = _pending_indices(iterator)
     batches = _until_enough(recorder.state, iterator)
+
     if not torch.is_grad_enabled():
         writer = None
+
     name_of_pass = "" if writer is None else writer.begin_pass(loader)
     for number in count():
         # What is drawn while the batch is read belongs to the batch.
         mode.draws.restart()
         streams_before = stream_digests()
+
         try:
             batch = mode.determinism.convert(next(batches))
         except StopIteration:
             return
+
         # The iterator draws indices before it reads a batch. That of a subclass of DataLoader may
         # draw none.
         ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
         if torch.is_grad_enabled():
             drawn = mode.draws.since_restart() | moved_streams(streams_before)
             recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
+
         if writer is not None:
             writer.write(name_of_pass, number, LoadedBatch(batch, ids))
+
         yield batch
 
 
@@ -733,6 +748,7 @@ def _refuse_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> No
             # what it would have done.
             run = partial(refuse_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
+
         original_start(process)
         # In this process, the attribute would refer to the process itself, and it would never be
         # freed.

@@ -38,6 +38,7 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     """
     if samples <= 1 or not loss.requires_grad:
         return False
+
     # A contrastive model may compute two views of each sample in one call, and return one row for
     # each view. An output with more rows, such as one for each token, is left out: which rows
     # belong to which sample is not known.
@@ -45,11 +46,13 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     outputs = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in possible_rows]
     if not outputs or sum(t.numel() for t in outputs) > MAX_VALUES:
         return False
+
     # torch raises RuntimeError for a function without a second derivative.
     with suppress(RuntimeError):
         gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
         if _samples_are_coupled(gradients, outputs, samples):
             return True
+
     return _measures_distances(loss, outputs)
 
 
@@ -62,14 +65,17 @@ def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
     """
     if len(hidden) < 2:
         return False
+
     outputs = [t for t in outputs if t.dim() > 0 and len(t) == len(hidden)]
     if not outputs or any(t is hidden for t in outputs):  # nothing is computed from the activation
         return False
     if sum(t.numel() for t in (*outputs, hidden)) > MAX_VALUES:
         return False
+
     # torch raises RuntimeError for what it cannot differentiate; then it is not known.
     with suppress(RuntimeError):
         return _samples_are_coupled(outputs, [hidden], len(hidden))
+
     return False
 
 
@@ -94,17 +100,20 @@ def _samples_are_coupled(
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
             weighted_sum = (result * weight)[has_bit].sum() + weighted_sum
+
         gradients = torch.autograd.grad(
             weighted_sum, sources, retain_graph=True, materialize_grads=True
         )
         largest = max(float(gradient.abs().max()) for gradient in gradients)
         if largest == 0:  # this sum depends on nothing
             continue
+
         # If it has a gradient by a sample whose number lacks this bit, the samples are coupled.
         for gradient, sample in zip(gradients, source_samples, strict=True):
             lacks_bit = (sample >> bit) & 1 == 0
             if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
                 return True
+
     return False
 
 
@@ -128,6 +137,7 @@ def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
         are_from_models = [bool(output_nodes & nodes_behind(argument)) for argument in arguments]
         if all(are_from_models):
             return True
+
     return False
 
 
@@ -146,6 +156,7 @@ def nodes_behind(*nodes: Any) -> set[Any]:
         reached.add(node)
         # The nodes of its arguments.
         nodes_to_visit += [argument for argument, _ in node.next_functions]
+
     return reached
 
 

@@ -39,6 +39,7 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     if name not in REDUCTIONS and name not in CHOICES:
         return False
+
     values = args[0] if args else kwargs.get("input")
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) < 2:
         return False
@@ -48,6 +49,7 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     # The longest text of a batch is a whole number, and pads the batch: that does no harm.
     if name in EXTREMES and not values.is_floating_point():
         return False
+
     for dim in _dims(name, args, kwargs):
         if dim is None:  # all dimensions
             return True
@@ -56,6 +58,7 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
         is_first_dim = type(dim) is int and dim % values.dim() == 0
         if is_first_dim:
             return True
+
     return False
 
 
@@ -76,6 +79,7 @@ def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
         dim = -1
     else:
         dim = None
+
     return list(dim) if isinstance(dim, tuple | list) else [dim]
 
 
@@ -91,11 +95,14 @@ def summary_number(result: Any) -> float | None:
     result_tensors = tensors(result)
     if not result_tensors:
         return None
+
     tensor = result_tensors[0]
     # A subclass of Tensor may be sharded, or wrapped by `torch.func`.
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
         return None
+
     with suppress(RuntimeError):  # torch raises it for values that cannot be read
         weighted_sum, _ = summarize(tensor)
         return float(weighted_sum)
+
     return None

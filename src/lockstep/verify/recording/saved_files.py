@@ -80,6 +80,7 @@ class SavedFiles:
         for owner, names in PATCHED_FUNCTIONS:
             for name in names:
                 self._patch_function(owner, name)
+
         builtins.open = io.open  # the same function has two names
         torch.save = save
         lockstep.save_weights = save_weights
@@ -93,15 +94,18 @@ class SavedFiles:
             """Calls the function with the place of a saved file, or as it was called."""
             if not args or not self._has(args[0]):
                 return function(*args, **kwargs)
+
             path, *other_args = args
             place = self.place_of(path)
             if name in MOVING_FUNCTIONS and other_args:
                 # os.rename(path, target): the moved file is kept at the place of its new path.
                 target, *options = other_args
                 return function(place, self._place_after_move(path, target), *options, **kwargs)
+
             return function(place, *other_args, **kwargs)
 
         setattr(owner, name, with_saved_file)
+
         # Python's library looks functions up in these sets, to know which arguments they take. The
         # replacement takes the same ones.
         for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):

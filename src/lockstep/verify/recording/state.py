@@ -272,6 +272,7 @@ class RecorderState:
             # "norm 140": the value is the id of a BatchNorm layer.
             elif kind.startswith(BATCH_NORM):
                 self.notes.local_batch_norms.add(value)
+
         if "draw" in marks:
             number, line, digest = marks["draw"]
             was_drawn_for_this_step = number > draws_before
@@ -287,8 +288,10 @@ class RecorderState:
         storages = {}
         for name, parameter in self.models.parameters():
             storages[name] = storage_of(parameter)
+
         for name, buffer in self.models.buffers():
             storages[name] = storage_of(buffer)
+
         # 0 is no address: it stands for tensors without a storage of their own.
         self.mode.writes.watched = frozenset(storages.values()) - {0}
         return storages

@@ -47,8 +47,10 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
     for tensor in values:
         if tensor.numel():
             tables.append(tensor.detach().reshape(count, -1).double().nan_to_num())
+
     if not tables or count == 0:
         return np.zeros((0, 2))
+
     rows = torch.cat(tables, dim=1)
     # sums[sample, k] = sum over positions p of rows[sample, p] * weights[p, k]. Two sums with
     # different weights are hardly ever both the same by chance.
@@ -56,6 +58,7 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
     first_weights = positions.cos()
     second_weights = (1.7 * positions + 1).cos()
     weights = torch.stack([first_weights, second_weights], dim=1)
+
     return (rows @ weights).cpu().numpy()
 
 
@@ -124,13 +127,18 @@ def copy_arrays(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Array]:
     for name, tensor in named:
         if tensor is None:
             continue
+
         whole = tensor.detach()
         if is_sharded(whole):
             whole = whole.full_tensor()  # type: ignore[attr-defined]
+
         if whole.is_sparse:
             whole = whole.to_dense()
+
         whole = whole.cpu()
         if whole.is_floating_point():
             whole = whole.double()
+
         arrays[name] = whole.clone(memory_format=torch.contiguous_format).numpy()
+
     return arrays

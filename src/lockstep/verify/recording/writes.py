@@ -51,6 +51,7 @@ class WriteLog:
         if sets_data:
             # The tensor has another storage now, which is watched from here on.
             self.watched |= {storage_of(args[0])}
+
         if sets_data or _is_in_place(name) or "out" in kwargs:
             # A method such as `add_` writes to its first argument, which may be a list of tensors,
             # and a function with `out=` to that.
@@ -66,12 +67,15 @@ class WriteLog:
         """
         if not self.watched:  # as inside of an optimizer's step: saves looking up the storage
             return
+
         storage = storage_of(tensor)
         if storage not in self.watched:
             return
+
         stack = user_stack()
         if stack:  # else no line of the script led here: the last known one stays
             self.stacks[storage] = stack
+
         if by_hand:
             self.on_write_by_hand(storage)
 

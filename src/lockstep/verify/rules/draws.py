@@ -33,12 +33,14 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     sentences = other_draws(case)
     if not sentences:
         return None
+
     # For each rank whose loss counts, its draws: pairs of a line and a digest of the numbers.
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
     # A single rank, or ranks that drew nothing, are equal but say nothing.
     several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
     if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
         return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
+
     return Cause("LS308", (*evidence, *sentences))
 
 
@@ -57,8 +59,10 @@ def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
     streams: dict[str, None] = {}  # a set that keeps the order
     for rank in (*case.expected, *case.actual):
         streams.update(dict.fromkeys(rank.random_streams))
+
     if not streams:
         return None
+
     names = " and ".join(streams)
     text = f"random numbers were drawn for this step, after its batch, from {names}"
     return Cause("LS308", (*evidence, text))

@@ -83,26 +83,33 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     # Both are dictionaries of gradients by name.
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
+
     # `case.names` are the gradients that differ. Those that only the ranks have are left out.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
         if name not in actual:  # no rank has this gradient
             continue
+
         ratio = None  # a number if actual = number * expected
         if expected[name].size > 1:  # any two single numbers have a ratio, which says nothing
             ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
+
         if ratio is None:
             pattern = "in no constant ratio"
         else:
             pattern = format_ratio(ratio, case.num_ranks)
+
         names_by_pattern[pattern].append(name)
+
     sentences = []
     if len(wrong_names) < len(expected):
         num_right = len(expected) - len(wrong_names)
         sentences.append(f"{num_right} of {len(expected)} gradients are right")
+
     for pattern, names in list(names_by_pattern.items())[:MAX_KINDS_OF_WRONG_GRADIENTS]:
         sentences.append(f"{pattern}: {format_items(script_names(names))}")
+
     return tuple(sentences)
 
 
@@ -119,14 +126,17 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     expected: Counter[tuple[str, str]] = Counter()
     for rank in case.expected:
         expected.update(rank.loss_draws)
+
     actual: Counter[tuple[str, str]] = Counter()
     for rank in case.actual:
         actual.update(rank.loss_draws)
+
     draws = []
     for draw in {**actual, **expected}:  # each draw of either run, once
         # What one process drew for its loss, each rank should have drawn as well.
         if actual[draw] != expected[draw] * case.num_ranks:
             draws.append(draw)
+
     return draws
 
 
@@ -140,15 +150,18 @@ def other_draws(case: Divergence) -> list[str]:
     expected_digests: set[str] = set()
     for rank in case.expected:
         expected_digests |= rank.drawn_digests
+
     actual_digests: set[str] = set()
     for rank in case.actual:
         actual_digests |= rank.drawn_digests
+
     for line, digest in draws_that_may_differ(case):
         both_runs_drew_it = digest in expected_digests and digest in actual_digests
         if not both_runs_drew_it:
             return [
                 f"the loss is computed from random numbers that were drawn for this step: {line}"
             ]
+
     return []
 
 
@@ -178,6 +191,7 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
     """
     if case.num_ranks <= 1:  # the rank's own samples are all samples
         return []
+
     lines = []
     for line, expected in getattr(case.expected[0], field_name).items():
         for rank in case.actual:
@@ -188,6 +202,7 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
             if not math.isclose(expected, actual, rel_tol=case.max_error, abs_tol=1e-12):
                 lines.append(line)
                 break
+
     return [f"{text}: {line}" for line in lines[:MAX_LINES_WITH_STATISTICS]]
 
 
@@ -199,6 +214,7 @@ def loss_compares_local_samples(case: Divergence) -> list[str]:
     # Only one process has the whole batch, so it alone records whether samples are compared.
     if not any(rank.loss_compares_samples for rank in case.expected):
         return []
+
     return [
         "the loss compares samples: the gradient of one depends on the output of another",
         "no rank gathered the outputs of the others",

@@ -85,12 +85,14 @@ def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) 
         cause = value_rule(case, expected, actual)
         if cause is not None:
             return cause
+
     # The gradients themselves do not say it. What they were computed from may: samples, outputs,
     # losses, draws of random numbers.
     for rule in RULES_WITHOUT_VALUES:
         cause = rule(case)
         if cause is not None:
             return cause
+
     return unknown_coupling(case)
 
 
@@ -126,27 +128,33 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
         return None
+
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
+
     # The ratio that each cause would lead to. The first one that fits is returned.
     ratio_of_code: dict[str, float] = {}
     passes_are_known = passes_of_one > 0 and passes_of_rank > 0
     if passes_are_known and passes_of_one != passes_of_rank:
         ratio_of_code["LS203"] = passes_of_rank / passes_of_one
         ratio_of_code["LS204"] = passes_of_one / passes_of_rank
+
     ratio_of_code["LS201"] = case.num_ranks
     ratio_of_code["LS202"] = 1 / case.num_ranks
     fitting_codes = []
     for code, ratio_of_cause in ratio_of_code.items():
         if near(ratio, ratio_of_cause, case.max_error):
             fitting_codes.append(code)
+
     if not fitting_codes:
         return None
+
     code, *other_codes = fitting_codes
     if code in ("LS203", "LS204"):
         reasons = [format_backward_passes(case)]
     else:
         reasons = _gather_without_graph(case)
+
     also = [f"it may be {other} as well; another --nproc tells" for other in other_codes]
     evidence = (_multiple(case, ratio), *loss_line(case), *reasons, *also)
     return Cause(code, evidence, ratio=ratio)
@@ -184,11 +192,13 @@ def multiplied_after_passes(
     # The number that a run multiplied all its gradients by, 1 if it did nothing to them.
     factor_of_one = case.expected[0].gradient_factor
     factor_of_ranks = case.actual[0].gradient_factor
+
     if ratio is None or factor_of_one == 0:
         return None
     # A factor that is not known is NaN, which is near to nothing.
     if not near(factor_of_ranks / factor_of_one, ratio):
         return None
+
     text = (
         "they were right after the last backward pass, and then multiplied "
         f"by {factor_of_ranks:.6g}, on one process by {factor_of_one:.6g}"
@@ -233,6 +243,7 @@ def clipped_between_passes(
                     f"clipped after backward pass {call.passes_before} of {num_passes}: {call.line}"
                 )
                 return Cause("LS404", (text, *gradient_patterns(case)))
+
     return None
 
 
@@ -255,22 +266,27 @@ def changed_after_right_passes(
     for rank in case.actual:
         if rank.contributes:  # not so the first stages of a pipeline
             local_sums.append(sum_of_passes(rank.local_gradients, actual))
+
     sum_of_one = sum_of_passes(case.expected[0].local_gradients, actual)
     if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
         return None
+
     mean = mean_of(local_sums)
     ratio = constant_ratio(sum_of_one, mean, case.max_error)
     if ratio is None:  # the backward passes themselves were wrong
         return None
+
     used_is_multiple_of_mean = constant_ratio(mean, actual, case.max_error) is not None
     if used_is_multiple_of_mean:  # the ranks did average
         return None
+
     right = "what the backward passes left is, on average over the ranks, that of one process"
     if not near(ratio, 1):
         right = (
             f"what the backward passes left is, on average over the ranks, {ratio:.6g} times that "
             "of one process"
         )
+
     patterns = gradient_patterns(case)
 
     hook_line = case.actual.first("comm_hook_line")
@@ -287,15 +303,18 @@ def changed_after_right_passes(
         norms = []
         for local_sum, weight in zip(local_sums, used_weights, strict=True):
             norms.append(norm(flat(local_sum)) * abs(weight))
+
         same_norm = []
         if all_near(norms, 1e-5):
             same_norm.append("that gave the gradients of all ranks the same norm, as clipping does")
+
         return Cause("LS404", (right, text, *same_norm))
 
     for call in case.actual.calls:
         if call.gradient_changed:
             text = f"each rank changed its own before they were averaged: {call.line}"
             return Cause("LS406", (right, text, *patterns))
+
     return Cause("LS210", (f"{right}; what was made of it afterwards is not", *patterns))
 
 
@@ -321,9 +340,11 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         if missing_on_rank:
             missing |= missing_on_rank
             ranks.append(number)
+
     explains_all = set(case.names) <= missing
     if not missing or not explains_all:
         return None
+
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
     return Cause("LS312", (text, "on one process they do, and all others are right"), case.names)
 
@@ -354,10 +375,12 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     for rank in case.actual:
         if rank.contributes:  # not so the first stages of a pipeline
             parts += rank.local_gradients
+
     # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
     right_weights = weights(expected, parts, case.max_error)
     if right_weights is None:
         return None
+
     # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
     used_weights = weights(actual, parts, case.max_error)
     if used_weights is None:
@@ -373,6 +396,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     nonzero_weights = []
     for weight in right_weights:
         nonzero_weights.append(weight if abs(weight) > zero_weight else 0.0)
+
     if min(nonzero_weights) <= 0.0:
         return _parts_left_out(case, nonzero_weights, used_weights)
 
@@ -385,24 +409,30 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # Are the parts to be weighted by something that was counted, such as samples? Where the ranks
     # weigh the parts unequally, the right weights are relative to theirs.
     relative_weights = []
+
     for right, used in zip(right_weights, used_weights, strict=True):
         relative_weights.append(right / used if used else 0.0)
+
     for key, counts in _counts_of_parts(case, len(parts)).items():
         if proportional(relative_weights, counts):
             code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
             return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
+
     comparison = loss_compares_local_samples(case)
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
+
     statistics = local_statistics(case)
     # A mean of means: equal weights instead of others with the same sum.
     same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
     if all_near(used_weights, case.max_error) and same_sum:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
+
     if statistics and not draws_that_may_differ(case):
         return Cause("LS208", (*evidence, *statistics))
+
     return Cause("LS210", evidence)
 
 
@@ -422,17 +452,20 @@ def _parts_left_out(
     """
     parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
     weights_of_one = [right_weights[place] for place in parts_of_one]
+
     # Equal weights make a mean. A negative one takes a part away, which no mean does.
     no_weight_is_negative = min(right_weights) >= 0
     weights_are_equal = bool(parts_of_one) and all_near(weights_of_one, 1e-5)
     one_process_has_mean_of_some = no_weight_is_negative and weights_are_equal
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)
+
     # Each is True, False, or None if it is not known. With the same samples, no part is left out.
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
     if have_same_samples or not one_process_has_mean_of_some or not ranks_have_mean_of_all:
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
+
     numbers = format_items([place + 1 for place in parts_of_one])
     plural = "s" if len(parts_of_one) > 1 else ""
     text = (
@@ -440,6 +473,7 @@ def _parts_left_out(
         "alone"
     )
     what_is_a_part = "a part is what one backward pass of one rank left, in the order of ranks"
+
     return Cause("LS110", (text, what_is_a_part, *loss_line(case)))
 
 
@@ -461,23 +495,27 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
         keys: dict[str, None] = {}  # a set that keeps the order
         for batch in batches:
             keys.update(dict.fromkeys(batch.weights))
+
         # Samples first, then labels, values that are not zero, ones of masks, and other values than
         # padding.
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
                 if key.startswith(kind):
                     counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
+
     # What the losses may have been divided by.
     divisors_of_losses = []
     for rank in case.actual:
         if rank.contributes:
             divisors_of_losses += rank.loss_divisors
+
     if len(divisors_of_losses) == num_parts:
         divisor_keys: dict[str, None] = {}
         for divisors in divisors_of_losses:
             divisor_keys.update(dict.fromkeys(divisors))
         for key in divisor_keys:
             counts[key] = [divisors.get(key, 0.0) for divisors in divisors_of_losses]
+
     return counts
 
 
@@ -531,10 +569,12 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
     inputs_are_known = bool(expected) and bool(actual)
+
     # Inputs of other shapes, such as padded texts, may still hold the same samples.
     same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
     if inputs_are_known and same_shapes and inputs_differ(case):
         code = unknown_inputs_code(expected, actual, case.num_ranks)
+
     return Cause(
         code,
         (
@@ -563,15 +603,18 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
     actual_of_ranks = inputs_of_ranks(case.actual)
     if not expected_of_ranks or not actual_of_ranks:
         return []
+
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
     expected_text = str(expected.total())
     actual_text = str(actual.total())
     expected_shapes = _shapes_of_inputs(case.expected)
     actual_shapes = _shapes_of_inputs(case.actual)
+
     if expected_shapes != actual_shapes:
         expected_text += f" of {' or '.join(sorted(expected_shapes))}"
         actual_text += f" of {' or '.join(sorted(actual_shapes))}"
+
     num_same = (expected & actual).total()
     return [
         f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
@@ -593,10 +636,12 @@ def _compare_outputs(case: Divergence) -> list[str]:
             return []
         if differs.any():
             wrong_models.append(forward.model)
+
     if not forwards:
         return []
     if wrong_models:
         return [f"for the same inputs something else was returned by {format_items(wrong_models)}"]
+
     return ["for each sample the models returned the same; it is the loss, or later"]
 
 
@@ -607,13 +652,16 @@ def _describe_earlier_steps(case: Divergence) -> list[str]:
     """
     if case.update_index == 0:
         return []
+
     text = "until here all steps are equal, so it may be what is carried from step to step"
     # Tensors that modules keep besides parameters and buffers, named "Net/layer.state".
     kept_names = set()
     for rank in case.actual:
         kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
+
     if kept_names:
         text += f": {format_items(sorted(kept_names))}"
+
     return [text]
 
 

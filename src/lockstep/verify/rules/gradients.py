@@ -68,8 +68,10 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
         if names_that_differ:
             ranks.append(number)
             all_names |= names_that_differ
+
     if not all_names:
         return None
+
     names_in_order = tuple(sorted(all_names))
     text = (
         f"{setting} is not that of one process on {format_ranks(ranks)}: "
@@ -106,15 +108,18 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     """
     if case.kind != "gradients":  # the other kind is "unclipped": gradients before clipping
         return None
+
     expected = case.expected.merged("gradients")
     actual = case.actual.merged("gradients")
     missing = tuple(sorted(expected.keys() - actual.keys()))
     if not missing:
         return None
+
     # "Net/fc.weight" may be missing only because this model is called "Net#2" on the ranks.
     has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
     if has_same_short_names:
         return None
+
     names = join_first(script_names(missing))
     text = f"no optimizer of {case.num_ranks} processes updates {names}"
     return Cause("LS312", (text, "on one process an optimizer does"), missing)
@@ -138,15 +143,19 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     # Ranks that have the same gradients before the step do not average them in it.
     if not case.actual.ranks_that_differ("gradients", case.tolerance):
         return None
+
     expected_gradients = case.expected.merged("gradients")
     expected_changes = _changes_by_first_step(case.expected, case)
     actual_changes = _changes_by_first_step(case.actual, case)
+
     if expected_changes.keys() != expected_gradients.keys():
         return None
+
     # On one process: change = learning_rate * gradient, with one number for all parameters.
     learning_rate = constant_ratio(expected_gradients, expected_changes, case.max_error)
     if learning_rate is None or actual_changes.keys() != expected_changes.keys():
         return None
+
     # On the ranks: gradient = change / learning_rate.
     used = {name: change / learning_rate for name, change in actual_changes.items()}
     # The same update, as if the ranks had stepped with the gradients that they really used.
@@ -158,6 +167,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
         "the gradients that it used are computed from how it changed the parameters",
         *cause.evidence,
     )
+
     return replace(cause, evidence=evidence)
 
 
@@ -220,6 +230,7 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     clips = case.actual.clips or case.expected.clips
     if case.kind != "gradients" or not clips:
         return None
+
     line = clips[0].line
     ranks_agreed_before = not case.actual.ranks_that_differ("unclipped", case.tolerance)
     if ranks_agreed_before:
@@ -227,19 +238,23 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
         # difference, and not those after it.
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, line, *gradient_patterns(case)))
+
     expected = case.expected.merged("unclipped")
     # What the ranks would have used if they had averaged first.
     mean = mean_of([rank.unclipped for rank in case.actual])
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
+
     if ratio is None or not clipping_changed_something:
         # Even the mean is wrong, or clipping did nothing: something else is the cause.
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)
+
     clipped_text = "clipping changed gradients while those of the ranks still differed"
     compared = "equal to"
     if not near(ratio, 1):
         compared = format_ratio(ratio, case.num_ranks)
+
     mean_text = f"their mean was {compared} that of one process before"
     return Cause("LS404", (clipped_text, mean_text, line))

@@ -34,11 +34,13 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
     if not stale_names:
         return None
+
     one_process_has_some_too = any(name.startswith("/") for name in case.expected.merged("initial"))
     if one_process_has_some_too:  # then the optimizer is meant to have them
         return None
     if _models_change(case.parallel_run):  # something does train the models
         return None
+
     optimizer_class = case.actual[0].optimizer_class
     return Cause(
         "LS314",
@@ -63,6 +65,7 @@ def _models_change(run: Sequence[Update]) -> bool:
                 continue
             if not np.array_equal(sums[name], first_sums[name]):
                 return True
+
     return False
 
 
@@ -81,6 +84,7 @@ def other_initial_parameters(case: Divergence) -> Cause:
         sentence = f"before the first step {ranks} had other values than rank 0"
     else:
         sentence = "all ranks began with the same values, which are not those of one process"
+
     return Cause(
         "LS305", (sentence, *_other_seeds(case), *describe_writes(case, tuple(ranks_by_name)))
     )
@@ -98,4 +102,5 @@ def _other_seeds(case: Divergence) -> list[str]:
                 f"torch was seeded with {format_by_process(values)}",
                 f"the seed was set by {line}",
             ]
+
     return []

@@ -75,11 +75,14 @@ class LocalGradients:
                     # A pass that does not reach a parameter leaves no gradient of it.
                     gradients_of_pass[name] = gradients.get(name, np.zeros_like(array))
                 local_sum = local_sum + flat(gradients_of_pass)
+
             local_sums.append(local_sum)
             remainders.append(used_vector - local_sum)
+
         sizes = {len(remainder) for remainder in remainders}
         if len(sizes) != 1:  # some ranks lack gradients
             return False
+
         rounding = self.case.max_error * norm(local_sums[0])
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
 
@@ -141,11 +144,13 @@ def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
         return None
+
     gradients = LocalGradients(case, names)
     for rule in LOCAL_GRADIENT_RULES:
         cause = rule(gradients)
         if cause is not None:
             return replace(cause, names=names)
+
     return None
 
 
@@ -196,10 +201,12 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     some_use_all_ranks = () in groups  # as DDP does without a group of the script's
     if len(groups) < 2 or some_use_all_ranks:
         return None
+
     for group in groups:
         group_update = Update(ranks[number] for number in group)
         if group_update.ranks_that_differ("gradients", gradients.case.tolerance):
             return None
+
     names = "; ".join(format_ranks(group) for group in groups)
     text = f"DDP averages them over a part of the ranks, and they agree within each: {names}"
     return Cause("LS315", (gradients.difference_text, text))
@@ -218,8 +225,10 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     for number, rank in enumerate(case.actual):
         if Update([rank]).clips:  # the calls of this rank alone
             clipping_ranks.append(number)
+
     if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
         return None
+
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
     return Cause("LS304", (gradients.difference_text, text, case.actual.clips[0].line))
 
@@ -239,6 +248,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     calls_in_step = case.actual.in_step
     if not calls_in_step:
         return None
+
     line = calls_in_step[0].line
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
     ratio = _ratio_after_exchange(case)
@@ -246,9 +256,11 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
         code = "LS201" if near(ratio, case.num_ranks) else "LS209"
         text = f"after that they are {ratio:.6g} times those of one process"
         return Cause(code, (gradients.difference_text, exchange, text), ratio=ratio)
+
     large_state = _optimizer_state_too_large(case)
     if large_state:
         return Cause("LS201", (gradients.difference_text, exchange, *large_state))
+
     text = "what it computes from them is not known; the parameters before the next step differ"
     return Cause("LS210", (gradients.difference_text, exchange, text))
 
@@ -261,6 +273,7 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
     """
     expected = case.expected.merged("gradients")
     reduced = case.actual.merged("reduced_in_step")
+
     # The gradients that are known of both, by name.
     expected_of_reduced = {}
     actual = {}
@@ -268,8 +281,10 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
         if name in expected and name in reduced:
             expected_of_reduced[name] = expected[name]
             actual[name] = reduced[name]
+
     if not actual:
         return None
+
     return constant_ratio(expected_of_reduced, actual, case.max_error)
 
 
@@ -293,6 +308,7 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
                         f"what the optimizer keeps as {key!r} is {factor} times as large as "
                         f"on one process: {text}"
                     ]
+
     return []
 
 
@@ -318,6 +334,7 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
         if largest_of_ranks and numbers[LARGEST]:
             key = name.rpartition("/")[2]
             ratios_by_key[key].add(max(largest_of_ranks) / numbers[LARGEST])
+
     return ratios_by_key
 
 
@@ -333,26 +350,32 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     ranks_used_local_gradients = gradients.num_local_passes > 0
     if ranks_used_local_gradients:  # the rules after this one say why
         return None
+
     case = gradients.case
     evidence = [gradients.difference_text, *gradients.past_wrapper_texts]
     line = case.actual.first("gradient_draw_line")
     if line:
         evidence.append(f"they are computed from random numbers that each rank drew: {line}")
         return Cause("LS308", tuple(evidence))
+
     evidence.append("they are not what each rank's own backward passes left")
     gradients_of_first = case.actual[0].gradients
+
     # For each rank but rank 0, its gradients divided by those of rank 0; None if that is not one
     # number.
     ratios = []
     for rank in case.actual[1:]:
         ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
+
     are_multiples = None not in ratios
     if are_multiples:
         texts = [f"{ratio:.6g} times on rank {rank}" for rank, ratio in enumerate(ratios, 1)]
         evidence.append(f"they are those of rank 0, {', '.join(texts)}")
+
     reducing_calls = [call for call in case.actual.calls if call.gradient_of]
     if reducing_calls:
         evidence.append(f"gradients were reduced: {reducing_calls[0].line}")
+
     code = "LS304" if are_multiples else "LS210"
     return Cause(code, (*evidence, *other_draws(case)))
 
@@ -371,6 +394,7 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     for before, after in pairwise(case.parallel_run[case.update_index :]):
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
+
         mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
         # What the script wrote to the parameters after the step of `before`.
         rewritten = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
@@ -378,6 +402,7 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
             step = after[0].step + 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
             return Cause("LS313", (gradients.difference_text, gradients.local_text, text))
+
     return None
 
 
@@ -436,9 +461,11 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     if calls:
         text = f"the script reduces other gradients: {calls[0].line}"
         return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
+
     names = _averaged_names(gradients)
     if not names:
         return None
+
     text = f"gradients of other parameters are averaged: {format_items(script_names(names))}"
     return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
@@ -454,6 +481,7 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
     all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
     if not all_are_unwrapped:
         return []
+
     optimizer = case.actual[0].optimizer
     models = {_model_of(name) for name in gradients.names}
     averaged: dict[str, None] = {}  # a set that keeps the order
@@ -467,10 +495,12 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
                 continue
             if name not in rank.unclipped:  # this optimizer does not have the parameter
                 continue
+
             used = rank.unclipped[name]
             difference = norm(flat({name: used - local_gradient}))
             if difference > case.max_error * norm(used):
                 averaged[name] = None
+
     return list(averaged)
 
 
@@ -500,14 +530,17 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     """
     if not gradients.are_unwrapped:
         return None
+
     case = gradients.case
     text = "neither DDP nor Lockstep wraps the model"
+
     # A model may have been called before another one's step, so earlier updates count too.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
         line = update.first("unwrapped_line")
         if line:
             text += f": {line}"
             break
+
     return Cause("LS311", (gradients.difference_text, gradients.local_text, text))
 
 

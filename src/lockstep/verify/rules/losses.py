@@ -76,11 +76,13 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     # For each backward pass, the terms of its loss.
     terms_of_losses = case.expected[0].loss_terms
     ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
+
     # With several backward passes, terms of one process and of the ranks do not correspond.
     if case.num_ranks == 1 or len(terms_of_losses) != 1:
         return [], False
     if any(len(losses) != 1 for losses in ranks):
         return [], False
+
     expected_terms = terms_of_losses[0]
     terms_of_ranks = [losses[0] for losses in ranks]
     counts = [len(terms) for terms in terms_of_ranks]
@@ -93,17 +95,20 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     all_terms = list(expected_terms)
     for terms in terms_of_ranks:
         all_terms += terms
+
     largest_term = max(abs(term) for term in all_terms)
     # Numbers of the terms, from 1, that are on one process ...
     means = []  # the mean over the ranks
     sums = []  # the sum over the ranks
     neither = []
+
     for place, expected in enumerate(expected_terms):
         actual = [terms[place] for terms in terms_of_ranks]
         largest_of_place = max(abs(term) for term in (expected, *actual))
         is_more_than_rounding = largest_of_place > case.max_error * largest_term
         if not is_more_than_rounding:
             continue  # a term that is zero is the mean and the sum
+
         number = place + 1
         if near(sum(actual) / len(actual), expected, case.max_error):
             means.append(number)
@@ -111,15 +116,20 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
             sums.append(number)
         else:
             neither.append(number)
+
     texts = []
     if means:
         texts.append(f"the mean of number {format_items(means)}")
+
     if sums:
         texts.append(f"the sum of number {format_items(sums)}")
+
     if neither:
         texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
+
     if len(texts) < 2:  # all terms scale alike
         return [], False
+
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
     return [sentence], not neither
 
@@ -165,9 +175,11 @@ def other_targets(case: Divergence) -> Cause | None:
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
         return None
+
     differs = forwards[0].differing_rows("targets")  # a bool for each sample, or empty
     if not differs.any():
         return None
+
     count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
     text = f"the loss was given other targets for {count}"
     return Cause("LS112", (text, *local_statistics(case), *loss_line(case)))
@@ -199,10 +211,12 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     """
     if not _forwards_with_equal_outputs(case):
         return None
+
     # Arrays by names such as "pos_weight of train.py:5: loss = ...".
     expected_options = case.expected.merged("loss_options")
     if expected_options.keys() != case.actual.merged("loss_options").keys():
         return None
+
     for name, expected in expected_options.items():
         for rank in case.actual:
             actual = rank.loss_options.get(name)  # None if this rank has not called that line
@@ -210,6 +224,7 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
             if actual is not None and case.tolerance.differ(expected, actual, scale=0.0):
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
+
     return None
 
 
@@ -225,14 +240,18 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     # Outputs that cannot be compared sample by sample are not known to be equal.
     if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
+
     statistics = local_statistics(case)
     if not statistics:
         statistics = local_scalars(case)
+
     if not statistics or draws_that_may_differ(case):
         return None
+
     sample_texts = _sample_weights(case, forwards)
     if not sample_texts:
         sample_texts = ("for each sample the models returned the same",)
+
     return Cause("LS208", (*statistics, *sample_texts, *loss_line(case)))
 
 
@@ -272,8 +291,10 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     rows = forward.matched_rows("output_gradients")
     if rows is None or not len(rows[0]):
         return ()
+
     expected = rows[0]
     actual = rows[1] / num_ranks  # gradients are averaged over the ranks
+
     # A sample counts if its gradient is not zero: an array of bools for each run.
     smallest = ZERO_GRADIENT_SHARE * max(largest(expected), largest(actual))
     counts_in_expected = np.abs(expected).max(axis=1) > smallest
@@ -284,11 +305,13 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     errors = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
     if (errors > EQUAL_WEIGHT_SHARE * largest(actual)).any():
         return ()  # no: the gradient of some sample has another direction
+
     largest_factor = np.abs(factors).max()
     spread = np.ptp(factors)  # the largest minus the smallest
     all_factors_are_equal = spread <= EQUAL_WEIGHT_SHARE * largest_factor
     if all_factors_are_equal:
         return ()
+
     some_factor_is_negative = factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor
     if some_factor_is_negative:  # no weight turns a gradient around, but another target does
         return ()
@@ -299,6 +322,7 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     if num_dropped or num_added:
         which = f"{num_dropped} samples count on one process only, {num_added} on several only"
         return (same, which)
+
     factor_range = f"from {factors.min():.4g} to {factors.max():.4g}"
     return (same, f"this number is one of its own for each sample, {factor_range}")
 

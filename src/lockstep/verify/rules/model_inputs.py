@@ -49,6 +49,7 @@ def inputs_of_ranks(update: Update) -> list[Counter[str]]:
                 return []
             counts.update(batch.contents)
         counts_of_ranks.append(counts)
+
     return counts_of_ranks
 
 
@@ -107,6 +108,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     actual = inputs_of_ranks(case.actual)
     if not expected or not actual or not _has_no_loader(case):
         return None
+
     num_expected = sum_counts(expected).total()
     num_actual = sum_counts(actual).total()
     numbers = (
@@ -115,10 +117,12 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     )
     if all_ranks_had_the_same(actual):
         return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
+
     shapes = {batch.shape for batch in _batches(case)}
     is_multiple = case.num_ranks > 1 and num_actual == num_expected * case.num_ranks
     if is_multiple and len(shapes) == 1:
         return Cause("LS110", (numbers, "no DataLoader made them"))
+
     return None
 
 
@@ -137,6 +141,7 @@ def other_inputs(case: Divergence) -> Cause | None:
     # Worker processes do not record what they draw, so they may have drawn something.
     if any(batch.random_draws or batch.workers for batch in _batches(case)):
         return None
+
     # The models, in the order in which they were called.
     for number, forward in enumerate(_match(case)):
         if not forward.has_same_inputs:
@@ -147,6 +152,7 @@ def other_inputs(case: Divergence) -> Cause | None:
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if outputs_differ:
             return _cause_of_other_inputs_after_first(case, forward)
+
     return None
 
 
@@ -159,10 +165,12 @@ def _cause_of_other_inputs_after_first(case: Divergence, forward: MatchedForward
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
         return None
+
     sentence = format_differing_other_inputs(forward, differing_inputs)
     cause = random_loss(case, sentence)
     if cause is not None:
         return cause
+
     return Cause("LS111", (sentence, *local_statistics(case)))
 
 
@@ -210,6 +218,7 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
         return Cause("LS102", (numbers, left_out))
     if are_samples and is_repeated.all():
         return Cause("LS101", (numbers, repeated, left_out))
+
     draws = other_draws(case)
     if are_samples and is_known.all():
         num_of_other_steps = (~is_repeated).sum()
@@ -218,22 +227,27 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
         if own_order:
             return Cause("LS105", (numbers, of_other_steps, *own_order))
         return Cause("LS109", (numbers, of_other_steps, *draws))
+
     # Inputs that the script computes from samples, or reads from nowhere known.
     if draws:
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
+
     if are_samples and _is_normalized_by_rank(forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
+
     if is_repeated.all():
         if num_extra:
             return Cause("LS111", (numbers, repeated, left_out))
         return Cause("LS111", (numbers, left_out))
+
     num_unknown = (~is_known).sum()
     if num_unknown:
         unknown = f"{num_unknown} are not known from one process"
     else:
         unknown = "all are of other steps too"
+
     return Cause("LS111", (numbers, unknown, *local_statistics(case)))
 
 
@@ -257,12 +271,15 @@ def _orders_of_ranks(case: Divergence) -> list[str]:
     draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     if not draws_of_ranks:
         return []
+
     shared_lines = set(draws_of_ranks[0])
     for draws in draws_of_ranks[1:]:
         shared_lines &= draws.keys()
+
     for line in sorted(shared_lines):
         if len({draws[line] for draws in draws_of_ranks}) > 1:
             return [f"each rank drew an order of its own: {line}"]
+
     return []
 
 
@@ -277,21 +294,26 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     rows_of_several = forward.actual.input_values
     if rows_of_one.shape != rows_of_several.shape or rows_of_one.size == 0:
         return False
+
     rows_of_rank = []
     for rank in np.unique(forward.rank_of_row):
         rows_of_rank.append(rows_of_several[forward.rank_of_row == rank])
+
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
         return False
+
     num_ranks = len(rows_of_rank)
     # The rows of one process that each rank should have, in the two orders. For ranks with 3, 3 and
     # 2 samples, the first order is split before rows 3 and 6.
     bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
     contiguous = np.split(rows_of_one, bounds)
     interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
+
     for expected_of_rank in (contiguous, interleaved):
         pairs = zip(expected_of_rank, rows_of_rank, strict=True)
         if all(_is_shifted_and_scaled(expected, actual) for expected, actual in pairs):
             return True
+
     return False
 
 
@@ -304,6 +326,7 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     """
     if expected.shape != actual.shape:
         return False
+
     # actual = f * expected + shift. Subtracting the mean of each column leaves, for each column,
     # centered_actual = f * centered_expected, which by least squares has
     # f = (centered_expected . centered_actual) / (centered_expected . centered_expected).
@@ -314,6 +337,7 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     factors = products / np.where(squares > 0, squares, 1.0)  # 0 for a constant column
     remainder = np.abs(centered_actual - factors * centered_expected).max()
     largest_value = max(np.abs(centered_actual).max(), 1e-30)  # all values may be constant
+
     return bool(remainder <= MAX_ERROR_OF_A_LINE * largest_value)
 
 
@@ -330,18 +354,22 @@ def other_padding(case: Divergence) -> Cause | None:
     actual_tables = _first_input_values(case.actual)
     if not expected_tables or not actual_tables:
         return None
+
     tables = [*expected_tables, *actual_tables]
     if any(table.size == 0 for table in tables):  # it was too large to be recorded
         return None
+
     widths = {table.shape[1] for table in tables}
     if len(widths) < 2:
         return None
+
     width = max(widths)
     # The padding value is not known, so each value at the end of a row of full width is tried.
     possible_paddings = set()
     for table in tables:
         if table.shape[1] == width:
             possible_paddings |= {float(row[-1]) for row in table}
+
     for padding in possible_paddings:
         expected_rows = _count_padded_rows(expected_tables, width, padding)
         actual_rows = _count_padded_rows(actual_tables, width, padding)
@@ -349,6 +377,7 @@ def other_padding(case: Divergence) -> Cause | None:
             columns = " or ".join(str(table_width) for table_width in sorted(widths))
             text = f"the inputs are the same but for their padding: they have {columns} columns"
             return Cause("LS111", (text,))
+
     return None
 
 
@@ -368,6 +397,7 @@ def _count_padded_rows(
             added_padding = [padding] * num_missing
             padded_row = (*row, *added_padding)
             counts[padded_row] += 1
+
     return counts
 
 
@@ -387,13 +417,16 @@ def unknown_inputs_code(
     """
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
+
     # How many inputs the ranks computed less often, and more often, than one process.
     num_left_out = (expected - actual).total()
     num_added = (actual - expected).total()
+
     if num_left_out == 0 and set(actual) == set(expected):
         return "LS101"  # no new input was added, so those of one process were repeated
     if num_left_out == 0 and actual.total() == size * expected.total():
         return "LS110"
     if num_added == 0:
         return "LS102"
+
     return "LS111"

@@ -37,13 +37,16 @@ def local_batchnorm(case: Divergence) -> Cause | None:
     layers: set[str] = set()
     for rank in case.actual:
         layers |= set(rank.local_norm_layers)
+
     if not layers or case.num_ranks <= 1:
         return None
+
     # The frozen parameter "Net/norm.weight" belongs to the layer "Net/norm".
     modules_with_frozen_parameters = {name.rpartition(".")[0] for name in case.actual[0].frozen}
     kind = "BatchNorm layers"
     if layers <= modules_with_frozen_parameters:
         kind = "BatchNorm layers of a model that is not trained"
+
     names = format_items(script_names(sorted(layers)))
     text = f"each rank computed from its own samples the statistics of {kind}: {names}"
     return Cause("LS306", (text, *_patterns_of_gradients(case)))
@@ -127,6 +130,7 @@ def other_outputs(case: Divergence) -> Cause | None:
         differs = forward.differing_rows("outputs")  # a bool for each sample
         if not differs.any():
             continue
+
         sentence = (
             f"{forward.model}: for {differs.sum()} of {len(differs)} inputs it returned "
             "something else than on one process"
@@ -135,11 +139,14 @@ def other_outputs(case: Divergence) -> Cause | None:
             text = "on one process its output for a sample follows from the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
+
         names = _kept_tensors_that_differ(case)
         if names:
             text = f"what the model keeps is not that of one process: {format_items(names)}"
             return Cause("LS309", (sentence, text))
+
         return random_loss(case, sentence) or other_random_stream(case, sentence)
+
     return None
 
 
@@ -167,13 +174,16 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
             for rank in case.actual:
                 if name in getattr(rank, field_name):
                     arrays.append(getattr(rank, field_name)[name])
+
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
             if field_name == "buffers":  # recorded with all their values
                 is_wrong = differs and all(array.shape == expected.shape for array in arrays)
             else:
                 is_wrong = _is_wrong_tensor(expected, arrays, case.num_ranks, differs=differs)
+
             if is_wrong:
                 names[name.partition("/")[2] or name] = None
+
     return list(names)
 
 
@@ -207,8 +217,10 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     for array in arrays:
         if expected[SIZE] <= 0 or array[SIZE] * num_ranks != expected[SIZE]:
             return False
+
     if len(arrays) < 2 or arrays[0][LARGEST] == 0:
         return False
+
     # For each of the three numbers, the difference between the largest and the smallest of a rank.
     spread = np.ptp(arrays, axis=0)
     return not spread.any()

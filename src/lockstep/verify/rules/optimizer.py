@@ -54,11 +54,13 @@ def other_learning_rates(case: Divergence) -> Cause:
     rates = []  # for each process, one text with the learning rates of all parameter groups
     for process in processes:
         rates.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
+
     scheduler_steps = _count_scheduler_steps(case)
     ranks_have_equal_rates = len(set(rates[1:])) == 1
     ranks_have_equal_steps = len(set(scheduler_steps[1:])) == 1
     ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
     places = ["one process"]
+
     if ranks_agree:
         places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
     else:
@@ -74,6 +76,7 @@ def other_learning_rates(case: Divergence) -> Cause:
         how = _format_rate_ratio(ratio, case.num_ranks)
     else:
         how = "no scheduler stepped"
+
     evidence = (
         _format_by_place(rates, places),
         how,
@@ -82,8 +85,10 @@ def other_learning_rates(case: Divergence) -> Cause:
     )
     code = "LS402"
     steps_of_one, steps_of_rank_0 = scheduler_steps[:2]
+
     if ranks_have_equal_steps and steps_of_one != steps_of_rank_0:
         code = "LS401"
+
     return Cause(code, evidence, ratio=ratio)
 
 
@@ -114,6 +119,7 @@ def _count_scheduler_steps(case: Divergence) -> list[int]:
             # The script's calls of `scheduler.step()` are recorded as "schedule".
             scheduler_calls += [call for call in update.calls if call.name == "schedule"]
         counts.append(len(scheduler_calls))
+
     return counts
 
 
@@ -152,6 +158,7 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
             for rate, other_rate, line in rates:
                 if rate != other_rate and line:
                     lines[line] = None
+
     return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
 
 
@@ -170,9 +177,11 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
         if not calls:
             return []
         last_calls.append(calls[-1])
+
     values = [f"{call.value:.6g}" for call in last_calls]
     if len(set(values)) == 1:
         return []
+
     by_process = format_by_process(values)
     return [f"ReduceLROnPlateau was given {by_process}: {last_calls[-1].line}"]
 
@@ -209,11 +218,13 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     if len(set(num_groups)) > 1:
         by_process = format_by_process(num_groups)
         sentences.append(f"parameter groups of the optimizer: {by_process}")
+
     for group in range(min(num_groups)):
         options_of_ranks = [rank.group_options[group] for rank in ranks]
         keys: dict[str, None] = {}  # a set that keeps the order
         for options in options_of_ranks:
             keys.update(dict.fromkeys(options))
+
         for key in keys:
             values = [options.get(key) for options in options_of_ranks]
             if any(value != values[0] for value in values):
@@ -221,8 +232,10 @@ def _optimizer_differences(case: Divergence) -> list[str]:
                 option = "number of parameters" if key == "parameters" else key
                 by_process = format_by_process(values)
                 sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
+
     if sentences:
         return sentences
+
     return _state_difference(case)
 
 
@@ -240,12 +253,14 @@ def _state_difference(case: Divergence) -> list[str]:
                 names.append(name)
             elif case.tolerance.differ(expected[name], rank.optimizer_state[name], scale):
                 names.append(name)
+
         if names:
             listed = format_items(sorted(script_names(names)))
             return [
                 "what the optimizer kept before the step is not that of one process "
                 f"on rank {number}: {listed}"
             ]
+
     return []
 
 
@@ -303,15 +318,19 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
     parameters_after_last_step: Mapping[str, Array] = {}
+
     if case.update_index > 0:
         update_before = case.parallel_run[case.update_index - 1]
         parameters_after_last_step = update_before.merged("parameters")
+
     if not parameters_after_last_step:  # then it is not known whether they were right
         return Cause("LS210", (text, *writes))
+
     # The last step left the right ones: otherwise they would differ after it already, and this
     # difference would not be the first one.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
+
     return Cause("LS210", (f"{text}; the last step left the same", *writes))
 
 

@@ -58,11 +58,13 @@ def replicas_that_differ(case: Divergence) -> Cause:
     writes = describe_writes(case, tuple(ranks_by_name))
     if case.update_index == 0:  # there was no step before
         return Cause("LS304", (sentence, *writes))
+
     update_before = case.parallel_run[case.update_index - 1]
     if update_before.ranks_that_differ("parameters", case.tolerance):
         after = "the last step has left them so"
     else:
         after = "the last step itself left all ranks with the same"
+
     return Cause("LS304", (sentence, after, *writes))
 
 
@@ -86,12 +88,15 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     names_by_rank = _unstepped_names_that_differ(case, case.update_index)
     if not names_by_rank:
         return None
+
     for number in range(case.update_index):
         if _unstepped_names_that_differ(case, number):  # it is not new in this step
             return None
+
     names: set[str] = set()
     for names_of_rank in names_by_rank.values():
         names |= set(names_of_rank)
+
     classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
     step = case.actual[0].step + 1
     text = (
@@ -99,6 +104,7 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
         f"{' and '.join(sorted(classes))}, which has not stepped there: "
         f"{format_items(script_names(sorted(names)))}"
     )
+
     return Cause("LS304", (text,))
 
 
@@ -134,13 +140,16 @@ def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, lis
         for (index, place), sums in rank.unstepped_sums.items():
             if index not in owners:
                 continue
+
             owner = owners[index]
             if place >= len(owner.parameter_names):  # the rank built another optimizer
                 continue
+
             name = owner.parameter_names[place]
             owner_sums = update[owner.rank].parameter_sums.get(name)
             if owner_sums is not None and not np.array_equal(owner_sums, sums):
                 names_by_rank[rank_number].append(name)
+
     return names_by_rank
 
 
@@ -159,6 +168,7 @@ def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwne
             is_known = index >= 0
             if is_known and index not in owners:
                 owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+
     return owners
 
 
@@ -177,6 +187,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     ranks_by_name = case.actual.ranks_that_differ("changed_between_passes", case.tolerance)
     if not ranks_by_name:
         return None
+
     ranks = format_ranks_that_differ(ranks_by_name)
     sentence = (
         f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
@@ -187,12 +198,15 @@ def changed_between_passes(case: Divergence) -> Cause | None:
         earlier_passes = rank.local_passes[:-1]
         if any(earlier_passes):
             some_earlier_pass_was_local = True
+
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
+
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
     if line:
         return Cause("LS302", (sentence, why, f"a forward pass bypassed the DDP wrapper: {line}"))
+
     return Cause("LS301", (sentence, why))
 
 
@@ -210,6 +224,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
         return None
     if all(near(factors[0], factor) for factor in factors):
         return None
+
     by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
     return Cause(
         "LS404",

@@ -64,6 +64,7 @@ def skipped_steps(case: Divergence) -> Cause | None:
     for number, rank in enumerate(case.actual):
         if rank.contributes:
             passes_by_rank[number] = len(rank.losses)
+
     all_numbers = {*passes_of_one, *passes_by_rank.values()}
     some_made_none = 0 in all_numbers
     if len(all_numbers) == 1 or some_made_none:
@@ -72,6 +73,7 @@ def skipped_steps(case: Divergence) -> Cause | None:
     # Only a number that varies from step to step shows that a step was skipped.
     if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
         return None
+
     on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in passes_by_rank.items())
     return Cause(
         "LS405",
@@ -102,15 +104,18 @@ def repeated_samples(case: Divergence) -> Cause | None:
     """
     expected, actual = _count_samples(case)
     repeated = _repeated_samples(case)
+
     # If the ranks also have samples too many that are new, another rule explains them.
     too_many = set(actual - expected)
     explains_all = too_many <= set(repeated)
     if not repeated or not explains_all:
         return None
+
     if _all_ranks_trained_the_same(case):
         which = "every rank trained the same ones"
     else:
         which = _format_samples(repeated, case)
+
     is_stream = all(batch.iterable for batch in case.actual.batches)
     return Cause(
         "LS108" if is_stream else "LS101",
@@ -126,6 +131,7 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
     list_samples = _method_that_lists_samples(case)
     expected, actual = _count_samples(case)
     samples_before = _count_all(case.parallel_run[: case.update_index], list_samples)
+
     # A sample of an earlier step is no mistake if one process, too, trains it in this step.
     trained_before = samples_before.keys() - expected.keys()
     repeated = []
@@ -134,6 +140,7 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
         is_trained_more_often = count > max(1, expected[sample])
         if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
+
     return repeated
 
 
@@ -161,9 +168,11 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     num_actual = actual.total()
     if num_expected == 0 or num_actual <= num_expected:
         return None
+
     is_multiple = num_actual % num_expected == 0
     if not is_multiple:
         return None
+
     text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
     return Cause("LS110", (_format_numbers_of_samples(case), text))
 
@@ -201,6 +210,7 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     sentences = trained_by_several_ranks(case, samples_of_ranks)
     if not sentences:
         return None
+
     return Cause("LS105", (_format_numbers_of_samples(case), *sentences))
 
 
@@ -219,6 +229,7 @@ def other_order(case: Divergence) -> Cause:
         expected, actual = _count_samples(case)
         num_other = (actual - expected).total()
         text = f"{num_other} of them are in another step of one process, or in none"
+
     return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
@@ -244,6 +255,7 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
         indices = update.indices()
         if contents is not None and indices is not None:
             index_of_content.update(zip(contents, indices, strict=False))
+
     # A sample that one process never had, or that is known by its index already, stays as it is.
     return format_items([index_of_content.get(sample, sample) for sample in samples])
 
@@ -262,6 +274,7 @@ def trained_by_several_ranks(
     """
     counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
     trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
+
     # The same step of both runs, from the first step on.
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
@@ -271,12 +284,15 @@ def trained_by_several_ranks(
             break
         for rank, samples in enumerate(samples_of_ranks(actual)):
             trained_by_rank[rank] |= set(samples)
+
     num_ranks_of_sample: Counter[Any] = Counter()
     for trained in trained_by_rank:
         num_ranks_of_sample.update(trained)
+
     num_repeated = len([count for count in num_ranks_of_sample.values() if count > 1])
     if not num_repeated:
         return []
+
     return [
         f"in the steps compared {num_repeated} samples were trained by several ranks, "
         "and none twice by one process"
@@ -309,16 +325,19 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
         for rank in update:
             for batch in rank.batches:
                 known_digests.update(batch.contents)
+
     digests = []  # of the ranks' samples with these indices
     for rank in case.actual:
         for batch in rank.batches:
             for index, digest in zip(batch.ids or (), batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
+
     num_known = len([digest for digest in digests if digest in known_digests])
     is_less_than_half = 2 * num_known < len(digests)
     if is_less_than_half:
         return None
+
     text = f"{num_known} of them stand under another index on one process"
     return Cause("LS105", (_text_about_contents(case), text))
 
@@ -343,9 +362,11 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     some_rank_drew = any(_draws_of_ranks(case))
     if some_rank_drew or case.num_ranks <= 1:
         return None
+
     rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
     if rank_0_differs:
         return None
+
     text = "rank 0 has the same content as one process, other ranks have not"
     return Cause("LS104", (_text_about_contents(case), text))
 
@@ -363,6 +384,7 @@ def random_contents(case: Divergence) -> Cause:
     if any(batch.workers for rank in case.actual for batch in rank.batches):
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (contents_text, text))
+
     draws_of_ranks = _draws_of_ranks(case)
     recorded_draws = [draws for draws in draws_of_ranks if draws]
     if not recorded_draws:  # no rank drew from a stream that is watched
@@ -371,6 +393,7 @@ def random_contents(case: Divergence) -> Cause:
             "numpy's or Python's that is the dataset's own, the clock, or the rank"
         )
         return Cause("LS107", (contents_text, text))
+
     streams = "; ".join(recorded_draws[0])
     # Equal digests: the streams of all ranks were in the same state.
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
@@ -378,4 +401,5 @@ def random_contents(case: Divergence) -> Cause:
     if len(draws_of_ranks) > 1 and all_the_same:
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
         return Cause("LS106", (contents_text, text))
+
     return Cause("LS107", (contents_text, f"random numbers were drawn to read them: {streams}"))
