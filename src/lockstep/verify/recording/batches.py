@@ -1,9 +1,10 @@
-"""Batches that a training loop is handed: what is in them, and which update they belong to.
+"""Describes the batches that a training loop is handed, and decides which optimizer step they
+belong to.
 
-A batch is a nest (tuples, lists, dictionaries) of tensors, each with one row for each sample. It is
-recorded as a `Batch`: a digest of each sample, and its *weights*, the counts that a loss may be
-averaged over, such as samples, labels, or tokens that are no padding. The samples of an optimizer
-step are those of the batches since the step before.
+A batch is a nest (tuples, lists, dictionaries) of tensors, each with one row for each sample. A
+`Batch` record holds a digest of each sample, and *weights*: the counts that a loss may be averaged
+over, such as the number of samples, of labels, or of tokens without padding. A step was trained on
+the batches that were handed out since the step before, except for those that were fetched ahead.
 """
 
 from __future__ import annotations
@@ -21,154 +22,182 @@ from lockstep.verify.recording.marks import mark
 from lockstep.verify.training_record import Batch
 
 
-def describe_batch(batch: Any, count: int | None = None, **fields: Any) -> Batch:
-    """Returns the record of a batch.
+def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) -> Batch:
+    """Builds the record of a batch: digests, shape and weights of its samples.
 
     Args:
-        batch: a nest of tensors, each with one row for each sample.
-        count: number of samples; None: the rows of the first tensor.
+        batch: nest of tensors, each with one row for each sample.
+        num_samples: number of samples in the batch. By default, the number of rows of the first
+            tensor.
         **fields: further fields of the record, such as `epoch`.
     """
     # Sparse tensors and single numbers have no rows.
     with_rows = [t for t in tensors(batch) if t.layout == torch.strided and t.dim() > 0]
     on_cpu = [t.detach().cpu() for t in with_rows]
-    if count is None:
-        count = len(on_cpu[0]) if on_cpu else 0
+    if num_samples is None:
+        num_samples = len(on_cpu[0]) if on_cpu else 0
 
-    sample_tensors = [t for t in on_cpu if len(t) == count]
-    # The shape of a sample, such as "torch.float32 [3, 32, 32]; torch.int64 []".
+    sample_tensors = [t for t in on_cpu if len(t) == num_samples]
+    # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []".
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in sample_tensors)
-    contents = _sample_digests(sample_tensors, count)
-    weights = _weights(sample_tensors, count)
 
+    contents = _sample_digests(sample_tensors, num_samples)
+    weights = _weights(sample_tensors, num_samples)
     return Batch(contents=contents, shape=shape, weights=weights, **fields)
 
 
-def _sample_digests(sample_tensors: Sequence[Tensor], count: int) -> list[str]:
-    """Returns for each sample the digests of its rows in all tensors, with a dot in between.
+def _sample_digests(sample_tensors: Sequence[Tensor], num_samples: int) -> list[str]:
+    """Returns one text for each sample: the digests of its row in each tensor, joined by dots.
 
     Args:
         sample_tensors: tensors with one row for each sample.
-        count: number of samples.
+        num_samples: number of samples in the batch.
     """
     if not sample_tensors:
         return []
 
-    tables = []  # for each tensor, an array of shape (samples, bytes of a sample)
+    # Each tensor as bytes, in the shape (samples, bytes of one sample).
+    byte_tables = []
     for tensor in sample_tensors:
         if tensor.numel():
-            tables.append(tensor.reshape(count, -1).contiguous().view(torch.uint8).numpy())
+            rows = tensor.reshape(num_samples, -1).contiguous()
+            byte_tables.append(rows.view(torch.uint8).numpy())
 
-    samples = []
-    for number in range(count):
+    digests_of_samples = []
+    for sample in range(num_samples):
         digests = []
-        for table in tables:
-            digests.append(hashlib.blake2b(table[number].tobytes(), digest_size=6).hexdigest())
-        samples.append(".".join(digests))
+        for table in byte_tables:
+            digests.append(hashlib.blake2b(table[sample].tobytes(), digest_size=6).hexdigest())
+        digests_of_samples.append(".".join(digests))
 
-    return samples
+    return digests_of_samples
 
 
-def _weights(sample_tensors: Sequence[Tensor], count: int) -> dict[str, float]:
-    """Returns the counts that a loss may be averaged over, by description.
+def _weights(sample_tensors: Sequence[Tensor], num_samples: int) -> dict[str, float]:
+    """Returns the counts that a loss over this batch may be averaged over, by description.
 
-    Whole numbers may be labels or tokens. Three of their numbers are returned: how many are not
-    ignored (-100), how many are not zero, and how many are no padding. Padding is the value at the
-    end of most rows. Each tensor is counted a second time without its first column, since the loss
-    of a language model leaves that out. A tensor of zeros and ones may be a mask: its ones are
-    counted.
-
-    For example {"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5, ...}.
+    For example `{"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5}`. Each
+    tensor is also counted without its first column, because the loss of a language model leaves
+    that column out.
     """
-    weights = {"samples": float(count)}
-    by_name = {}
+    counted_tensors = {}
     without_first_column = {}
     for number, tensor in enumerate(sample_tensors):
         name = f"tensor {number}"
-        by_name[name] = tensor
+        counted_tensors[name] = tensor
         if tensor.dim() > 1 and tensor.shape[1] > 1:
             without_first_column[f"{name} without its first column"] = tensor[:, 1:]
+    counted_tensors |= without_first_column
 
-    for name, tensor in (by_name | without_first_column).items():
+    weights = {"samples": float(num_samples)}
+    for name, tensor in counted_tensors.items():
         if tensor.is_complex() or tensor.is_floating_point():
-            # Of such values only a mask says what a loss may be averaged over.
-            is_mask = bool(((tensor == 0) | (tensor == 1)).all())
-            if is_mask and tensor.dim() > 1:
-                weights[f"ones in {name}"] = float(tensor.sum())
-            continue
-
-        labels = tensor
-        if tensor.dtype != torch.bool:
-            labels = tensor[tensor != IGNORE_INDEX]  # -100, which torch's losses leave out
-
-        weights[f"labels in {name}"] = float(labels.numel())
-        weights[f"non-zero values in {name}"] = float(labels.count_nonzero())
-
-        if tensor.dim() == 2 and tensor.numel():
-            # The most frequent value in the last column.
-            padding = int(tensor[:, -1].long().mode().values)
-            weights[f"values but {padding} in {name}"] = float((tensor != padding).sum())
+            weights |= _ones_in_mask(name, tensor)
+        else:
+            weights |= _counts_of_labels(name, tensor)
 
     return weights
 
 
-class UnusedBatches:
-    """Batches of torch's DataLoaders that no model was called with so far.
+def _ones_in_mask(name: str, tensor: Tensor) -> dict[str, float]:
+    """Counts the ones in a floating-point mask: a tensor that holds only zeros and ones.
 
-    A batch is *recognized* if a model is called with what was made of it. If batches of a loader
-    are recognized, its unused ones were fetched ahead: they belong to a later optimizer step.
-    Nothing is known of other loaders' batches, so those count as used.
+    Other floating-point values do not tell what a loss may be averaged over, so the result is
+    empty for them.
+    """
+    is_mask = bool(((tensor == 0) | (tensor == 1)).all())
+    if is_mask and tensor.dim() > 1:
+        return {f"ones in {name}": float(tensor.sum())}
+    return {}
+
+
+def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
+    """Counts the values of an integer or boolean tensor, which may hold labels or tokens.
+
+    Three counts are returned: labels that are not ignored, labels that are not zero, and values
+    that are not padding.
+    """
+    labels = tensor
+    if tensor.dtype != torch.bool:
+        labels = tensor[tensor != IGNORE_INDEX]  # torch's losses ignore the label -100
+
+    counts = {
+        f"labels in {name}": float(labels.numel()),
+        f"non-zero values in {name}": float(labels.count_nonzero()),
+    }
+
+    if tensor.dim() == 2 and tensor.numel():
+        # Rows are padded at their end, so padding is the most frequent value in the last column.
+        padding = int(tensor[:, -1].long().mode().values)
+        counts[f"values but {padding} in {name}"] = float((tensor != padding).sum())
+
+    return counts
+
+
+class UnusedBatches:
+    """Keeps the batches of torch's DataLoaders that no model has been called with yet.
+
+    A loop may fetch batches ahead, which belong to a later optimizer step. They can be told apart
+    only for loaders whose batches are *recognized*: at least one of them was followed to the call
+    of a model. Batches of other loaders always belong to the current step.
     """
 
     def __init__(self) -> None:
         self._last_number = 0
         self._unused: dict[int, Batch] = {}
-        """By the number of the batch, from 1."""
+        """Records of the unused batches, by the number of the batch, from 1."""
         self._recognized_loaders: set[int] = set()
-        """The numbers of the loaders whose batches are recognized."""
+        """Numbers of the loaders whose batches were followed to the call of a model."""
         self._never_trained: list[Batch] = []
-        """Batches of an earlier epoch than that of the batch used after them: the script read the
-        loader only to look at a batch."""
+        """Batches of an epoch that was over before the first batch was trained on: the script
+        only looked at them."""
 
     def add(self, batch: Any, record: Batch) -> None:
-        """Adds a batch that is handed out, and marks its tensors with its number.
+        """Adds a batch that a loader hands out, and marks its tensors with the number of the batch.
 
-        What the script computes from these tensors carries the mark too, so `use` can be called
-        with the number when a model is called.
+        Everything that the script computes from these tensors carries the mark too. When a model is
+        called with a marked tensor, `use` is called with that number.
         """
         self._last_number += 1
         mark(batch, batch=self._last_number)
         self._unused[self._last_number] = record
 
     def use(self, number: int) -> None:
-        """Notes that a model is called with what was made of this batch.
+        """Removes a batch from the unused ones, because a model is called with a tensor made from
+        it.
 
-        The batch is then no longer unused. Earlier batches of the same loader count as used in the
-        same step. Those of an earlier epoch were never trained: the script only looked at them.
+        Earlier batches of the same loader are removed too: they belong to the same optimizer step.
+        Those of an earlier epoch were never trained on; the script only looked at them.
+
+        Args:
+            number: number of the batch; 0 if the tensor was made from no batch.
         """
-        used = self._unused.get(number)
-        if used is None:  # it was used before, or was made from no loader's batch (number 0)
+        used_batch = self._unused.get(number)
+        if used_batch is None:  # it was used before, or the number is 0
             return
 
-        self._recognized_loaders.add(used.loader)
+        self._recognized_loaders.add(used_batch.loader)
 
-        for other_number, record in list(self._unused.items()):  # a copy, since some are deleted
-            if other_number > number or record.loader != used.loader:
+        for other_number, batch in list(self._unused.items()):  # a copy, since entries are deleted
+            is_earlier = other_number <= number and batch.loader == used_batch.loader
+            if not is_earlier:
                 continue
-            if record.epoch < used.epoch:
-                self._never_trained.append(record)
+            if batch.epoch < used_batch.epoch:
+                self._never_trained.append(batch)
             del self._unused[other_number]
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
-        """Forgets all batches except those that were fetched ahead for a later optimizer step.
+        """Forgets the batches of the optimizer step that ends, and keeps those that were fetched
+        ahead.
 
         Returns:
-            The batches that were fetched ahead, and those that were never trained.
+            The batches that were fetched ahead for a later step, and the batches that were never
+            trained on.
         """
         fetched_ahead = {}
         for number, record in self._unused.items():
-            # A model may be called with something that cannot be followed back to a batch. So an
-            # unused batch counts as used if no batch of its loader was ever recognized.
+            # The inputs of a model cannot always be followed back to a batch. If this never worked
+            # for a loader, all of its batches belong to the step that ends.
             if record.loader in self._recognized_loaders:
                 fetched_ahead[number] = record
 

@@ -1,13 +1,13 @@
-"""Records hashes of what a script that uses Lockstep trains, so that runs are compared bit by bit.
+"""Records hashes of everything that a script using Lockstep trains, so that runs can be compared
+bit by bit.
 
-Nothing that the script computes is changed: it draws its dropout masks, and computes in its own
-precision, with *virtual ranks* (parts of every global batch that are computed each by itself). The
-`BitRecorder` only listens to the events of Lockstep's steps. Of each optimizer step it hashes the
-samples, the loss and the gradients of each virtual rank, the gradients that the optimizer gets, and
-the weights, the optimizer's state and the buffers that the step leaves.
+The `BitRecorder` only listens to the events of Lockstep's steps and changes nothing that the script
+computes. For each optimizer step it hashes the samples, the loss and the gradients of each *virtual
+rank* (a part of the global batch that is computed by itself, on any number of processes), the
+gradients that the optimizer gets, and the weights, buffers and optimizer state after the step.
 
-On one process the values of the first steps are kept too, to find gradients that are only rounding
-(`lockstep.verify.rounding_noise`).
+In a run on one process, the values of the first steps are recorded too, to find gradients that are
+only rounding (`lockstep.verify.rounding_noise`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.verify.recording.tensor_values import copy_arrays
 from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.training_record import Batch
 
-# In what the model computes, by the setting `precision`.
+# The dtype in which the model computes, by the setting `precision`.
 DTYPE_OF_PRECISION = {
     "fp64": "torch.float64",
     "fp32": "torch.float32",
@@ -45,12 +45,13 @@ DTYPE_OF_PRECISION = {
 
 
 class BitRecorder(Extension):
-    """Records hashes in one rank.
+    """Records the hashes of one rank.
 
     Args:
-        writer: writes the updates of this rank.
-        config: how the script is run, and after how many steps it ends.
-        mode: only part of the state; it is not entered, so that no call of torch is changed.
+        writer: writer for the updates of this rank.
+        config: settings of the run, including the number of steps after which it ends.
+        mode: function mode that the recorder's state needs. It is never entered, so no call of
+            torch is changed.
     """
 
     def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
@@ -58,29 +59,31 @@ class BitRecorder(Extension):
         self._keeps_values = config.nproc == 1
         self._loaders: list[Any] = []
         self._samples: dict[str, str] = {}
-        """A hash of the samples of each virtual rank of this process, in the present step."""
+        """Hash of the samples of each virtual rank of this process, in the current step."""
         self._losses: dict[str, str] = {}
-        """The loss of each virtual rank of this process, in the present step."""
-        self._gradients_of_parts: dict[str, dict[str, str]] = {}
-        """Hashes of the gradients of each virtual rank of this process, in the present step: by the
-        parameter, and then by a name that has the virtual rank too."""
+        """Loss of each virtual rank of this process, in the current step."""
+        self._virtual_rank_gradients: dict[str, dict[str, str]] = {}
+        """Hashes of the gradients of each virtual rank of this process, in the current step: by
+        parameter name, then by a name such as "Net/weight of virtual rank 2"."""
         self._settings: Settings | None = None
         self.own_process_line = ""
-        """The line that started the first process of the script's own; empty if none was."""
+        """The line of the script that started the first process of its own; empty if none did."""
 
     def note_own_process(self, line: str) -> None:
-        """Notes the line at which the script has started a process; the first one is kept."""
+        """Records the line at which the script started a process of its own; only the first is
+        kept.
+        """
         self.own_process_line = self.own_process_line or line
 
     def note_settings(self, settings: Settings) -> None:
-        """Notes the settings of a run that the script has joined."""
+        """Records the settings of the run, once the script has called `lockstep.init`."""
         self._settings = settings
 
     def end_script_without_lockstep(self, optimizer: Optimizer, *_: Any) -> None:
-        """Ends a script that trains without Lockstep; torch calls it before each optimizer step.
+        """Ends a script that trains without Lockstep. Torch calls this before each optimizer step.
 
         Raises:
-            Finished: no module was prepared, so nothing can be compared bit by bit.
+            Finished: No module was prepared with Lockstep, so nothing can be compared bit by bit.
         """
         if not self.state.models.prepared_ids:
             raise Finished(0)
@@ -89,7 +92,7 @@ class BitRecorder(Extension):
 
     @guarded
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Adds a module that `World.prepare` has wrapped to the models that are recorded."""
+        """Adds a module that `World.prepare` has wrapped to the recorded models."""
         self.state.models.prepared_ids.add(id(unwrap(wrapped.module)))
         self.state.models.add(wrapped.module)
 
@@ -98,30 +101,32 @@ class BitRecorder(Extension):
         """Records the samples of a micro-batch that a loader hands out."""
         state = self.state
         state.micro_batch = batch.micro_batch
-        if batch.micro_batch.first:  # the global batch before may have been broken off
+
+        # A new global batch begins. The script may have left the one before unfinished.
+        if batch.micro_batch.first:
             self._samples = {}
             self._losses = {}
-            self._gradients_of_parts = {}
+            self._virtual_rank_gradients = {}
 
         if batch.loader not in self._loaders:
             self._loaders.append(batch.loader)
-
-        state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
-        ids = batch.samples.tolist()
         loader_number = self._loaders.index(batch.loader)
 
-        # It also says that a global batch has begun, in which the script is not ended.
+        state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
+
+        # The entry also says that a global batch has begun: the script is not ended within one.
+        ids = batch.samples.tolist()
         state.update.batches.append(Batch(loader=loader_number, epoch=batch.epoch, ids=ids))
 
         if not _is_padding(batch.micro_batch):
-            hashed = hashlib.blake2b(repr(ids).encode(), digest_size=8)
+            hasher = hashlib.blake2b(repr(ids).encode(), digest_size=8)
             for tensor in tensors(batch.batch):
-                hashed.update(hash_of(tensor).encode())
-            _append(self._samples, batch.micro_batch, hashed.hexdigest())
+                hasher.update(hash_of(tensor).encode())
+            _append(self._samples, batch.micro_batch, hasher.hexdigest())
 
     @guarded
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Records the loss of a micro-batch."""
+        """Records the weighted loss of a micro-batch, before its backward pass."""
         if not _is_padding(micro_batch):
             loss = float(weighted_loss.detach())
             self.state.update.losses.append(loss)
@@ -134,20 +139,26 @@ class BitRecorder(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Records gradients of a virtual rank, before they are added to those of others."""
+        """Records the gradients of one virtual rank, before they are added to those of other
+        virtual ranks.
+        """
         name_of_id = {id(parameter): name for name, parameter in self.state.models.parameters()}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             name = name_of_id.get(id(parameter))
-            # Strategies differ in whether a parameter that was not used has no gradient or zeros.
-            if name is None or gradient is None or not gradient.any():
+            if name is None or gradient is None:
                 continue
-            hashes = self._gradients_of_parts.setdefault(name, {})
+            # An unused parameter has no gradient with some strategies, and zeros with others.
+            if not gradient.any():
+                continue
+            hashes = self._virtual_rank_gradients.setdefault(name, {})
             name_of_part = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
             hashes[name_of_part] = hash_of(gradient.detach().reshape(-1))
 
     @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Records what an optimizer's step starts from."""
+        """Records everything that an optimizer's step starts from: gradients, parameters and
+        options.
+        """
         state = self.state
         update = state.update
         parameters = self._parameters_of(optimizer)
@@ -160,21 +171,22 @@ class BitRecorder(Extension):
         update.step = state.steps_of[optimizer]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         update.learning_rates = rates
-        gradients = {}
 
+        gradients = {}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
 
-        gradients_of_parts: dict[str, str] = {}
+        # Only those of this optimizer's parameters; other optimizers may step later.
+        virtual_rank_gradients: dict[str, str] = {}
         for name in parameters:
-            gradients_of_parts |= self._gradients_of_parts.pop(name, {})
+            virtual_rank_gradients |= self._virtual_rank_gradients.pop(name, {})
 
         bits: dict[str, Mapping[str, str]] = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
-            "parts": gradients_of_parts,
+            "parts": virtual_rank_gradients,
             "gradients": _hashes(gradients.items()),
             "rates": {f"group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
@@ -188,12 +200,14 @@ class BitRecorder(Extension):
 
     @guarded
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Records what the step has left, and writes the update."""
+        """Records the parameters, buffers and optimizer state after a step, and writes the
+        update.
+        """
         state = self.state
         update = state.update
         parameters = self._parameters_of(optimizer)
-        optimizer_state = []
 
+        optimizer_state = []  # pairs such as ("Net/weight/exp_avg", tensor)
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -206,6 +220,7 @@ class BitRecorder(Extension):
             "buffers": _hashes(state.models.buffers()),
         }
 
+        # The values before the step were recorded too, so this is one of the first steps.
         if update.parameters_before:
             update.parameters = copy_arrays(parameters.items())
 
@@ -213,11 +228,11 @@ class BitRecorder(Extension):
         state.finish_update(update, [])
         state.steps_of[optimizer] += 1
 
-    # What is known of the run
+    # The end of the run
 
     def end(self) -> dict[str, Any]:
-        """Returns what is known when the script has ended: fields of `RankEnd`."""
-        known: dict[str, Any] = {
+        """Returns fields of `RankEnd`, the record that is written when the script has ended."""
+        fields: dict[str, Any] = {
             "uses_lockstep": bool(self.state.models.prepared_ids),
             "stopped_at": self.state.stopped_at,
             "own_process_line": self.own_process_line,
@@ -226,13 +241,13 @@ class BitRecorder(Extension):
         }
 
         if self._settings is not None:
-            known["virtual_ranks"] = self._settings.virtual_ranks
-            known["virtual_ranks_are_own"] = self._settings.virtual_ranks_of_verify is None
+            fields["virtual_ranks"] = self._settings.virtual_ranks
+            fields["virtual_ranks_are_own"] = self._settings.virtual_ranks_of_verify is None
 
-        return known
+        return fields
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """Returns the parameters of an optimizer, by name."""
+        """Returns the parameters that an optimizer trains, by name."""
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
         return {name: p for name, p in self.state.models.parameters() if id(p) in ids}
 
@@ -243,18 +258,26 @@ class BitRecorder(Extension):
 
 
 def _is_padding(micro_batch: MicroBatch) -> bool:
-    """Returns whether a micro-batch only keeps this process in step with others."""
+    """True for a micro-batch without samples, which only keeps this process in step with others."""
     return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.is_padding
 
 
 def _append(hashes: dict[str, str], micro_batch: MicroBatch, text: str) -> None:
-    """Adds a text to those of the micro-batch's virtual rank, which may have several of them."""
+    """Adds a text to the entry of the micro-batch's virtual rank: "a" and "b" become "a.b".
+
+    A virtual rank has several texts if its part of the global batch is split into micro-batches.
+
+    Args:
+        hashes: texts by virtual rank; the entry is changed in place.
+        micro_batch: micro-batch that the text belongs to.
+        text: hash of the micro-batch's samples, or its loss.
+    """
     name = f"virtual rank {micro_batch.virtual_rank_number}"
     hashes[name] = f"{hashes[name]}.{text}" if name in hashes else text
 
 
 def _hashes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Returns a hash of all bits of each tensor. All ranks call it together: shards are gathered.
+    """Returns a hash of each tensor, by name. Shards are gathered, so all ranks must call this.
 
     Args:
         named: pairs of a name and a tensor.
@@ -263,7 +286,7 @@ def _hashes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def hash_of(tensor: Tensor) -> str:
-    """Returns a hash of the dtype, the shape and all bits of a tensor; shards are gathered."""
+    """Returns a hash of a tensor's dtype, shape and bits. A sharded tensor is gathered first."""
     whole = tensor.detach()
     if is_sharded(whole):
         whole = whole.full_tensor()  # type: ignore[attr-defined]
@@ -271,9 +294,10 @@ def hash_of(tensor: Tensor) -> str:
     if whole.layout is not torch.strided:
         whole = whole.to_dense()
 
-    # The values are copied: memory that numpy looks at cannot be freed, and FSDP frees its own.
+    # Copied, since FSDP frees its tensors, and cannot free memory that numpy still refers to.
     values = whole.cpu().clone(memory_format=torch.contiguous_format)
-    hashed = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
-    hashed.update(np.ascontiguousarray(values.reshape(-1).view(torch.uint8).numpy()).data)
+    value_bytes = values.reshape(-1).view(torch.uint8).numpy()
 
-    return hashed.hexdigest()
+    hasher = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
+    hasher.update(np.ascontiguousarray(value_bytes).data)
+    return hasher.hexdigest()

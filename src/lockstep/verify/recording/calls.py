@@ -1,9 +1,8 @@
-"""Records the script's calls that matter for gradients: collectives, clipping, schedules, seeds.
+"""Records the calls in a script that can change gradients: collectives, clipping, and schedulers.
 
-`state.update` is the record of the current optimizer step; each call is added to its `calls`.
-`state.notes` is what is remembered until the step, and `state.mode` sees every call of torch's
-functions. *Marks* on a tensor tell what it was made from: all that is computed from a marked tensor
-gets the mark too. See `marks`.
+`state.update` is the record of the current optimizer step, and each call is added to its `calls`.
+`state.notes` holds what is needed until the step is complete. A *mark* on a tensor tells what the
+tensor was computed from; everything computed from a marked tensor gets the mark too (see `marks`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from lockstep.verify.recording.tensor_values import storage_of
 from lockstep.verify.training_record import ScriptCall
 
 CHANGED_GRADIENT_RTOL = 1e-6
-"""A gradient that differs by less is what the backward passes have left."""
+"""A gradient that differs by less is still the one that the backward passes computed."""
 
 
 class CallRecorder:
-    """Records calls of functions that `patches` watches."""
+    """Records calls of the functions that `patches` has replaced."""
 
     def __init__(self, state: RecorderState) -> None:
         self.state = state
@@ -36,18 +35,16 @@ class CallRecorder:
     def record(
         self, name: str, tensor: Any, output: Any = None, value: float | None = None
     ) -> ScriptCall:
-        """Records that the script calls a function.
+        """Records that the script calls a function, and returns the record.
 
-        The record is added to `state.update.calls`. Tensors may lose or get marks.
+        The record is added to `state.update.calls`. The marks of the call's tensors change: after a
+        collective, a tensor is no longer made from the samples of this rank alone.
 
         Args:
-            name: of the function, such as "all_reduce" or "clip".
-            tensor: its input; of a function without one, None.
-            output: tensors that it fills without a gradient.
-            value: a number that it was given.
-
-        Returns:
-            The record.
+            name: name of the function, such as "all_reduce" or "clip".
+            tensor: input of the call; None for a function without an input tensor.
+            output: tensors that the call fills, without passing gradients to its input.
+            value: number that the function was given, such as a scheduler's metric.
         """
         state = self.state
         call = ScriptCall(
@@ -61,27 +58,31 @@ class CallRecorder:
 
         if isinstance(tensor, Tensor):
             self._describe_input(call, tensor)
-            # Many collectives write their result to their input, as an all-reduce does: it is no
-            # longer made from this rank's samples alone.
+            # Many collectives, such as an all-reduce, write their result to their input.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
 
-        # The output carries no gradient. Inside of an autograd function of the script's that is no
-        # mistake, since the function's own `backward` computes the gradient.
+        # No gradient flows from the output to the input. This is a mistake, unless the call is part
+        # of an autograd function, whose own `backward` computes the gradient.
         if output is not None and not call.in_function:
             _mark_lost_gradient(call, output)
 
         return call
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
-        """Fills in what the input of a call tells: its origin, and whose gradient it is."""
+        """Records what is known of the input of a call: its origin, and whether it is a gradient.
+
+        Args:
+            call: record of the call, whose fields are set.
+            tensor: input of the call.
+        """
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
-        # The output of a model in training has this mark, and all that is computed from it.
+        # This mark is on outputs of trained models, and on everything computed from them.
         call.uses_model_output = "trained" in marks_of(tensor)
         call.in_function = _is_inside_autograd_function()
 
-        # If the input is a gradient, it lies at the address of some parameter's gradient. Several
-        # gradients may lie in one buffer, as those of DDP do: the first parameter is named.
+        # The input is a gradient if it has the same storage as the gradient of some parameter. A
+        # bucket of DDP holds the gradients of several parameters; the first one is recorded.
         owners = self.state.models.parameters_with_gradient_at(storage_of(tensor))
         first_owner = next(owners, None)
         if first_owner is not None:
@@ -90,19 +91,23 @@ class CallRecorder:
             call.gradient_changed = self._is_changed_gradient(id(parameter), tensor)
 
     def _is_changed_gradient(self, parameter_id: int, gradient: Tensor) -> bool:
-        """True if a gradient is no longer what the backward passes of this update added up to.
+        """True if a gradient is no longer the sum of what the backward passes of this update added.
 
         Args:
-            parameter_id: the id of the parameter with this gradient.
-            gradient: as it is now.
+            parameter_id: id of the parameter that the gradient belongs to.
+            gradient: current value of the gradient.
         """
-        local_gradients = []  # what each backward pass has added
+        # In a lower precision than float64, rounding alone would change a gradient.
+        if self.state.mode.lowest_dtype != torch.float64:
+            return False
+
+        # The gradients that each backward pass added.
+        local_gradients = []
         for gradients in self.state.notes.gradients_of_passes:
             if parameter_id in gradients:
                 local_gradients.append(gradients[parameter_id])
 
-        # In a lower precision than float64, rounding alone changes a gradient by more.
-        if not local_gradients or self.state.mode.lowest_dtype != torch.float64:
+        if not local_gradients:
             return False
 
         accumulated = torch.stack(local_gradients).sum(0)
@@ -112,14 +117,15 @@ class CallRecorder:
     def end_collective(
         self, calls: Sequence[ScriptCall], result: Any, *, loses_gradient: bool
     ) -> None:
-        """Marks the result of a collective of `World`, which is over.
+        """Updates the marks on the result of a collective of `World`.
 
-        The result is of all ranks, so it loses the marks of values that this rank computed alone.
+        The result combines values of all ranks, so marks of values that this rank computed alone
+        are removed.
 
         Args:
-            calls: the records of it, one for each tensor that was exchanged.
-            result: what it returns.
-            loses_gradient: the result carries no gradient.
+            calls: records of the collective, one for each exchanged tensor.
+            result: return value of the collective.
+            loses_gradient: whether no gradient flows from the result to the input.
         """
         for tensor in tensors(result):
             unmark(tensor)
@@ -129,7 +135,7 @@ class CallRecorder:
 
     @guarded
     def record_seed(self, seed: int) -> None:
-        """Records a call of `torch.manual_seed` before the first update."""
+        """Records a call of `torch.manual_seed`, if it comes before the first update."""
         if not self.state.is_first_update:
             return
         line = user_line()
@@ -138,15 +144,19 @@ class CallRecorder:
 
     @guarded
     def record_hook(self, line: str) -> None:
-        """Records that a hook of the script's has changed the gradient of a parameter."""
+        """Records that a hook of the script has changed the gradient of a parameter.
+
+        Args:
+            line: line of the script that registered the hook.
+        """
         self.state.update.gradient_hook_line = line
 
 
 def _mark_lost_gradient(call: ScriptCall, result: Any) -> None:
-    """Marks what was gathered from outputs of a model without their gradient.
+    """Marks a gathered tensor that passes no gradient on to the model outputs it was gathered from.
 
-    The mark `gather` means that the gather has lost the gradient, `detached` that the script had
-    detached the tensor before.
+    The mark is `gather` if the gather itself stops the gradient, and `detached` if the script had
+    detached the outputs before.
     """
     if call.carries_gradient:
         mark(result, gather=call.line)
@@ -155,16 +165,14 @@ def _mark_lost_gradient(call: ScriptCall, result: Any) -> None:
 
 
 def _is_inside_autograd_function() -> bool:
-    """True in the forward pass of a `torch.autograd.Function` of the script's.
-
-    What is gathered there needs no gradient: the function's own `backward` computes it.
-    """
-    forward_codes = set()  # the code objects of all functions `forward`
+    """True if the caller runs in the `forward` of a `torch.autograd.Function` of the script."""
+    # The code objects of the `forward` methods of all autograd functions written in Python.
+    forward_codes = set()
     for function in _all_subclasses(torch.autograd.Function):
-        if hasattr(function.forward, "__code__"):  # a function of Python's, not a built-in one
+        if hasattr(function.forward, "__code__"):
             forward_codes.add(function.forward.__code__)
 
-    # Is one of them on the stack of calls that led here?
+    # Walk up the call stack, to see whether one of them is running.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code in forward_codes:
@@ -175,7 +183,7 @@ def _is_inside_autograd_function() -> bool:
 
 
 def _all_subclasses(base: type) -> list[Any]:
-    """Returns the subclasses of a class, and those of its subclasses."""
+    """Returns the direct and indirect subclasses of a class."""
     direct: list[Any] = base.__subclasses__()
     subclasses = list(direct)
     for subclass in direct:

@@ -1,9 +1,9 @@
-"""What is changed in a script's computation, so that two runs of it can be compared.
+"""Changes what a script computes, so that runs on different numbers of processes can be compared.
 
-Dropout draws other masks on another number of processes, so it is off. Rounding differs with the
-order of sums, so what the script computes in float32 or less is computed in float64, from the same
-random numbers: calls of torch's functions are changed before they run. All that is switched off is
-counted in `switched_off`, and mentioned in the verdict.
+Dropout is switched off, because its masks differ with the number of processes. Computation in
+float32 or less becomes computation in float64, because rounding differs with the order of sums;
+random numbers stay those that the script would draw. Calls of torch's functions are changed before
+they run. Whatever is switched off is counted in `switched_off` and reported with the verdict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DROPOUT_FUNCTIONS = {
     F.feature_alpha_dropout,
 }
 DRAWS_WITH_GRADIENT = {"dropout", "dropout_", "native_dropout", "rrelu", "gumbel_softmax"}
-"""Functions that draw random numbers and pass gradients on to their input."""
+"""Functions that draw random numbers and pass gradients through to their input."""
 WIDE_DTYPE_OF_NARROW = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -44,22 +44,19 @@ class Determinism:
     """Changes calls and modules of a script so that its runs become comparable.
 
     Args:
-        double: compute in float64.
+        double: whether to compute in float64.
     """
 
     def __init__(self, *, double: bool) -> None:
         self.double = double
         self.switched_off: Counter[str] = Counter()
-        """What was switched off, as it is called in the verdict, and how often it was met."""
+        """How often each thing was switched off, under the name that the verdict uses."""
         self._script_dtype = torch.get_default_dtype()
         self._set_default_dtype = torch.set_default_dtype
         self._prepared_ids: set[int] = set()
 
     def notes(self) -> list[str]:
-        """Returns what was switched off, with a number if it is more than one.
-
-        For example ["3 dropout layers", "autocast"].
-        """
+        """Returns what was switched off, for the verdict: `["3 dropout layers", "autocast"]`."""
         notes = []
         for what, count in self.switched_off.items():
             if count > 1:
@@ -71,30 +68,38 @@ class Determinism:
     # Dropout
 
     def skip_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the input of a call of a dropout function, instead of calling it.
+        """Returns the input of a dropout function unchanged, instead of calling the function.
 
         Args:
-            args: of the call: the input, the probability, and whether the model is in training.
-            kwargs: of the call.
+            args: positional arguments of the call: the input, the probability, and whether the
+                model is in training mode.
+            kwargs: keyword arguments of the call.
         """
         # All dropout functions begin like F.dropout(input, p=0.5, training=True).
-        by_place = dict(zip(("input", "p", "training"), args, strict=False))
-        arguments = by_place | kwargs
+        positional = dict(zip(("input", "p", "training"), args, strict=False))
+        arguments = positional | kwargs
         rate = arguments.get("p", 0.5)
         training = arguments.get("training", True)
-        if training and rate:  # else the call would have returned its input as well
+
+        # Otherwise, the call would have returned its input anyway.
+        if training and rate:
             self.switched_off["dropout functions"] += 1
+
         return arguments["input"]
 
     def without_attention_dropout(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a call without the dropout of attention weights."""
+        """Returns the keyword arguments of a call, with the dropout of attention weights set to
+        0.
+        """
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.switched_off["dropout of attention"] += 1
             return {**kwargs, "dropout_p": 0.0}
         return kwargs
 
     def prepare_module(self, module: nn.Module) -> None:
-        """Switches off a module's dropout layers and converts it to float64, once."""
+        """Switches off a module's dropout layers and converts it to float64, the first time it is
+        seen.
+        """
         if id(module) in self._prepared_ids:
             return
 
@@ -121,30 +126,34 @@ class Determinism:
         self._set_default_dtype(torch.float64)
 
     def set_script_dtype(self, dtype: torch.dtype) -> None:
-        """Takes the place of `torch.set_default_dtype`: the default stays float64.
+        """Replaces `torch.set_default_dtype`: the default stays float64, and the dtype is
+        remembered.
 
-        The dtype is kept for draws of random numbers: they are made in the dtype in which the
-        script would make them, and then converted.
+        Random numbers are still drawn in the script's own default dtype, and then converted.
         """
-        # A script that sets the default again, as it read it, passes the float64 that is ours.
+        # A script may read the default and set it again later. Then it passes the float64 that was
+        # set here, although its own default was float32.
         self._script_dtype = torch.float32 if dtype == torch.float64 else dtype
 
     def widen_call(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Changes a call that converts to a lower precision so that it converts to float64.
+        """Changes a call that converts a tensor to a lower precision, so that it converts to
+        float64.
+
+        `x.half()` becomes `x.double()`, and `x.to(torch.float16)` becomes `x.to(torch.float64)`.
 
         Args:
-            func: the function or method of torch that is called.
-            name: its name.
-            args: of the call.
-            kwargs: of the call.
+            func: function or method of torch that is called.
+            name: name of the function.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Returns:
-            The function and arguments to call; any other call is returned as it is.
+            The function, the positional and the keyword arguments to call instead. Any other call
+            is returned unchanged.
         """
-        # A conversion counts as switched off only if it would have lowered the precision: the
-        # method `float()` of a tensor of integers does not.
+        # Only such a conversion is reported as switched off. `float()` of an integer tensor is not.
         would_lower_precision = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
@@ -153,16 +162,17 @@ class Determinism:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
 
-        if name == "view":  # view(dtype) looks at the same bytes in another way
+        if name == "view":  # view(dtype) reinterprets the bytes and converts nothing
             return func, args, kwargs
 
-        # tensor.to(torch.float16) becomes tensor.to(torch.float64). A call without a tensor, such
-        # as torch.zeros(3, dtype=torch.float16), creates one in the dtype that the script names.
+        # A conversion has a tensor and a narrow dtype among its arguments. A call with a dtype
+        # only, such as torch.zeros(3, dtype=torch.float16), creates a tensor and stays as it is.
         values = (*args, *kwargs.values())
         dtypes = [value for value in values if isinstance(value, torch.dtype)]
-        names_narrow_dtype = any(dtype in WIDE_DTYPE_OF_NARROW for dtype in dtypes)
+        has_narrow_dtype = any(dtype in WIDE_DTYPE_OF_NARROW for dtype in dtypes)
         has_tensor = any(isinstance(value, Tensor) for value in values)
-        if not names_narrow_dtype or not has_tensor:
+        is_conversion = has_narrow_dtype and has_tensor
+        if not is_conversion:
             return func, args, kwargs
 
         if would_lower_precision:
@@ -173,36 +183,38 @@ class Determinism:
         return func, wide_args, wide_kwargs
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draws the random numbers that the script would draw without us, and converts them.
+        """Draws the random numbers that the unmodified script would draw, and converts them to
+        float64.
 
-        The generator gives other numbers in float64 than in float32, so the draw itself is made in
-        the script's dtype.
+        A generator gives other numbers in float64 than in float32, so the draw itself is made in
+        the script's own dtype.
 
         Args:
-            func: a function or method of torch that draws, such as `torch.randn` or
-                `Tensor.normal_`.
-            args: of the call.
-            kwargs: of the call.
+            func: function or method of torch that draws, such as `torch.randn` or `Tensor.normal_`.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Returns:
-            What the call returns, in float64.
+            The result of the call, in float64.
         """
         if not self.double:
             return func(*args, **kwargs)
-        # The result of F.gumbel_softmax and the like carries the gradient of its input. The
-        # converted copy that is returned below would not.
+        # Gradients flow through the result of functions such as F.gumbel_softmax. They would not
+        # flow through the converted copy that is returned below.
         if func.__name__ in DRAWS_WITH_GRADIENT:
             return func(*args, **kwargs)
-        # The call itself says in which dtype it draws.
+
+        # The call itself specifies the dtype of the draw.
         if "out" in kwargs or "dtype" in kwargs:
             return func(*args, **kwargs)
-        # An underscore at the end stands for a method that fills its tensor.
+
+        # A trailing underscore stands for a method that fills its tensor, such as `normal_`.
         if func.__name__.endswith("_"):
             return self._draw_into(func, args, kwargs)
 
-        # Functions such as torch.randn draw in the default dtype, others in that of an argument.
+        # Functions such as torch.randn draw in the default dtype. Others, such as
+        # torch.bernoulli(x), draw in the dtype of an argument.
         self._set_default_dtype(self._script_dtype)
-
         try:
             drawn = func(*[self._narrow(value) for value in args], **kwargs)
         finally:
@@ -211,13 +223,14 @@ class Determinism:
         if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
             return drawn
 
-        # A new leaf, as the script's call would return: torch.randn(3, requires_grad=True).
+        # A leaf tensor, since torch.randn(3, requires_grad=True) returns one.
         return drawn.detach().double().requires_grad_(drawn.requires_grad)
 
     def _draw_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method such as `normal_`, which fills a tensor with random numbers.
 
-        A float64 tensor gets the numbers that a tensor of the script's dtype would get.
+        A float64 tensor is filled with the numbers that a tensor of the script's own dtype would
+        get.
         """
         if args:
             tensor, *other_args = args
@@ -225,7 +238,7 @@ class Determinism:
             tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
             other_args = []
 
-        if tensor.dtype != torch.float64:  # such as whole numbers: it was not converted
+        if tensor.dtype != torch.float64:  # it was never converted, as an integer tensor
             return func(tensor, *other_args, **kwargs)
 
         narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
@@ -233,24 +246,26 @@ class Determinism:
             return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))
 
     def _narrow(self, value: Any) -> Any:
-        """Converts a float64 tensor to the script's dtype; other values stay as they are."""
+        """Converts a float64 tensor to the script's own dtype; other values are returned
+        unchanged.
+        """
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return value.to(self._script_dtype)
         return value
 
 
 def _widen_dtype(value: Any) -> Any:
-    """Returns float64 for a dtype of lower precision; other values stay as they are."""
+    """Returns float64 for a dtype of lower precision; other values are returned unchanged."""
     if isinstance(value, torch.dtype):
         return WIDE_DTYPE_OF_NARROW.get(value, value)
     return value
 
 
 def _convert_module(module: nn.Module) -> None:
-    """Converts parameters and buffers to float64 or complex128.
+    """Converts a module's parameters and buffers to float64 or complex128.
 
-    DDP and FSDP refer to the tensors of a module, and `Module.double` may replace them. So a module
-    that is float64 already is not converted again.
+    A module that already is in float64 is left alone: `Module.double` may replace its tensors, and
+    DDP and FSDP keep references to them.
     """
     module_tensors = list(chain(module.parameters(), module.buffers()))
     if any(t.is_floating_point() and t.dtype != torch.float64 for t in module_tensors):

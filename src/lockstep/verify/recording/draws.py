@@ -1,8 +1,9 @@
-"""Random numbers: which a script draws for a step, and from which streams.
+"""Records which random numbers a script draws for a step, and from which generators.
 
-A *draw* is a call of torch that returns random numbers; its *line* is that of the script's call.
-Numpy's and Python's generators cannot be watched call by call: their states are compared before and
-after instead. A *stream* is one such generator. Digests stand for numbers and for states.
+A *draw* is a call of torch that returns random numbers; its *line* is the line of the script that
+made the call. A *stream* is a random generator, such as numpy's global one. The generators of numpy
+and Python cannot be observed call by call, so their states are compared before and after instead.
+Digests stand for drawn numbers and for states.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ STREAMS = ("torch", "numpy's global stream", "the global stream of Python's rand
 
 
 class DrawLog:
-    """The draws of this process: their number, and digests of those since `restart`."""
+    """Counts the draws of this process, and keeps digests of the recent ones."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Draws since the process began."""
+        """Number of draws since the process began."""
         self.digests: set[str] = set()
-        """Of each draw since `StepDraws.restart`, a digest of its numbers."""
+        """Digests of the draws since `StepDraws.restart`, one for each draw."""
         self._first_line = ""
-        """The line of the first draw since `restart`; empty if there was none."""
+        """Line of the first draw since `restart`; empty if there was none."""
         self._hash = hashlib.blake2b(digest_size=8)
-        """Of the numbers of all draws since `restart`."""
+        """Hash of the numbers of all draws since `restart`."""
 
     def begin(self, generator: Any) -> str:
-        """Counts a draw that is about to be made, and returns its line for `finish`.
+        """Counts a draw that is about to be made, and returns its line, which is passed to
+        `finish`.
 
         Args:
-            generator: what the script passed as `generator`.
+            generator: the `generator` argument of the call.
         """
         line = user_line() or "somewhere"
         uses_own_generator = generator not in (None, torch.default_generator)
@@ -49,40 +51,46 @@ class DrawLog:
             line += ", a torch.Generator of its own"
 
         self.count += 1
-
         if not self._first_line:
             self._first_line = line
 
         return line
 
     def finish(self, drawn: Any, line: str) -> None:
-        """Notes the numbers of a draw and marks their tensor, so that their use can be followed.
+        """Records the numbers of a draw, and marks their tensor so that its use can be followed.
 
         Args:
-            drawn: what the call returned.
-            line: as `begin` returned it.
+            drawn: return value of the call.
+            line: return value of `begin`.
         """
-        if not isinstance(drawn, Tensor) or drawn.device.type == "meta":  # there are no values
+        has_values = isinstance(drawn, Tensor) and drawn.device.type != "meta"
+        if not has_values:
             return
+
         digest_of_numbers = digest(drawn)
         self._hash.update(digest_of_numbers.encode())
         self.digests.add(digest_of_numbers)
         mark(drawn, draw=(self.count, line, digest_of_numbers))
 
     def restart(self) -> None:
-        """Forgets the draws so far: `since_restart` begins with the next one."""
+        """Clears what `since_restart` returns."""
         self._first_line = ""
         self._hash = hashlib.blake2b(digest_size=8)
 
     def since_restart(self) -> dict[str, str]:
-        """Returns the line of the first draw and a digest of all numbers; empty without draws."""
+        """Returns the draws since `restart`: `{line of the first draw: digest of all numbers}`, or
+        {}.
+        """
         if not self._first_line:
             return {}
         return {self._first_line: self._hash.hexdigest()}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves draws inside of the block out of `since_restart`; they are still counted."""
+        """Returns a context manager whose block is left out of `since_restart`.
+
+        Draws inside the block are still counted.
+        """
         first_line_before = self._first_line
         hash_before = self._hash.copy()
         try:
@@ -93,9 +101,9 @@ class DrawLog:
 
 
 def stream_digests() -> list[str]:
-    """Returns a digest of the state of each stream, in the order of `STREAMS`.
+    """Returns a digest of the state of each random stream, in the order of `STREAMS`.
 
-    The GPU's comes last, and only if CUDA is in use.
+    The digest of the GPU's stream comes last. It is left out if CUDA is not in use.
     """
     # Numpy's state is the name of the generator, its array of numbers, and the position in it.
     kind, keys, position, *_ = np.random.get_state()
@@ -117,10 +125,10 @@ def moved_streams(before: Sequence[str]) -> dict[str, str]:
     out: its draws are seen one by one.
 
     Args:
-        before: what `stream_digests` returned at the beginning.
+        before: return value of `stream_digests` at the beginning.
     """
     moved = {}
-    # The last stream, the GPU's, has no digest if CUDA is not in use, or was not at the beginning.
+    # The last stream, the GPU's, has no digest if CUDA is not in use now or was not in use then.
     for stream, digest_before, digest_now in zip(STREAMS, before, stream_digests(), strict=False):
         if digest_now != digest_before and stream != "torch":
             moved[stream] = digest_before

@@ -1,10 +1,11 @@
-"""Records *foreign steps*: updates of a rank's parameters that no optimizer of this rank makes.
+"""Records *foreign steps*: updates of this rank's parameters that are not made by its own
+optimizer.
 
-An *update* is one change of the parameters with all that led to it; `state.update` is the record of
-the current one. A rank without an optimizer gets its parameters from a rank that steps, or changes
-them by hand. Its update is complete when the parameters are no longer those of the update's first
-forward pass. A rank that has joined (`torch.distributed.algorithms.Join`) has an optimizer, but no
-samples are left for it.
+A rank without an optimizer gets its parameters from another rank, or changes them by hand. Such an
+update is complete when the parameters differ from those at the first forward pass of the update.
+`state.update` is the record of the current update: one change of the parameters, with everything
+that led to it. A rank that has joined (`torch.distributed.algorithms.Join`) has an optimizer, but
+no samples left.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from lockstep.verify.training_record import RankUpdate
 
 
 class ForeignStepRecorder:
-    """Notices that parameters have changed without a step of this rank, and records the update.
+    """Detects that parameters have changed without a step of this rank, and records the update.
 
-    It compares *summaries* of the parameters: two numbers that change with any value.
+    Parameters are compared by *summaries*: two numbers that change with any value of the tensor.
     """
 
     def __init__(self, state: RecorderState, gradients: GradientRecorder) -> None:
@@ -33,29 +34,32 @@ class ForeignStepRecorder:
         self._gradients = gradients
 
     def record_if_parameters_changed(self) -> None:
-        """Records an update if parameters have changed since its first forward pass.
+        """Records an update if the parameters have changed since the first forward pass of the
+        update.
 
-        On a rank with an optimizer, its step ends an update. Without a backward pass nothing was
-        trained.
+        Called before each forward pass. It does nothing on a rank with an optimizer, whose step
+        ends the update, or if there was no backward pass, as nothing was trained then.
         """
         state = self.state
         had_backward_pass = bool(state.update.losses)
         if state.has_optimizer or not had_backward_pass:
             return
 
-        # Summaries by name, from the update's first forward pass.
-        at_start = state.notes.parameters_at_start
+        summaries_at_start = state.notes.parameters_at_start
         for name, parameter in state.models.parameters():
-            if name in at_start and not np.array_equal(summarize(parameter), at_start[name]):
+            if name not in summaries_at_start:
+                continue
+            has_changed = not np.array_equal(summarize(parameter), summaries_at_start[name])
+            if has_changed:
                 self._record_update()
                 return
 
     def record_if_loss_parameters_changed(self, loss: Tensor) -> None:
-        """Records an update if parameters have changed since the loss before this one.
+        """Records an update if the parameters behind a loss have changed since the loss before.
 
-        This is for a rank that calls no module, but functions such as `F.linear` with parameters.
-        They are found in the autograd graph of the loss: a node that accumulates the gradient of a
-        parameter has it as its `variable`. Their summaries are kept in `state.notes` for the next
+        This covers a rank that calls no module, but functions such as `F.linear` with parameters.
+        The parameters are found in the autograd graph of the loss: the node that accumulates the
+        gradient of a parameter refers to it as `variable`. Their summaries are kept for the next
         loss.
         """
         state = self.state
@@ -63,21 +67,22 @@ class ForeignStepRecorder:
         if state.has_optimizer or calls_modules:
             return
 
-        # By the id of a parameter, the parameter and its summary.
-        summaries_before = state.notes.parameters_of_loss
+        # Pairs of a parameter and its summary, by the id of the parameter.
+        summaries_of_last_loss = state.notes.parameters_of_loss
         summaries = {}
         has_changed = False
+
         for node in nodes_behind(loss.grad_fn):
             parameter = getattr(node, "variable", None)
             if not isinstance(parameter, Tensor) or is_sharded(parameter):
                 continue
 
             summary = summarize(parameter)
-            # As long as the parameter itself is kept, no other tensor can get its id.
+            # The parameter itself is kept too, so that no other tensor can get its id.
             summaries[id(parameter)] = (parameter, summary)
 
-            if id(parameter) in summaries_before:
-                _, summary_before = summaries_before[id(parameter)]
+            if id(parameter) in summaries_of_last_loss:
+                _, summary_before = summaries_of_last_loss[id(parameter)]
                 if not np.array_equal(summary, summary_before):
                     has_changed = True
 
@@ -88,13 +93,13 @@ class ForeignStepRecorder:
 
     @guarded
     def record_gradient_of_write(self, storage: int) -> None:
-        """Adds to the update the gradient of a parameter that the script writes to by hand.
+        """Records the gradient of a parameter that the script writes to by hand.
 
-        Without an optimizer, as in `weight -= 0.1 * weight.grad`, the write is the step, and this
-        is the gradient that it uses.
+        Without an optimizer, as in `weight -= 0.1 * weight.grad`, the write is the step, and the
+        gradient at that moment is the one that the step uses.
 
         Args:
-            storage: the address of the values of the tensor that the script writes to.
+            storage: address of the values of the tensor that the script writes to.
         """
         state = self.state
         update = state.update
@@ -105,27 +110,29 @@ class ForeignStepRecorder:
         for name, parameter in state.models.parameters():
             if parameter.grad is None or storage_of(parameter) != storage:
                 continue
-            if name in update.gradients:  # the first write of an update counts
+            if name in update.gradients:  # recorded at the first write of this update
                 continue
+
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}
-            update.unclipped = update.gradients  # clipping is not seen without an optimizer
+            # What the gradients were before clipping is known only for steps of an optimizer.
+            update.unclipped = update.gradients
 
     def _record_update(self) -> None:
-        """Writes the current update, a foreign step, and begins the next one.
+        """Writes the current update as a foreign step, and begins the next one.
 
-        It may end the script, if enough updates are recorded.
+        The script is ended here if enough updates are recorded.
         """
         state = self.state
         update = state.update
 
-        # The update ended at some time after its last backward pass. Batches that loaders handed
-        # out since then belong to the next update.
+        # Batches that were handed out after the last backward pass belong to the next update.
         num_batches = state.notes.batches_at_last_backward
         batches = update.batches[:num_batches]
         later_batches = update.batches[num_batches:]
 
-        if not batches:  # no loader was used: the inputs of models are all that is known
+        # Without a loader, only the inputs of the models are known.
+        if not batches:
             batches = update.model_inputs
 
         complete = replace(
@@ -146,11 +153,11 @@ class ForeignStepRecorder:
 
     @guarded
     def record_shadowed_iteration(self) -> None:
-        """Writes updates without values, since the other ranks make a step without this rank.
+        """Records a step that the other ranks make while this rank has no samples left.
 
-        Torch calls this on a rank that has joined, at each step of the other ranks. One update is
-        written for each optimizer of this rank, since it is not known which one the others step
-        with.
+        Torch calls this on a rank that has joined (`Join`), at each step of the other ranks. It is
+        not known which optimizer they step with, so an update without values is written for each
+        optimizer of this rank.
         """
         state = self.state
         state.has_joined = True
@@ -162,7 +169,8 @@ class ForeignStepRecorder:
                 step=state.steps_of[optimizer],
                 stepped=False,
                 dtype=str(state.mode.lowest_dtype),
-                # These are compared between the ranks, so those of the last step are repeated.
+                # Ranks must agree on these two fields. They are copied from this rank's last step,
+                # so that they are not reported as a difference.
                 learning_rates=state.last_update.learning_rates,
                 group_options=state.last_update.group_options,
                 contributes=False,

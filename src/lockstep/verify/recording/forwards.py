@@ -1,9 +1,9 @@
-"""Records forward passes: what models are called with, what they return, and how they are wrapped.
+"""Records the forward passes of a script: the inputs and outputs of its models, and their wrappers.
 
-A call of the outermost module is a *forward pass of a model*; modules inside of it are called while
-it runs. `state.update` is the record of the current optimizer step, and `state.notes` what is
-remembered until it is complete. A *summary* of a tensor is two numbers that change with any of its
-values. *Marks* on a tensor tell what it was made from; all that is computed from it gets them too.
+A call of an outermost module is a *forward pass of a model*; the hooks below also see the modules
+that are called inside of it. `state.update` is the record of the current optimizer step, and
+`state.notes` holds what is needed until the step is complete. A *summary* of a tensor is two
+numbers that change with any of its values. *Marks* on a tensor tell what it was computed from.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Forward
 
 MAX_FORWARD_PASSES = 16
-"""Forward passes that are kept until a backward pass uses them."""
+"""Number of forward passes that are kept until a backward pass uses them."""
 MAX_RECORDED_VALUES = 65_536
-"""Inputs with no more values are recorded as they are; of larger ones, summaries."""
+"""Larger inputs are recorded as summaries only, and not as values."""
 
 
 class ForwardRecorder:
-    """Records forward passes, by torch's hooks for all modules."""
+    """Records forward passes, through torch's global module hooks."""
 
     def __init__(
         self,
@@ -64,46 +64,57 @@ class ForwardRecorder:
         self._gradients = gradients
         self._foreign_steps = foreign_steps
         self._depth = 0
-        """Modules inside of each other whose forward passes are running."""
+        """Number of nested modules whose forward passes are running."""
 
     # Models
 
     @guarded
     def add_prepared(self, module: nn.Module) -> None:
-        """Adds a module that `World.prepare` has wrapped to the models."""
+        """Adds a module that `World.prepare` has wrapped to the recorded models."""
         self.state.models.prepared_ids.add(id(unwrap(module)))
         self._add_model(module)
 
     @guarded
     def add_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """Adds a module that DDP was put around to the models, and watches its parameters."""
+        """Adds a module that was wrapped with DDP to the recorded models, and watches its
+        parameters.
+        """
         self.state.models.add_ddp(wrapper)
         self._gradients.hook_parameters()
         self.state.watch_writes()
 
     def _add_model(self, module: nn.Module) -> None:
-        """Adds a module to the models, and watches its gradients and writes to its tensors.
+        """Adds a module to the recorded models, and watches its gradients and writes to its
+        tensors.
 
-        Its dropout is switched off, and it is converted to float64. This is called again with each
-        forward pass: a model may have got other parameters.
+        Its dropout is switched off, and it is converted to float64. This is repeated in every
+        forward pass, because a model may have new parameters by then.
         """
         self.state.mode.determinism.prepare_module(module)
         self.state.models.add(module)
         self._gradients.hook_parameters()
-        # The closure of an optimizer calls the model within its step, which writes to parameters.
-        if not self.state.running_optimizers:
+        # An optimizer's closure calls the model within the step. The step's own writes to
+        # parameters are not of interest.
+        is_inside_step = bool(self.state.running_optimizers)
+        if not is_inside_step:
             self.state.watch_writes()
 
     # The beginning of a forward pass
 
     @guarded
     def enter_module(self, module: nn.Module, inputs: Any) -> Any:
-        """Records that a module's forward pass begins: torch calls this hook for every module.
+        """Records the start of a module's forward pass. Torch calls this hook for every module.
 
-        Of a module inside of a model, only the batch that it uses and BatchNorm are noted.
+        For a module inside of a model, only the batch that it uses and BatchNorm layers are
+        recorded.
+
+        Args:
+            module: module that is called.
+            inputs: positional arguments of the call.
 
         Returns:
-            The inputs of the outermost module, in float64; None leaves inputs as they are.
+            The inputs converted to float64, for an outermost module; None leaves the inputs
+            unchanged.
         """
         self._depth += 1
 
@@ -111,10 +122,13 @@ class ForwardRecorder:
         if is_traced() or in_function_transform():
             return None
 
+        # The number of the batch that the inputs were made from; 0 if from none.
         marks = marks_of(inputs)
-        self._inputs.note_use(marks.get("batch", 0))  # 0: the inputs are made from no batch
+        self._inputs.note_use(marks.get("batch", 0))
+
+        # The set below belongs to the model that is being called.
         is_model = self._depth == 1
-        if is_model:  # for each model, these layers are noted anew
+        if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
 
         if isinstance(module, BatchNorm) and module.training:
@@ -125,22 +139,23 @@ class ForwardRecorder:
 
         self._enter_model(module, inputs, marks)
 
-        if not has_tensors(module):  # such as a loss function, of which nothing is in float64
+        # A module without tensors, such as a loss function, was not converted to float64.
+        if not has_tensors(module):
             return None
 
         return self.state.mode.determinism.convert(inputs)
 
     def _enter_model(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
-        """Records that a forward pass of a model begins.
+        """Records the start of a model's forward pass.
 
         Args:
             module: the model.
-            inputs: what it is called with.
-            marks: those of the inputs.
+            inputs: positional arguments of the call.
+            marks: marks of the inputs, by kind.
         """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
-        # On a rank without an optimizer, the update before ends when its parameters have changed.
-        # That is found out before anything of this forward pass is recorded.
+        # On a rank without an optimizer, a change of the parameters ends the update. This must be
+        # noticed before the forward pass is recorded, which then belongs to the next update.
         if is_trained and self._is_first_of_backward_pass():
             self._foreign_steps.record_if_parameters_changed()
 
@@ -152,53 +167,56 @@ class ForwardRecorder:
             self._begin_training_pass(module, inputs, marks)
 
     def _is_first_of_backward_pass(self) -> bool:
-        """True if no model was called since the last backward pass."""
-        # The first model after each backward pass adds its inputs, each backward pass its loss.
+        """True if no model has been called since the last backward pass."""
+        # Each first call of a model adds its inputs, and each backward pass then adds its loss.
         return len(self.state.update.model_inputs) == len(self.state.update.losses)
 
     def _note_batch_norm(self, layer: nn.Module) -> None:
-        """Notes a BatchNorm layer in training mode that only sees this rank's samples."""
-        # A class with a forward pass of its own, such as SyncBatchNorm, may exchange statistics.
+        """Records a BatchNorm layer in training mode whose statistics cover only this rank's
+        samples.
+        """
+        # A subclass with its own forward pass, such as SyncBatchNorm, may exchange statistics.
         if type(layer).forward is not BatchNorm.forward:
             return
 
-        # Without gradients, the layer matters only if the loss is made from the model's output:
-        # then the output is marked with it.
+        # Without gradients, the layer only matters if the loss is computed from the model's output.
+        # To find out, the output gets a mark for each of these layers.
         if torch.is_grad_enabled():
             self.state.notes.local_batch_norms.add(id(layer))
         else:
             self.state.notes.local_batch_norms_without_gradients.add(id(layer))
 
     def _note_wrapper(self, module: nn.Module) -> None:
-        """Notes a training forward pass through DDP, or of the module that DDP is around."""
+        """Records whether a training forward pass goes through DDP, or bypasses it."""
         is_training = module.training and torch.is_grad_enabled()
         if not is_training:
             return
 
         update = self.state.update
-        # This is the outermost module that is called: if DDP is around it, DDP was not called.
-        is_inside_ddp = id(module) in self.state.models.ddp_parameter_ids
-        if is_inside_ddp and not update.past_wrapper_line:
+        # The outermost module should be the DDP wrapper. If it is the module inside of DDP, the
+        # script has bypassed the wrapper.
+        bypasses_ddp = id(module) in self.state.models.ddp_parameter_ids
+        if bypasses_ddp and not update.past_wrapper_line:
             update.past_wrapper_line = user_line() or "somewhere"
 
         if isinstance(module, DistributedDataParallel):
             update.wrapped_passes += 1
 
     def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
-        """Records a call of a model with gradients.
+        """Records a call of a model with gradients enabled.
 
-        `state.notes.running_pass` becomes the record of this forward pass. The first pass of an
-        optimizer step also records what the step begins with.
+        The record of the forward pass is kept as `state.notes.running_pass` until the call ends.
+        The first call in an optimizer step also records the values that the step starts with.
 
         Args:
             module: the model.
-            inputs: what it is called with.
-            marks: those of the inputs.
+            inputs: positional arguments of the call.
+            marks: marks of the inputs, by kind.
         """
         state = self.state
         update = state.update
 
-        # The line that first calls a model that is neither in DDP nor prepared by Lockstep.
+        # The model is neither wrapped with DDP nor prepared by Lockstep.
         if not state.models.is_wrapped(module) and not update.unwrapped_line:
             update.unwrapped_line = user_line() or ""
 
@@ -215,26 +233,32 @@ class ForwardRecorder:
             self._record_model_inputs(inputs)
 
         self._note_evaluation_mode(module)
-        # What the inputs are made from, the loss is made from too. Random numbers count only if
-        # they were drawn for this step.
+
+        # The loss will be made from everything that the inputs are made from.
         state.record_marks(marks, draws_before=state.step_draws.count_before)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
 
     def _begin_step(self) -> None:
-        """Records what the first training forward pass of an optimizer step finds."""
+        """Records the state of the run at the first training forward pass of an optimizer step."""
         state = self.state
         state.update.began_with_forward = True
         state.has_joined = False  # under `Join`, a rank without samples calls no model
+
+        # Outcomes of `if` statements before the training do not belong to a step.
         if state.is_first_update:
-            # The outcomes of `if`s before the training are no part of a step.
             state.branches.pop_outcomes()
+
         state.update.rewritten_parameters = self._parameters_changed_since_last_step()
 
     def _record_parameters_before_pass(self, is_first_of_backward_pass: bool) -> None:
         """Records the parameters that a forward pass uses.
 
-        Until the first backward pass of the update, these are the parameters at its start. Later
-        only changes are recorded: the first ones that the script made between two backward passes.
+        Before the first backward pass of the update, these are the parameters at the start of the
+        update. After it, only the parameters are recorded that the script has changed since then.
+
+        Args:
+            is_first_of_backward_pass: whether no model has been called since the last backward
+                pass.
         """
         update = self.state.update
         had_backward_pass = bool(update.losses)
@@ -244,17 +268,19 @@ class ForwardRecorder:
             self._record_parameters_changed_within_update()
 
     def _record_model_inputs(self, inputs: Any) -> None:
-        """Records the inputs of the first model that is called for a backward pass."""
+        """Records the inputs of the first model that is called before a backward pass."""
         state = self.state
         is_first_of_update = not state.update.model_inputs
         if is_first_of_update:
             state.notes.draws_before_forward = state.mode.draws.count
+
         record = describe_batch(inputs, ids=())
-        if record.shape:  # there is a tensor with a row for each sample
+        has_rows_for_samples = bool(record.shape)
+        if has_rows_for_samples:
             state.update.model_inputs.append(record)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
-        """Notes the parameters of those submodules of a model that are in evaluation mode."""
+        """Records the parameters of a model's submodules that are in evaluation mode."""
         evaluating_parameters = self.state.notes.evaluating_parameters
         for submodule in module.modules():
             if not submodule.training:
@@ -262,90 +288,98 @@ class ForwardRecorder:
                     evaluating_parameters.add(id(parameter))
 
     def _parameters_changed_since_last_step(self) -> dict[str, Array]:
-        """Returns the parameters that are no longer what the last optimizer step left, by name."""
+        """Returns the parameters that have changed since the last optimizer step, by name."""
         models = self.state.models
-        after_step = models.after_last_step
-        recorded_parameters = []  # those of which `after_step` has the values
+        values_after_step = models.after_last_step
+        recorded_parameters = []
         for name, parameter in models.parameters():
-            if name in after_step and not is_sharded(parameter):
+            if name in values_after_step and not is_sharded(parameter):
                 recorded_parameters.append((name, parameter))
 
         changed = {}
-        for name, array in copy_arrays(recorded_parameters).items():
-            if not np.array_equal(array, after_step[name]):
-                changed[name] = array
+        for name, current_values in copy_arrays(recorded_parameters).items():
+            if not np.array_equal(current_values, values_after_step[name]):
+                changed[name] = current_values
 
         return changed
 
     def _record_parameters_at_start(self) -> None:
-        """Records the parameters that the forward passes of the update begin with.
+        """Records the parameters that the forward passes of the update start with.
 
-        Their summaries are kept in `state.notes`. Before the first update, `state.update.initial`
-        also gets their values.
+        Their summaries are kept in `state.notes`. Before the first update, their values are
+        recorded too, in `state.update.initial`.
         """
         state = self.state
-        summaries = state.models.whole_parameters()  # by name, of those that are not sharded
+        summaries = state.models.whole_parameters()  # by name; sharded parameters are left out
         state.notes.parameters_at_start = summaries
 
-        # Parameters in no model have no name. Their key is the number of the optimizer that was
-        # built with them, and their place in it.
-        without_model = {}
-        for place, parameter in state.models.parameters_of_unstepped_optimizers():
-            without_model[place] = summarize(parameter)
+        # Parameters of no known model have no name. Their key is a pair: the number of the
+        # optimizer that was built with them, and their index in that optimizer.
+        summaries_without_model = {}
+        for key, parameter in state.models.parameters_of_unstepped_optimizers():
+            summaries_without_model[key] = summarize(parameter)
 
-        state.notes.parameters_without_model = without_model
+        state.notes.parameters_without_model = summaries_without_model
 
         if state.is_first_update:
-            whole = [(n, p) for n, p in state.models.parameters() if n in summaries]
-            state.update.initial = copy_arrays(whole)
+            whole_parameters = [(n, p) for n, p in state.models.parameters() if n in summaries]
+            state.update.initial = copy_arrays(whole_parameters)
 
     def _record_parameters_changed_within_update(self) -> None:
-        """Records the parameters that are no longer what the update's first forward pass used.
+        """Records the parameters that have changed since the first forward pass of the update.
 
-        This is called between two backward passes of one update.
+        Called between two backward passes of one update, when parameters should stay the same.
         """
-        at_start = self.state.notes.parameters_at_start
+        summaries_at_start = self.state.notes.parameters_at_start
         changed = {}
         for name, summary in self.state.models.whole_parameters().items():
-            if name in at_start and not np.array_equal(summary, at_start[name]):
+            if name not in summaries_at_start:
+                continue
+            if not np.array_equal(summary, summaries_at_start[name]):
                 changed[name] = summary
+
         self.state.update.changed_between_passes = changed
 
     def _new_forward_pass(self, module: nn.Module, inputs: Any) -> ForwardPass | None:
-        """Returns the record of a forward pass that begins; None if it has no samples.
+        """Creates the record of a forward pass that begins, and counts the call in `model_calls`.
 
-        Counts the call in `state.notes.model_calls`, which numbers the forward passes.
+        Args:
+            module: the model.
+            inputs: positional arguments of the call.
+
+        Returns:
+            The record, or None if no input has rows for samples.
         """
         notes = self.state.notes
         notes.model_calls += 1
 
-        # The number of samples, and the inputs with one row for each.
-        count, sample_inputs = sample_tensors(inputs)
+        # Inputs with one row for each sample.
+        num_samples, sample_inputs = sample_tensors(inputs)
         if not sample_inputs:
             return None
 
         first_input, *other_inputs = sample_inputs
-        number_of_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
 
-        # With a single input, its rows may be something else than samples, such as the nodes of a
-        # graph. Several inputs that all have the same number of rows leave no doubt.
-        all_have_rows = len(sample_inputs) == number_of_inputs
+        # The rows of a single input may be something else than samples, such as the nodes of a
+        # graph. Several inputs with the same number of rows leave no doubt.
+        num_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
+        all_have_same_rows = len(sample_inputs) == num_inputs
         record = Forward(
             model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
             shape=f"{first_input.dtype} {list(first_input.shape[1:])}",
-            inputs=summarize_rows([first_input], count),
-            other_inputs=summarize_rows(other_inputs, count),
-            rows_are_samples=all_have_rows and number_of_inputs > 1,
+            inputs=summarize_rows([first_input], num_samples),
+            other_inputs=summarize_rows(other_inputs, num_samples),
+            rows_are_samples=all_have_same_rows and num_inputs > 1,
         )
 
         if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
-            rows = first_input.detach().double().reshape(count, -1)
+            rows = first_input.detach().double().reshape(num_samples, -1)
             record.input_values = rows.cpu().clone().numpy()
 
         forward_pass = ForwardPass(record)
+        # A script may call the model as a trial before the training. When the first loss shows that
+        # the first calls were trials, the recorded inputs are replaced by those kept here.
         if self.state.is_first_update:
-            # Before the training, a script may call the model as a trial. If the first loss shows
-            # that earlier calls were trials, these inputs take the place of theirs in the record.
             forward_pass.inputs = describe_batch(inputs, ids=())
 
         return forward_pass
@@ -354,7 +388,7 @@ class ForwardRecorder:
 
     @guarded
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Records that a module's forward pass is over: torch calls this hook for every module."""
+        """Records the end of a module's forward pass. Torch calls this hook for every module."""
         self._depth -= 1
 
         # While torch traces or transforms a function, tensors have no values.
@@ -365,11 +399,13 @@ class ForwardRecorder:
         if is_model and has_parameters(module):
             self._mark_output(output)
 
+        # Only forward passes of models that are being trained are recorded.
         forward_pass = self.state.notes.running_pass
-        if forward_pass is None or not torch.is_grad_enabled():  # the model is not being trained
+        if forward_pass is None or not torch.is_grad_enabled():
             return
 
-        outputs = []  # the tensors in the output that a loss can be computed from
+        # The output tensors that a loss can be computed from.
+        outputs = []
         for value in pytree.tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
                 outputs.append(value)
@@ -377,18 +413,19 @@ class ForwardRecorder:
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
-            # The module is a part of the model. The first one whose output has a row for each
-            # sample tells whether samples influence each other after it.
+            # The module is inside of the model. The first hidden activation with a row for each
+            # sample is kept, to test later whether samples influence each other after it.
             with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
             if with_rows:
                 forward_pass.hidden = with_rows[0]
 
     def _mark_output(self, output: Any) -> None:
-        """Marks the output of a model with its line and the BatchNorm layers behind it.
+        """Marks the output of a model with the line of the call and the BatchNorm layers it went
+        through.
 
-        A loss that is made from the output in a later step is then known to be made from it.
+        If a loss is computed from this output in a later step, the marks on the loss tell so.
         """
-        # The kinds of these marks end with an id or a number, so that a loss keeps several of them.
+        # The kind of each mark ends with an id or a number, so that a loss can have several marks.
         marks: dict[str, Any] = {}
         for layer_id in self.state.notes.local_batch_norms_without_gradients:
             marks[f"{BATCH_NORM}{layer_id}"] = layer_id
@@ -396,30 +433,38 @@ class ForwardRecorder:
         mark(output, **marks)
 
     def _end_forward_pass(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
-        """Records the outputs of a model, and hooks them to record the loss's gradient by them.
+        """Records the outputs of a model, and hooks them to record the gradients that they will
+        get.
 
-        The forward pass is added to `state.notes.forward_passes`, for the backward pass to come.
+        The forward pass is kept in `state.notes.forward_passes` until the next backward pass.
+
+        Args:
+            forward_pass: record of the forward pass, which is completed.
+            outputs: output tensors of the model that a loss can be computed from.
         """
         notes = self.state.notes
         notes.running_pass = None
         forward_pass.outputs = outputs
         mark(outputs, trained=self.state.update_number)
-        record = forward_pass.record
-        count = len(record.inputs)  # the number of samples
-        with_rows = tensors_with_rows(outputs, count)
 
-        # The rows of the input are samples if an output has one row for each of them, or the same
-        # number of rows for each, such as one for each token of a text.
-        if with_rows or any(_has_multiple_of_rows(tensor, count) for tensor in outputs):
+        record = forward_pass.record
+        num_samples = len(record.inputs)
+        outputs_with_rows = tensors_with_rows(outputs, num_samples)
+
+        # The rows of the input are samples if an output has one row for each of them, or a fixed
+        # number of rows for each, such as one row for each token of a text.
+        has_row_groups = any(_has_multiple_of_rows(tensor, num_samples) for tensor in outputs)
+        if outputs_with_rows or has_row_groups:
             record.rows_are_samples = True
 
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
 
-        # Only outputs that all have a row for each sample are compared, sample by sample.
-        if not outputs or len(with_rows) != len(outputs):
+        # Outputs are compared sample by sample only if each of them has a row for each sample.
+        all_have_rows = len(outputs_with_rows) == len(outputs)
+        if not outputs or not all_have_rows:
             return
 
-        record.outputs = summarize_rows(with_rows, count)
+        record.outputs = summarize_rows(outputs_with_rows, num_samples)
         for number, tensor in enumerate(outputs, 1):
             hook = partial(self.record_output_gradient, forward_pass, number)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -428,36 +473,38 @@ class ForwardRecorder:
     def record_output_gradient(
         self, forward_pass: ForwardPass, number: int, gradient: Tensor | None
     ) -> None:
-        """Adds the gradient of the loss by an output of a model to the record, sample by sample.
+        """Records the gradient of the loss with respect to a model's output, sample by sample.
+
+        This is a hook on each output. Gradients of several outputs, or of several backward passes,
+        are added up.
 
         Args:
-            forward_pass: which returned the output.
-            number: of the output, from 1.
-            gradient: of the loss with respect to the output; None if it does not depend on it.
+            forward_pass: forward pass that returned the output.
+            number: number of the output, from 1.
+            gradient: gradient of the loss with respect to the output; None if the loss does not
+                depend on it.
         """
         if gradient is None:
             return
 
         record = forward_pass.record
-        count = len(record.inputs)
+        num_samples = len(record.inputs)
 
-        # An array of shape (samples, 2). It is weighted by the number of the output: without that,
-        # gradients of two outputs could be swapped and have the same sum.
-        rows = summarize_rows(tensors_with_rows([gradient], count), count) * number
+        # An array of shape (samples, 2). The factor tells outputs apart: otherwise, the sum would
+        # stay the same if the gradients of two outputs were swapped.
+        rows = summarize_rows(tensors_with_rows([gradient], num_samples), num_samples) * number
         if len(rows) == 0:
             return
 
         if len(record.output_gradients) == 0:
             record.output_gradients = rows
-        else:  # another output, or another backward pass, has a gradient as well
+        else:
             record.output_gradients = record.output_gradients + rows
 
 
-def _has_multiple_of_rows(tensor: Tensor, count: int) -> bool:
-    """True if the number of a tensor's rows is a multiple of the number of samples.
+def _has_multiple_of_rows(tensor: Tensor, num_samples: int) -> bool:
+    """True if the number of rows of a model's output is a multiple of the number of samples.
 
-    Args:
-        tensor: an output of a model.
-        count: number of samples; 0 of an empty batch, which fits any number of rows.
+    Also true for an empty batch, with no samples.
     """
-    return count == 0 or len(tensor) % count == 0
+    return num_samples == 0 or len(tensor) % num_samples == 0

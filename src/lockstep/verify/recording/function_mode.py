@@ -1,9 +1,10 @@
-"""Sees every call of torch's functions in the script: changes some, and notes evidence of others.
+"""Intercepts every call of torch's functions in the script: changes some calls, and records others.
 
-`FunctionMode` is torch's own way to intercept calls (`TorchFunctionMode`). A call first becomes
-comparable (`Determinism`): no dropout, float64. What it was given and what it returns is then
-noted: draws of random numbers, losses, writes to tensors of models, statistics over the samples of
-a batch. *Marks* tell what a tensor was made from: its result gets the marks of the arguments.
+`FunctionMode` is built on torch's own `TorchFunctionMode`. A call is first made comparable between
+runs by `Determinism` (no dropout, float64). Then its arguments and result are recorded: draws of
+random numbers, losses, writes to tensors of models, and statistics over the samples of a batch.
+*Marks* on a tensor tell what it was computed from: the result of a call gets the marks of its
+arguments.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ DRAWING_FUNCTIONS = {
     *("log_normal_", "kaiming_uniform_", "dropout_", "native_dropout"),
 }
 NUMBER_METHODS = {"item", "__float__", "__int__", "tolist"}
-"""Methods that turn a tensor into a number of Python's."""
+"""Methods that turn a tensor into a Python number."""
 MAX_LOSS_CALLS = 64
-"""Calls of loss functions that are noted for one backward pass."""
+"""Number of calls of loss functions that are recorded for one backward pass."""
 
 
 @dataclass
 class _CallEvidence:
-    """What the arguments of a call tell, noted before the call writes to them."""
+    """What the arguments of a call tell. It is read before the call, which may overwrite them."""
 
     marks: dict[str, Any] = field(default_factory=dict)
-    """Marks of all arguments, by kind."""
+    """The marks of all arguments, by kind."""
     loss_terms: list[float] = field(default_factory=list)
-    """Of a sum of losses, the terms; empty for other calls."""
+    """The terms, if the call adds up losses; empty for other calls."""
 
 
 class FunctionMode(TorchFunctionMode):
     """Intercepts the calls of torch's functions in this process.
 
     Args:
-        determinism: what is changed in calls.
+        determinism: decides which calls are changed, and how.
     """
 
     def __init__(self, determinism: Determinism) -> None:
@@ -70,25 +71,25 @@ class FunctionMode(TorchFunctionMode):
         self.loss_calls: list[LossCall] = []
         """Calls of loss functions since `pop_loss_calls`."""
         self.statistics: dict[str, float] = {}
-        """Statistics over samples that became numbers of Python's, by the user's line."""
+        """Statistics over samples that became Python numbers, by the user's line."""
         self.lowest_dtype = torch.float64 if determinism.double else torch.float32
-        """The lowest precision that anything with a gradient has had."""
+        """The lowest precision of any loss or gradient so far."""
         self.in_backward = False
-        """True while the script's call of a backward pass runs."""
+        """True while a backward pass that the script called is running."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs one call of the script; torch hides the mode from what runs inside of the call.
+        """Runs one call of the script. Torch switches this mode off for calls made within the call.
 
         Args:
-            func: the function or method of torch that is called.
-            types: classes of the arguments, for subclasses of Tensor.
-            args: of the call.
-            kwargs: of the call.
+            func: function or method of torch that is called.
+            types: classes of the arguments that are subclasses of Tensor.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Returns:
-            What the call returns to the script.
+            The value that the call returns to the script.
         """
         kwargs = kwargs or {}
         if is_traced():
@@ -106,16 +107,16 @@ class FunctionMode(TorchFunctionMode):
             return drawn
 
         kwargs = self.determinism.without_attention_dropout(func, kwargs)
-        evidence = _CallEvidence()
 
-        # An odd argument leaves no evidence; the script's call goes on all the same.
+        # Recording must never break the script, so its errors are ignored, here and below.
+        evidence = _CallEvidence()
         with suppress(Exception):
             self._note_arguments(evidence, func, name, args, kwargs)
 
         if self.determinism.double:
             func, args, kwargs = self.determinism.widen_call(func, name, args, kwargs)
 
-        # `Tensor.backward`, `torch.autograd.backward` or `torch.autograd.grad`
+        # This is `Tensor.backward`, `torch.autograd.backward` or `torch.autograd.grad`.
         if name in ("backward", "grad"):
             with self.backward_pass(True):
                 return func(*args, **kwargs)
@@ -129,16 +130,26 @@ class FunctionMode(TorchFunctionMode):
     def _note_arguments(
         self, evidence: _CallEvidence, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Notes what a call is given in `evidence`, before the call writes to its arguments.
+        """Reads the arguments of a call into `evidence`, before the call may overwrite them.
 
         A call of a loss function is also added to `loss_calls`.
+
+        Args:
+            evidence: its fields are set.
+            func: function of torch that is called.
+            name: name of the function.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         evidence.marks = marks_of((args, kwargs))
+
         if func in LOSS_FUNCTIONS and len(self.loss_calls) < MAX_LOSS_CALLS:
             call = loss_call(name, args, kwargs)
             if call is not None:
                 self.loss_calls.append(call)
-        if len(args) == 2:  # it may be a sum, a difference, a product or a quotient
+
+        may_be_arithmetic = len(args) == 2  # such as loss + penalty, or loss / 2
+        if may_be_arithmetic:
             evidence.loss_terms = terms_of_result(name, *args)
 
     def _note_result(
@@ -150,36 +161,37 @@ class FunctionMode(TorchFunctionMode):
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Notes what a call has returned or written to, and marks the result.
+        """Records the result of a call, or the tensors that it wrote to, and marks the result.
 
         Args:
-            result: what was returned.
-            evidence: what the arguments tell. The result gets their marks, and perhaps more.
-            func: the function of torch that was called.
-            name: its name.
-            args: of the call.
-            kwargs: of the call.
+            result: return value of the call.
+            evidence: what was read from the arguments before the call; the result gets their marks.
+            func: function of torch that was called.
+            name: name of the function.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         self.writes.note_call(func, name, args, kwargs)
+
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
             self._note_python_number(float(result), marks)
 
         is_loss_or_term = needs_gradient(result) and result.dim() == 0
         if is_loss_or_term:
-            marks |= divisor_mark(name, args)  # empty unless the call divides it by a number
+            marks |= divisor_mark(name, args)  # empty unless the call is a division by a number
             note_loss(result, name, args, evidence.loss_terms)
 
+        # The result is a statistic over the samples of a batch, such as their mean.
         if reduces_over_samples(name, args, kwargs):
-            # A statistic over the samples of a batch, such as their mean.
             number = summary_number(result)
             if number is not None:
                 marks[f"{STATISTIC}{user_line() or ''}"] = number
 
         mark(result, **marks)
 
+        # After `tensor[index] = values`, the tensor is also made from the values.
         if name == "__setitem__":
-            # After `tensor[index] = values`, the tensor is also made from the values.
             tensor, _, values = args
             mark(tensor, **marks_of(values))
 
@@ -187,36 +199,39 @@ class FunctionMode(TorchFunctionMode):
             self.note_dtype(result)
 
     def _note_python_number(self, number: float, marks: Mapping[str, Any]) -> None:
-        """Notes a number that the script takes from a tensor, such as `x.mean().item()`.
+        """Records a Python number that was made from a statistic over samples: `x.mean().item()`.
 
-        Marks cannot follow what it does with the number. So the number itself is noted if the
-        marks of the tensor say that it is made from a statistic over samples.
+        Marks exist only on tensors, so they cannot show what the script does with the number.
+
+        Args:
+            number: the Python number.
+            marks: marks of the tensor that it was read from.
         """
         if any(kind.startswith(STATISTIC) for kind in marks):
             self.statistics[user_line() or ""] = number
 
     def note_dtype(self, tensor: Tensor) -> None:
-        """Lowers `lowest_dtype` to that of a loss or a gradient, if this is less precise."""
+        """Updates `lowest_dtype` with the dtype of a loss or a gradient."""
         dtype = tensor.dtype
         if not dtype.is_floating_point:
             return
-        # The larger the distance from 1 to the next number, the lower the precision.
+        # `eps` is the distance from 1 to the next number: the larger, the lower the precision.
         if torch.finfo(dtype).eps > torch.finfo(self.lowest_dtype).eps:
             self.lowest_dtype = dtype
 
     def pop_loss_calls(self) -> list[LossCall]:
-        """Returns the calls of loss functions since the last time, and forgets them."""
+        """Returns the calls of loss functions since the last time, and clears them."""
         calls = self.loss_calls
         self.loss_calls = []
         return calls
 
     @contextmanager
     def backward_pass(self, running: bool) -> Iterator[None]:
-        """Sets `in_backward` inside of the block.
+        """Returns a context manager that sets `in_backward`.
 
         Args:
-            running: False while activation checkpointing computes a forward pass again within a
-                backward pass.
+            running: True for a backward pass; False for a forward pass that activation
+                checkpointing recomputes within a backward pass.
         """
         before = self.in_backward
         self.in_backward = running
@@ -227,6 +242,6 @@ class FunctionMode(TorchFunctionMode):
 
 
 def is_traced() -> bool:
-    """True while `torch.jit.trace` runs: what is computed then is no training."""
+    """True while `torch.jit.trace` runs. What is computed then is not part of the training."""
     jit: Any = torch.jit
     return bool(jit.is_tracing())

@@ -1,10 +1,10 @@
-"""Records gradients: what each backward pass adds, and what the script does with them afterwards.
+"""Records gradients: what each backward pass computes, and what the script does with it afterwards.
 
-A *local* gradient is what one backward pass adds on this rank, before DDP averages it. It is seen
-by a hook on the parameter. `state.update` is the record of the current optimizer step, and
-`state.notes` what is remembered until it is complete. The *own part* of a sharded gradient is that
-of this rank; of any other gradient, it is the whole. Gradients are also recorded before the script
-clips them, and after an optimizer reduces them itself.
+A *local* gradient is what one backward pass adds on this rank, before DDP averages it; it is seen
+by a hook on the parameter. Gradients are also recorded before the script clips them, after an
+optimizer has reduced them by itself, and when an optimizer steps with them. `state.update` is the
+record of the current optimizer step, and `state.notes` holds what is needed until the step is
+complete. For a sharded gradient, only this rank's shard is looked at.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lockstep.verify.tolerance import Array, scale_of
 MAX_BACKWARD_PASSES = 16
 """Updates with more backward passes are recorded without local gradients."""
 MAX_RELATIVE_RESIDUAL = 1e-12
-"""What may be left of a squared norm where one vector is a multiple of another."""
+"""Relative rounding error of a squared norm, when testing whether vectors are multiples."""
 RELATIVE_ROUNDING = 1e-12
-"""In float64, gradients below this share of the largest one are rounding."""
+"""Gradients below this fraction of the largest one are only rounding, in float64."""
 
 
 class GradientRecorder:
@@ -39,18 +39,18 @@ class GradientRecorder:
         self.state = state
         self._calls = calls
         self._hooked: dict[int, Tensor] = {}
-        """Parameters with a hook, by their ids; they are kept so that no id is used again."""
+        """Parameters with a hook, by id. They are kept alive so that no id is used again."""
 
     # Backward passes
 
     def hook_parameters(self, extra_parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Hooks the parameters of all models, to see each gradient before DDP averages it.
+        """Registers a hook on each parameter, to see its gradients before DDP averages them.
 
-        The gradient of a sharded parameter is reduced over ranks before a hook sees it, so those
-        parameters are left out. A parameter that has its hook already gets no second one.
+        Parameters that already have the hook get no second one. Sharded parameters get none, since
+        their gradients are reduced over the ranks before a hook could see them.
 
         Args:
-            extra_parameters: further parameters, which are perhaps in no model.
+            extra_parameters: further parameters, which need not belong to a model.
         """
         parameters = [parameter for _, parameter in self.state.models.parameters()]
         for parameter in (*parameters, *extra_parameters):
@@ -63,25 +63,26 @@ class GradientRecorder:
 
     @guarded
     def _add_local_gradient(self, parameter_id: int, gradient: Tensor | None) -> None:
-        """Adds a gradient to those of the running backward pass, in `state.notes`.
+        """Adds a gradient to the record of the running backward pass, in `state.notes`.
 
-        This is the hook of each parameter.
+        This is the hook on each parameter.
 
         Args:
-            parameter_id: the id of the parameter.
-            gradient: None if the loss does not depend on it.
+            parameter_id: id of the parameter.
+            gradient: gradient that the hook is given; None if the loss does not depend on the
+                parameter.
         """
         if gradient is None:
             return
 
-        # For each backward pass of the update, its gradients by the ids of parameters.
-        passes = self.state.notes.gradients_of_passes
-        # There is no pass if the script calls `torch.autograd.grad` before any backward pass. Of an
-        # update with too many passes, no local gradients are recorded.
-        if not passes or len(passes) > MAX_BACKWARD_PASSES:
+        # One entry for each backward pass of the update: its gradients, by the ids of parameters.
+        gradients_of_passes = self.state.notes.gradients_of_passes
+        if not gradients_of_passes:  # the script calls `torch.autograd.grad` before any `backward`
+            return
+        if len(gradients_of_passes) > MAX_BACKWARD_PASSES:
             return
 
-        gradients = passes[-1]
+        gradients = gradients_of_passes[-1]
         if parameter_id in gradients:  # a parameter that is used twice may get two gradients
             gradients[parameter_id] = gradients[parameter_id] + gradient.detach()
         else:
@@ -89,32 +90,36 @@ class GradientRecorder:
 
     @guarded
     def end_backward(self) -> None:
-        """Notes the gradients that a backward pass has left, and whether they are local.
+        """Records the gradients that a backward pass has left, and whether they are still local.
 
-        They are local if each is what the hooks have seen in this update: the sum over all passes.
-        If the script sets gradients to zero between the passes, it is what the last pass added.
-        Gradients that are neither were averaged by DDP. The answer is added to `local_passes` of
-        the update. The gradients, and the number of batches so far, are kept in `state.notes`.
+        Gradients are local if they are exactly the sum of what the hooks saw in this update, or
+        what the last backward pass added, if the script clears gradients between the passes.
+        Otherwise, DDP has averaged them. The answer is added to `state.update.local_passes`; the
+        gradients are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}
-        are_local = []  # for each gradient that the hooks have seen
+
+        gradients_are_local = []  # one entry for each gradient that the hooks have seen
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
+
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
+
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
                 accumulated = sum(local_gradients, torch.zeros_like(gradient))
-                are_local.append(gradient.equal(accumulated) or gradient.equal(local_gradients[-1]))
+                is_local = gradient.equal(accumulated) or gradient.equal(local_gradients[-1])
+                gradients_are_local.append(is_local)
 
-        all_are_local = bool(are_local) and all(are_local)
+        all_are_local = bool(gradients_are_local) and all(gradients_are_local)
         self.state.update.local_passes.append(all_are_local)
         notes.batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Returns what each backward pass of the update has added to a parameter's gradient."""
+        """Returns what each backward pass of the update added to the gradient of a parameter."""
         local_gradients = []
         for gradients in self.state.notes.gradients_of_passes:
             if id(parameter) in gradients:
@@ -122,9 +127,9 @@ class GradientRecorder:
         return local_gradients
 
     def local_gradients(self) -> list[dict[str, Array]]:
-        """Returns the local gradients of each backward pass, by the names of parameters.
+        """Returns the local gradients of each backward pass of the update, by parameter name.
 
-        Empty if there were too many passes.
+        The list is empty if the update has too many backward passes.
         """
         passes = self.state.notes.gradients_of_passes
         if len(passes) > MAX_BACKWARD_PASSES:
@@ -143,12 +148,12 @@ class GradientRecorder:
     # What the script does with gradients
 
     def factor_since_backward(self) -> float:
-        """Returns the number that all gradients were multiplied by since the last backward pass.
+        """Returns the number by which all gradients were multiplied since the last backward pass.
 
-        With g the gradients then and h now, each as one vector, it is the factor (g·h) / |g|² that
-        brings factor * g nearest to h. The squared distance that is left is
-        |h - factor * g|² = |h|² - factor * (g·h). If it is not zero, or g is zero, there is no such
-        number, and the result is NaN.
+        The result is 1.0 if nothing has changed, and NaN if the change was not a multiplication by
+        one number. With g the gradients then and h the gradients now, each as one vector, the
+        factor (g·h) / |g|² brings factor * g nearest to h. The squared distance that remains is
+        |h|² - factor * (g·h); it must be zero up to rounding.
         """
         gradients_then = self.state.notes.gradients_after_backward
         dot_product = 0.0  # g·h, added up over the parameters
@@ -158,10 +163,10 @@ class GradientRecorder:
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None:
                 continue
-            if id(parameter) not in gradients_then:  # the script itself has made the gradient
+            if id(parameter) not in gradients_then:  # the script has set this gradient by itself
                 return math.nan
 
-            now = to_local(parameter.grad).double().flatten()  # of a shard, this rank's values
+            now = to_local(parameter.grad).double().flatten()
             then = gradients_then[id(parameter)].double().flatten()
             dot_product += float(now @ then)
             squared_norm_then += float(then @ then)
@@ -171,32 +176,35 @@ class GradientRecorder:
             return math.nan
 
         factor = dot_product / squared_norm_then
-        residual = squared_norm_now - factor * dot_product  # zero up to rounding
+        residual = squared_norm_now - factor * dot_product
         if residual <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
 
         return math.nan
 
     def clip(self, clip_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of one of torch's clipping functions: calls and records it.
+        """Replaces one of torch's clipping functions: calls the function, and records the call.
 
         The gradients before the first such call of an update are kept in `state.notes`.
 
         Args:
-            clip_function: the function of torch.
-            *args: of that function.
-            **kwargs: of that function.
+            clip_function: original function of torch.
+            *args: positional arguments of the call.
+            **kwargs: keyword arguments of the call.
 
         Returns:
-            What the function of torch returns.
+            The return value of the original function.
         """
         call = self._calls.record("clip", None)
+
         before = self._copy_gradients()
         notes = self.state.notes
-        if not notes.gradients_before_clipping:  # of several calls, the first one counts
+        is_first_call = not notes.gradients_before_clipping
+        if is_first_call:
             notes.gradients_before_clipping = before
 
         norm = clip_function(*args, **kwargs)
+
         after = self._copy_gradients()
         for name in before.keys() & after.keys():
             if not np.array_equal(after[name], before[name]):
@@ -211,17 +219,17 @@ class GradientRecorder:
 
     @guarded
     def record_reduced(self, tensor: Any) -> None:
-        """Adds to the update a gradient that an optimizer has reduced over ranks during its step.
+        """Records a gradient that an optimizer reduces over the ranks during its own step.
 
         Args:
-            tensor: what an all-reduce has written to; perhaps no gradient.
+            tensor: tensor that an all-reduce has written to. It is ignored if it is not a gradient.
         """
         is_in_step = bool(self.state.running_optimizers)
         if not is_in_step or not isinstance(tensor, Tensor):
             return
 
         update = self.state.update
-        # If the tensor is a gradient, it lies at the address of some parameter's gradient.
+        # The tensor is a gradient if it has the same storage as the gradient of some parameter.
         for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
             reduced = copy_arrays([(name, parameter.grad)])
             update.reduced_in_step = {**update.reduced_in_step, **reduced}
@@ -231,12 +239,12 @@ class GradientRecorder:
     def record_for_step(self, parameter_ids: set[int]) -> None:
         """Records the gradients that an optimizer is about to step with, before and after clipping.
 
-        Sets `gradients` and `unclipped` of the update, and notes the precision of the gradients.
-        Then those of the script's own gradients that are only rounding are set to zero: Adam would
-        make a step of full size from them.
+        This sets `gradients` and `unclipped` of the update, and notes the precision of the
+        gradients. Afterwards, gradients that are only rounding are set to zero in the script
+        itself, because Adam would take a full step in the direction of that rounding.
 
         Args:
-            parameter_ids: the ids of the optimizer's parameters.
+            parameter_ids: ids of the optimizer's parameters.
         """
         update = self.state.update
         parameters_with_gradient = {}
@@ -245,7 +253,7 @@ class GradientRecorder:
                 parameters_with_gradient[name] = parameter
 
         update.gradients = copy_arrays((n, p.grad) for n, p in parameters_with_gradient.items())
-        # Where no clipping was seen, `unclipped` is the same as `gradients`.
+        # Gradients that were never clipped are the same in `unclipped`.
         unclipped = dict(update.gradients)
         for name, gradient in self.state.notes.gradients_before_clipping.items():
             is_of_this_optimizer = name in unclipped
@@ -266,16 +274,18 @@ class GradientRecorder:
 
 
 def _zero_rounding(gradients: Mapping[str, Array], parameters: Iterable[nn.Parameter]) -> None:
-    """Sets gradients to zero that are only rounding.
+    """Sets gradients to zero that are nothing but rounding errors.
 
-    The gradient of a bias before a BatchNorm is zero up to rounding, and Adam makes a step of full
-    size from it, in a direction that differs from run to run.
+    An example is the gradient of a bias in front of a BatchNorm layer: it is zero in exact
+    arithmetic. Adam normalizes gradients, so it would take a full step from the rounding error, in
+    a direction that differs from run to run.
 
     Args:
-        gradients: copies of them, by name.
-        parameters: whose gradients are changed.
+        gradients: copies of the gradients, by parameter name.
+        parameters: parameters whose gradients are changed in place.
     """
-    limit = RELATIVE_ROUNDING * scale_of(gradients)  # a share of the largest absolute value
+    largest_gradient = scale_of(gradients)
+    limit = RELATIVE_ROUNDING * largest_gradient
     for parameter in parameters:
         gradient = to_local(parameter.grad)
         if not gradient.is_sparse and gradient.is_floating_point():

@@ -1,8 +1,8 @@
 """Records the batches that loaders hand out to be trained on.
 
-`state.update` is the record of the current optimizer step; its `batches` are what loaders handed
-out, as records of their content (`Batch`). Models may be called with something else that the script
-computes from a batch, so inputs of models are recorded separately, in `forwards`. *Ids* of samples
+`state.update` is the record of the current optimizer step, and its `batches` describe what loaders
+handed out for it (`Batch` records). A script may compute something else from a batch before it
+calls a model, so the inputs of models are recorded separately, by `forwards`. The *ids* of samples
 are their indices in the dataset.
 """
 
@@ -26,22 +26,24 @@ class InputRecorder:
     def __init__(self, state: RecorderState) -> None:
         self.state = state
         self.samplers_with_epoch: set[Any] = set()
-        """Samplers whose `set_epoch` was called."""
+        """Samplers whose `set_epoch` the script has called."""
         self._unused = UnusedBatches()
         self._passes_over: dict[Any, int] = {}
-        """By loader, in the order of their first use, how often it was iterated to train. Only
-        passes over loaders of torch's are counted."""
+        """How often each loader was iterated for training, in the order of the first use. Only
+        passes over torch's loaders are counted; Lockstep's have 0."""
         self._batches_in_epoch: Counter[tuple[Any, int]] = Counter()
-        """The batches handed out, by loader of torch's and epoch."""
+        """Number of batches handed out, by torch's loader and epoch."""
 
     @property
     def number_of_torch_loaders(self) -> int:
-        """How many of torch's DataLoaders were iterated to train."""
+        """Number of torch's DataLoaders that were iterated for training."""
         return len([loader for loader in self._passes_over if isinstance(loader, DataLoader)])
 
     @guarded
     def begin_pass(self, loader: DataLoader[Any]) -> None:
-        """Counts a pass over a DataLoader of torch's, which begins to be iterated to train."""
+        """Counts a pass over one of torch's DataLoaders, which begins to be iterated for
+        training.
+        """
         self._passes_over[loader] = self._passes_over.get(loader, 0) + 1
 
     @guarded
@@ -53,19 +55,20 @@ class InputRecorder:
         ids: list[int] | None,
         random_draws: dict[str, str],
     ) -> None:
-        """Records a batch that a DataLoader of torch's hands out to be trained on.
+        """Records a batch that one of torch's DataLoaders hands out for training.
 
         Args:
-            loader: which hands it out.
-            batch: as it is handed out.
-            ids: indices of its samples in the dataset; None if they are not known.
-            random_draws: the random streams that were drawn from to read it, with a digest.
+            loader: loader that hands out the batch.
+            batch: the batch as the script gets it.
+            ids: indices of the samples in the dataset; None if they are not known.
+            random_draws: random streams that were used while the batch was read, with a digest of
+                each.
         """
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
 
-        # Epochs are counted from 0. No pass was counted if gradients were off when the iteration
-        # began, and were switched on later.
+        # Epochs are counted from 0. No pass is counted if gradients were off when the iteration
+        # began and were switched on later.
         passes_begun = self._passes_over.get(loader, 0)
         epoch = max(0, passes_begun - 1)
         record = describe_batch(
@@ -83,14 +86,18 @@ class InputRecorder:
 
     @guarded
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
-        """Records a micro-batch that a loader of Lockstep's hands out.
+        """Records a micro-batch that one of Lockstep's loaders hands out.
 
-        The record has the samples' indices. It has their contents only if the batch has one row for
-        each index. The micro-batch becomes the current one in `state`.
+        The micro-batch also becomes the current one in `state`. The record has digests of the
+        samples only if the batch has one row for each sample index.
+
+        Args:
+            event: the micro-batch and its position in the epoch.
         """
-        # `counts` is False if this rank's losses are left out, as on some pipeline stages.
+        # False if this rank's losses do not count, as on all pipeline stages but one.
         self.state.update.contributes = event.counts
         self.state.micro_batch = event.micro_batch
+
         ids = event.samples.tolist()
         record = describe_batch(
             event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids
@@ -104,51 +111,55 @@ class InputRecorder:
     def _add(self, loader: Any, record: Batch, number: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
 
-        Sets `state.last_batch_text`, by which the user is told where the script was stopped. Random
-        numbers that are drawn from here on count for the step.
+        This also sets `state.last_batch_text`, which tells the user where the script was stopped,
+        and restarts the record of random numbers drawn for the step.
 
         Args:
-            loader: which handed it out.
-            record: its record, which gets the number of the loader.
-            number: of the batch in its epoch, from 1.
+            loader: loader that handed out the batch.
+            record: record of the batch; its `loader` is set.
+            number: number of the batch in its epoch, from 1.
         """
         state = self.state
-        state.loss_is_weighted = False  # `World.backward` was given no loss of this batch yet
-
-        if loader not in self._passes_over:
-            self._passes_over[loader] = 0
+        state.loss_is_weighted = False  # `World.backward` was not yet called for this batch
 
         # Loaders are numbered in the order of their first use.
+        if loader not in self._passes_over:
+            self._passes_over[loader] = 0
         record.loader = list(self._passes_over).index(loader)
+
         place = f"batch {number}"
         with suppress(TypeError):  # a stream has no length
             place = f"batch {number} of {len(loader)}"
 
-        # The end of a sentence such as "step 3, batch 3 of 4 of epoch 1".
+        # This is appended to a text such as "step 3": "step 3, batch 3 of 4 of epoch 1".
         state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
         state.update.batches.append(record)
 
-        # What was drawn to read the batch is no part of what is drawn for the step.
+        # Random numbers drawn while the batch was read do not belong to the step.
         state.mode.draws.restart()
         state.step_draws.restart()
 
     def note_use(self, batch_number: int) -> None:
-        """Notes that a model is called with what was made from this batch; 0 if from none."""
+        """Records that a model is called with tensors that were made from a batch.
+
+        Args:
+            batch_number: number of the batch; 0 if the tensors were made from no batch.
+        """
         self._unused.use(batch_number)
 
     def end_update(self) -> list[Batch]:
-        """Removes from the update the batches that it was not trained on.
+        """Removes the batches from the update that it was not trained on.
 
         Returns:
-            Batches that were fetched ahead for a later update.
+            The batches that were fetched ahead for a later update.
         """
         update = self.state.update
         fetched_ahead, never_trained = self._unused.end_update()
         untrained_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
         update.batches = [record for record in update.batches if id(record) not in untrained_ids]
 
+        # Without a loader, only the inputs of the models are known.
         if not update.batches:
-            # No loader was used: the inputs of models are all that is known of the samples.
             update.batches = update.model_inputs
 
         return fetched_ahead

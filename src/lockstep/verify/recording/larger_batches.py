@@ -1,9 +1,9 @@
-"""Multiplies the batch sizes of a script's DataLoaders, for `--batch-per-process`.
+"""Multiplies the batch sizes of a script's DataLoaders, for `lockstep verify --batch-per-process`.
 
-A script for several processes may give its batch size for one process. To train on the same global
-batches on one process, the DataLoader there gets N times the batch size, or each N batches of its
-batch sampler are merged. A library may build a loader anew from the values of another one: then
-the size must not be multiplied again.
+The batch size in a script may be meant for each process. For the same global batches on one
+process, its DataLoaders need N times that batch size; of a batch sampler, each N batches are merged
+into one. Libraries may rebuild a loader from the values of another one, so sizes that were already
+multiplied are recognized and left alone.
 """
 
 from __future__ import annotations
@@ -13,32 +13,35 @@ from itertools import islice
 from typing import Any
 
 MERGED_ATTRIBUTE = "_lockstep_merged"
-"""Attribute of a batch sampler whose batches are merged."""
+"""Name of the attribute that marks a batch sampler whose batches are merged."""
 
 
 class CannotEnlargeError(Exception):
-    """A DataLoader whose batches cannot be made larger."""
+    """Raised for a DataLoader whose batches cannot be made larger."""
 
 
 class EnlargedBatchSize(int):
-    """A batch size that was multiplied; a loader that is built anew from another one carries it."""
+    """A batch size that was already multiplied. A loader that is rebuilt from another one inherits
+    it.
+    """
 
 
 def enlarge(arguments: dict[str, Any], times: int) -> None:
-    """Changes the arguments of a DataLoader so that its batches are `times` as large.
+    """Changes the arguments of a DataLoader so that its batches become `times` as large.
 
     Args:
-        arguments: of `DataLoader.__init__`, by name; they are changed.
-        times: the factor.
+        arguments: arguments of `DataLoader.__init__` by name, which are changed in place.
+        times: factor for the batch size.
 
     Raises:
-        CannotEnlargeError: the loader has no batch size, or batches that cannot be merged.
+        CannotEnlargeError: The loader has no batch size, or its batches cannot be merged.
     """
-    # A batch sampler decides about the batches alone.
-    if arguments.get("batch_sampler") is not None:
+    # With a batch sampler, the batch size does not matter.
+    batch_sampler = arguments.get("batch_sampler")
+    if batch_sampler is not None:
         try:
-            arguments["batch_sampler"] = merge_batches(arguments["batch_sampler"], times)
-        except TypeError as error:  # such as a generator, whose class cannot be changed
+            arguments["batch_sampler"] = merge_batches(batch_sampler, times)
+        except TypeError as error:  # its class cannot be changed, as that of a generator
             raise CannotEnlargeError from error
         return
 
@@ -46,21 +49,23 @@ def enlarge(arguments: dict[str, Any], times: int) -> None:
     if batch_size is None:  # each item of the dataset is a whole batch
         raise CannotEnlargeError
 
-    was_enlarged_before = isinstance(batch_size, EnlargedBatchSize)
-    # Anything else than an int is refused by the DataLoader itself.
-    if isinstance(batch_size, int) and not was_enlarged_before:
+    if isinstance(batch_size, EnlargedBatchSize):
+        return
+
+    # The DataLoader itself rejects a batch size that is not an int.
+    if isinstance(batch_size, int):
         arguments["batch_size"] = EnlargedBatchSize(batch_size * times)
 
 
 def merge_batches(sampler: Any, times: int) -> Any:
-    """Returns a batch sampler that yields each `times` batches of this one as one batch.
+    """Makes a batch sampler yield each `times` of its batches as one batch.
 
     A list of batches becomes another list. Any other sampler stays the same object, so that
-    `set_epoch` still reaches it; its class is replaced by a subclass that merges. A sampler that
-    was enlarged before is returned as it is.
+    `set_epoch` still reaches it, but its class is replaced by a subclass that merges batches. A
+    sampler that was already enlarged is returned unchanged.
 
     Raises:
-        TypeError: the class of the sampler cannot be changed.
+        TypeError: The class of the sampler cannot be changed.
     """
     if _is_enlarged(sampler):
         return sampler
@@ -69,13 +74,14 @@ def merge_batches(sampler: Any, times: int) -> Any:
 
     original_class: Any = type(sampler)
 
-    # The methods of the subclass.
     def iterate(self: Any) -> Iterator[list[Any]]:
+        """Implements `__iter__` of the subclass."""
         return _merged(original_class.__iter__(self), times)
 
     def length(self: Any) -> int:
-        batches: int = original_class.__len__(self)
-        return _ceil_div(batches, times)
+        """Implements `__len__` of the subclass."""
+        num_batches: int = original_class.__len__(self)
+        return _ceil_div(num_batches, times)
 
     attributes: dict[str, Any] = {
         "__iter__": iterate,
@@ -90,9 +96,9 @@ def merge_batches(sampler: Any, times: int) -> Any:
 
 
 def _is_enlarged(sampler: Any) -> bool:
-    """True if a sampler, or one that it keeps in an attribute, was enlarged before.
+    """True if the batches of a sampler, or of a sampler that it wraps, are already merged.
 
-    Libraries such as Accelerate put a sampler of their own around that of the script.
+    Libraries such as Accelerate wrap the script's sampler in one of their own.
     """
     candidates = [sampler]
     if hasattr(sampler, "__dict__"):  # a list or a generator has none
@@ -108,13 +114,13 @@ def _is_enlarged(sampler: Any) -> bool:
 
 
 class _MergedList(list[list[Any]]):
-    """A list of batches that are merged already."""
+    """A list of batches that are already merged."""
 
     _lockstep_merged = True  # MERGED_ATTRIBUTE
 
 
 def _merged(batches: Iterable[Any], times: int) -> Iterator[list[Any]]:
-    """Yields lists of indices, each with those of the next `times` batches; the last may be short.
+    """Yields lists of indices, each with the indices of the next `times` batches.
 
     With `times` = 2, the batches [0, 1], [2, 3], [4, 5] become [0, 1, 2, 3] and [4, 5].
     """

@@ -1,8 +1,9 @@
-"""What a loss is made of: calls of torch's loss functions, the terms of a sum, and the lines.
+"""Reads how a loss is computed: calls of torch's loss functions, terms of sums, and the user's
+line.
 
-A *term* of a loss is one of the numbers that were added up to it: a loss of 3 that was computed as
-`a + b` with `a` = 1 and `b` = 2 has the terms 1 and 2. The terms, and the user's line that made the
-loss, are kept in the `__dict__` of its tensor. A loss is a scalar tensor that has a gradient.
+A loss is a scalar tensor that requires a gradient. The *terms* of a loss are the numbers that were
+added up to it: the loss `a + b` with `a` = 1 and `b` = 2 has the terms 1 and 2. The terms, and the
+line of the user's code that computed the loss, are kept in the `__dict__` of its tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOSS_FUNCTIONS = {
     F.soft_margin_loss,
 }
 IGNORE_INDEX = -100
-"""torch's default `ignore_index`: labels that do not count in the loss."""
+"""Torch's default `ignore_index`: targets with this label are left out of the loss."""
 LOCKSTEP_FOLDER = str(Path(__file__).parents[2])
 TORCH_FOLDER = f"{os.sep}torch{os.sep}"
 
@@ -48,23 +49,24 @@ class LossCall:
     line: str
     targets: Tensor
     options: Mapping[str, Any]
-    """The other arguments, by name or as `argument 3`."""
+    """The other arguments, by name, or under a name such as `argument 3` if passed by position."""
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all targets, by which torch divides a mean.
+        """The total weight of all targets, which is the number torch divides by to compute a mean.
 
-        A label has the weight of its class, or 1 if no class weights were given; ignored labels
-        have none. Each value of targets that are no labels has the weight 1.
+        Ignored labels have the weight 0, and other labels the weight of their class, or 1 without
+        class weights. If the targets are not labels but values or probabilities, each value has the
+        weight 1.
         """
-        if self.targets.is_floating_point():  # not labels, but values or probabilities
+        if self.targets.is_floating_point():  # values or probabilities
             return float(self.targets.numel())
 
-        ignored = self.options.get("ignore_index", IGNORE_INDEX)
-        labels = self.targets[self.targets != ignored]
+        ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
+        labels = self.targets[self.targets != ignored_label]
 
-        # cross_entropy(input, target, weight), by name or by place. Other functions of labels have
-        # a number in third place.
+        # cross_entropy(input, target, weight) may get its weights by name or by position. The third
+        # argument of other loss functions is a number.
         class_weights = self.options.get("weight", self.options.get("argument 3"))
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
@@ -76,13 +78,13 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     """Reads the arguments of a call of one of torch's loss functions.
 
     Args:
-        name: of the function.
-        args: of the call.
-        kwargs: of the call.
+        name: name of the function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
 
     Returns:
-        The call, with a copy of the targets. None if there are no targets, or if nothing is trained
-        by it: the outputs carry no gradient.
+        The call, with a copy of its targets. None if there are no targets, or if the call trains
+        nothing because its input requires no gradient.
     """
     # The first two arguments of all these functions are called `input` and `target`.
     options = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
@@ -91,7 +93,7 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
         return None
 
-    # Arguments by place have no name here: their meaning depends on the function.
+    # The names of further positional arguments depend on the function, so they are numbered.
     for number, value in enumerate(args[2:], 3):
         options[f"argument {number}"] = value
 
@@ -99,40 +101,41 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
 
 
 def terms_of(loss: Tensor) -> list[float]:
-    """Returns the numbers that were added up to this loss, or the loss itself."""
-    terms: list[float] | None = loss.__dict__.get("_terms")  # as `note_loss` has kept them
+    """Returns the numbers that were added up to this loss; for any other loss, the loss itself."""
+    terms: list[float] | None = loss.__dict__.get("_terms")  # set by `note_loss`
     if terms:
         return terms
     return [float(loss.detach())]
 
 
 def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
-    """Returns the terms that the result of a call is the sum of; empty if it is no sum of losses.
+    """Returns the terms of the loss that a call computes from other losses.
 
-    A loss that was not added up is one term. So for losses of 1, 2 and 3, `(a + b) - c` has the
-    terms 1, 2 and -3, and `(a + b) / 2` has 0.5 and 1.
+    For losses a = 1, b = 2 and c = 3, `(a + b) - c` has the terms 1, 2 and -3, and `(a + b) / 2`
+    has the terms 0.5 and 1. The list is empty if the call does not compute a sum of losses.
 
     Args:
-        name: of the function that is called, such as `add`.
-        one: its first argument.
-        other: its second argument.
+        name: name of the called function, such as "add".
+        one: first argument of the call.
+        other: second argument of the call.
     """
     if name not in ("add", "add_", "sub", "mul", "div"):
         return []
 
-    terms = _terms_of_argument(one)  # empty if it is no loss
+    terms = _terms_of_argument(one)  # empty if the argument is not a loss
     other_terms = _terms_of_argument(other)
     if name in ("add", "add_"):
         return terms + other_terms
     if name == "sub":
         return terms + [-term for term in other_terms]
-    # A product or a quotient is a sum if the first argument is a loss and the other one a number:
-    # each term is multiplied or divided.
-    if not terms or other_terms or not _is_single_number(other):
+
+    # The call is a product or a quotient. If it scales a loss by a number, every term is scaled.
+    scales_loss = bool(terms) and not other_terms and _is_single_number(other)
+    if not scales_loss:
         return []
 
     factor = float(other)
-    if factor == 0:  # no term is left, or the quotient is infinite
+    if factor == 0:  # the product is 0, and the quotient is infinite
         return []
     if name == "div":
         return [term / factor for term in terms]
@@ -141,47 +144,51 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
 
 
 def _terms_of_argument(value: Any) -> list[float]:
-    """Returns the terms of a loss, which is a scalar with a gradient; none of anything else."""
+    """Returns the terms of a loss; an empty list for anything that is not a loss."""
     if needs_gradient(value) and not value.dim():
         return terms_of(value)
     return []
 
 
 def _is_single_number(value: Any) -> bool:
-    """True for a number of Python's and for a tensor of one number."""
+    """True for a Python number and for a tensor with one element."""
     return not isinstance(value, Tensor) or value.numel() == 1
 
 
 def divisor_mark(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the mark of a loss that this call divides by a number; empty for other calls.
+    """Returns the mark for a loss that is divided by a number: `{"divisor": (number, user's
+    line)}`.
 
-    It is {"divisor": (number, the user's line)}.
+    The result is empty if the call does not divide by a number.
 
     Args:
-        name: of the function that is called.
-        args: of the call: the loss and the divisor.
+        name: name of the called function.
+        args: positional arguments of the call: the loss and the divisor.
     """
     if name != "div" or len(args) != 2:
         return {}
+
     divisor = args[1]
-    if not _is_single_number(divisor) or needs_gradient(divisor):
+    is_constant = _is_single_number(divisor) and not needs_gradient(divisor)
+    if not is_constant:
         return {}
+
     return {"divisor": (float(divisor), user_line() or "")}
 
 
 def line_of_loss(loss: Tensor) -> str | None:
-    """Returns the user's line that made a loss, if a function call was seen to make it."""
+    """Returns the line of the user's code that computed a loss; None if it is not known."""
     return loss.__dict__.get("_line")
 
 
 def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]) -> None:
-    """Keeps on a loss the line that made it and the terms that it is the sum of, if any.
+    """Stores the line that computed a loss, and its terms if it is a sum, on the loss tensor.
 
     Args:
-        loss: what the call has returned.
-        name: of the function that was called.
-        args: of the call.
-        terms: as `terms_of_result` returned them.
+        loss: return value of the call.
+        name: name of the called function.
+        args: positional arguments of the call.
+        terms: return value of `terms_of_result` for this call.
     """
     loss.__dict__["_line"] = _line_of_call(name, args)
     if terms:
@@ -189,16 +196,20 @@ def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]
 
 
 def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
-    """Returns the user's line that calls torch.
+    """Returns the line of the user's code that computed the result of a call.
 
-    A loss that a library only scales, as Accelerate does in its `backward`, keeps the line that
-    made it before.
+    If a library only scales a loss, as Accelerate does in its `backward`, the line that computed
+    the loss before is returned.
+
+    Args:
+        name: name of the called function.
+        args: positional arguments of the call.
     """
     may_scale = name in ("mul", "div") and len(args) == 2
     if not may_scale or _is_called_by_user():
         return user_line()
 
-    # A library calls loss * factor, or factor * loss.
+    # A library has called loss * factor, or factor * loss.
     if needs_gradient(args[0]):
         loss, factor = args
     else:
@@ -212,15 +223,15 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
 
 
 def _is_called_by_user() -> bool:
-    """True if the user's code called torch, and no library in between."""
-    # From the innermost call outwards: torch and Lockstep come first, then whoever called torch.
+    """True if the user's code called torch directly, without a library in between."""
+    # Walk up the call stack: past the frames of Lockstep and torch, to the caller of torch.
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_file(file):
             return True
         is_of_torch_or_lockstep = TORCH_FOLDER in file or file.startswith(LOCKSTEP_FOLDER)
-        if not is_of_torch_or_lockstep:  # a library in between
+        if not is_of_torch_or_lockstep:  # the caller is a library
             return False
         frame = frame.f_back
 

@@ -1,21 +1,19 @@
-"""Marks on tensors: which earlier events of the script a tensor was made from.
+"""Marks on tensors, which tell what a tensor was computed from.
 
-A mark is a kind and a value that are kept on a tensor. All that is computed from the tensor gets
-the mark too (`FunctionMode` sees to that), so the marks of a loss tell what it was made from. The
-kinds:
+A mark has a *kind* and a value, and is stored on the tensor. `FunctionMode` copies the marks of a
+call's arguments to its result, so the marks of a loss tell what it was computed from. If several
+arguments have a mark of one kind, the largest value is kept, which is the latest batch, draw or
+update. The kinds:
 
-- `gather`: the line of an all-gather that carries no gradient
-- `detached`: the line of an all-gather of a model's output that was detached before
-- `batch`: the number of a batch that a DataLoader handed out
-- `draw`: of a draw of random numbers its number, its line and a digest of the numbers
-- `divisor`: the number that a loss was divided by, and the line
-- `trained`: it is an output of a model in training; the number of the update
-- `statistic LINE`: a summary of a statistic over the samples of a batch, taken at that line
-- `model NUMBER`: the line at which a model was called before the update of that number
-- `norm ID`: the id of a BatchNorm layer that took its statistics from this rank's samples alone
-
-If a tensor is made from several with a mark of one kind, the largest value is kept: the latest
-batch, draw or update. Of lines and divisors any value would do.
+- `gather`: line of an all-gather that passes no gradient on
+- `detached`: line of an all-gather of a model's output that was detached before
+- `batch`: number of a batch that a DataLoader handed out
+- `draw`: number, line and digest of a draw of random numbers
+- `divisor`: number that a loss was divided by, and the line
+- `trained`: number of the update in which a model in training returned this output
+- `statistic LINE`: summary of a statistic over the samples of a batch, taken at that line
+- `model NUMBER`: line at which a model was called before the update with that number
+- `norm ID`: id of a BatchNorm layer whose statistics cover only this rank's samples
 """
 
 from __future__ import annotations
@@ -31,13 +29,14 @@ STATISTIC = "statistic "
 MODEL_CALL = "model "
 BATCH_NORM = "norm "
 LOCAL_KINDS = (STATISTIC, MODEL_CALL, BATCH_NORM)
-"""Prefixes of the marks of values that one rank computes from its own samples."""
+"""Prefixes of the kinds that stand for values one rank computes from its own samples."""
 
 
 def mark(values: Any, **marks: Any) -> None:
-    """Adds marks, by kind, to every tensor in a nest of values.
+    """Adds marks, given by kind, to every tensor in a nest of values.
 
-    Of a kind that a tensor has already, the larger value is kept, such as the later batch.
+    If a tensor already has a mark of the same kind, the larger value is kept, such as the later
+    batch.
     """
     if not marks:
         return
@@ -51,9 +50,10 @@ def mark(values: Any, **marks: Any) -> None:
 
 
 def marks_of(values: Any) -> dict[str, Any]:
-    """Returns the marks of all tensors in a nest of values, by kind.
+    """Returns the marks of all tensors in a nest of values, merged by kind.
 
-    Of a kind that several tensors have, the largest value counts, such as the latest batch.
+    If several tensors have a mark of one kind, the largest value is returned, such as the latest
+    batch.
     """
     merged: dict[str, Any] = {}
     for tensor in pytree.tree_leaves(values):
@@ -65,7 +65,7 @@ def marks_of(values: Any) -> dict[str, Any]:
 
 
 def unmark(tensor: Tensor) -> None:
-    """Removes the marks of local values: the tensor was exchanged and is now of all ranks."""
+    """Removes the marks that stand for values of this rank alone, after a tensor was exchanged."""
     marks = tensor.__dict__.get("_marks", {})
     for kind in list(marks):
         if kind.startswith(LOCAL_KINDS):

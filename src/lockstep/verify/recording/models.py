@@ -1,9 +1,9 @@
-"""The models of a script, with a name for each tensor that is the same on every rank.
+"""Keeps track of a script's models, and gives each tensor a name that is the same on every rank.
 
-A *root* is a module that the script wrapped or called and that is no part of another root. A tensor
-is named by the class of its root and its name inside, as `Net/layer.weight`; a second root of the
-same class is `Net#2`. To *prepare* a module is to pass it to Lockstep's `World.prepare`. A sharded
-parameter, as FSDP makes them, has only a part of its values on this rank.
+A *root* is a module that the script called or wrapped, and that is not part of another root.
+Tensors are named by the class of their root and their name in it, such as `Net/layer.weight`; a
+second root of the same class is `Net#2`. A module is *prepared* once it was passed to
+`World.prepare`. A sharded parameter (of FSDP) has only a part of its values on this rank.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lockstep.verify.recording.tensor_values import storage_of, summarize
 from lockstep.verify.tolerance import Array
 
 LIBRARY_PREFIXES = ("torch.", "lockstep.")
-"""Plain attributes of modules from these packages are not recorded."""
+"""Plain tensor attributes of modules from these packages are not recorded."""
 
 
 class Models:
-    """The root modules in the order in which they were met, and how each is wrapped."""
+    """The root modules in the order in which they were first seen, and how each is wrapped."""
 
     def __init__(self) -> None:
         self._roots: list[tuple[str, nn.Module]] = []
@@ -43,48 +43,53 @@ class Models:
         self.stepped_optimizers: list[Optimizer] = []
         """Their parameters are recorded even if no module has them."""
         self.after_last_step: dict[str, Array] = {}
-        """The parameters as the last steps left them."""
+        """Values of the parameters after the last optimizer steps, by name."""
         self.ddp_group_ranks: Sequence[int] = ()
-        """The ranks of DDP's process group; empty if these are all ranks."""
+        """Ranks in DDP's process group; empty if these are all ranks."""
         self.comm_hook_line = ""
-        """The line of the communication hook that the script gave DDP; empty without one."""
+        """Line that registered a communication hook with DDP; empty without one."""
 
     def add(self, module: nn.Module) -> None:
-        """Makes a module that was wrapped or called a root, unless it is part of one already."""
+        """Adds a module that was called or wrapped as a root, unless it is already part of a
+        root.
+        """
         inner_module = unwrap(module)  # such as the module inside of DDP
         if id(inner_module) in self._module_ids or not has_tensors(inner_module):
             return
 
-        name = _class_name(inner_module)
-        # Names of the roots of this class that are known already: `Net`, `Net#2`, ...
-        names_of_class = []
+        # If there are roots of this class already, such as `Net` and `Net#2`, this one is `Net#3`.
+        class_name = _class_name(inner_module)
+        num_roots_of_class = 0
         for root_name, _ in self._roots:
-            if root_name.split("#")[0] == name:
-                names_of_class.append(root_name)
+            if root_name.split("#")[0] == class_name:
+                num_roots_of_class += 1
 
-        if names_of_class:
-            name = f"{name}#{len(names_of_class) + 1}"
+        name = class_name
+        if num_roots_of_class:
+            name = f"{class_name}#{num_roots_of_class + 1}"
 
         self._roots.append((name, module))
         self._module_ids |= {id(submodule) for submodule in module.modules()}
 
     def add_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """Adds a module that DDP was put around, with the parameters that DDP averages."""
+        """Adds a module that was wrapped with DDP, and records the parameters that DDP averages."""
         self.add(wrapper)
-        # DDP leaves out parameters that are frozen when it is built.
-        averaged = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
-        self.ddp_parameter_ids[id(wrapper.module)] = averaged
-        ranks = dist.get_process_group_ranks(wrapper.process_group)
 
-        # A group of all ranks is the usual case, and is not recorded.
+        # DDP ignores parameters that are frozen when it is constructed.
+        averaged_ids = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
+        self.ddp_parameter_ids[id(wrapper.module)] = averaged_ids
+
+        # The usual process group, which has all ranks, is not recorded.
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
         if len(ranks) < dist.get_world_size():
             self.ddp_group_ranks = ranks
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields each parameter with its name; a tied one once, under its first name.
+        """Yields pairs of a name and a parameter; a shared parameter comes once, under its first
+        name.
 
-        After those of the roots come parameters that only an optimizer has. They are named by their
-        place in it: "/parameter 3 of optimizer 1".
+        Parameters of the roots come first. Then come parameters that only an optimizer has, with
+        names such as "/parameter 3 of optimizer 1".
         """
         yielded_ids = set()
         for name, parameter in self._named("named_parameters"):
@@ -98,22 +103,25 @@ class Models:
                     yield f"/parameter {number} of optimizer {optimizer_number}", parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each buffer with its name."""
+        """Yields pairs of a name and a buffer."""
         return self._named("named_buffers")
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields each module with its name."""
+        """Yields pairs of a name and a module."""
         return self._named("named_modules")
 
     def _named(self, method: str) -> Iterator[tuple[str, Any]]:
-        """Yields what a method such as `named_parameters` yields for each root, each object once.
+        """Yields what a method such as `named_parameters` yields for all roots, each object once.
 
-        Names begin with that of the root. Parameters and buffers without values yet (lazy ones, or
-        on the meta device) are left out.
+        The name of the root is put in front. Parameters and buffers that have no values yet (lazy
+        ones, or those on the meta device) are left out.
+
+        Args:
+            method: name of a method of `nn.Module`.
         """
         yielded_ids: set[int] = set()
         for root_name, root in self._roots:
-            plain_name = plain_names(root)  # a function that removes "module." of wrappers
+            plain_name = plain_names(root)  # a function that removes the prefixes of wrappers
             for name, value in getattr(root, method)():
                 is_lazy = isinstance(value, UninitializedParameter | UninitializedBuffer)
                 is_meta = getattr(value, "is_meta", False)
@@ -125,10 +133,10 @@ class Models:
     def parameters_of_unstepped_optimizers(
         self,
     ) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
-        """Yields parameters that no root has, of optimizers that were built and have not stepped.
+        """Yields parameters that belong to no root, and to an optimizer that has not stepped yet.
 
-        Without a root they have no name. Each comes with a pair instead: the number of its
-        optimizer, in the order in which they were built, and its place in this optimizer.
+        Such parameters have no name. Each comes with a pair instead: the number of its optimizer,
+        in the order of construction, and its index in that optimizer.
         """
         unstepped_numbers = []
         for number, optimizer in enumerate(self.built_optimizers):
@@ -140,17 +148,18 @@ class Models:
 
         known_ids = {id(parameter) for _, parameter in self.parameters()}
         for number in unstepped_numbers:
-            for place, parameter in enumerate(parameters_of(self.built_optimizers[number])):
+            for index, parameter in enumerate(parameters_of(self.built_optimizers[number])):
                 is_lazy = isinstance(parameter, UninitializedParameter)
                 has_values = not is_lazy and not parameter.is_meta
                 if has_values and id(parameter) not in known_ids and not is_sharded(parameter):
-                    yield (number, place), parameter
+                    yield (number, index), parameter
 
     def plain_attributes(self) -> dict[str, Array]:
-        """Returns three numbers for each tensor in a plain attribute of a user's module, by name.
+        """Returns three numbers for each tensor that a module has as a plain attribute, by name.
 
-        They are a weighted sum of the values, the largest absolute value, and the number of values.
-        The tensors are neither parameters nor buffers, so nothing keeps them equal between ranks.
+        Such tensors are neither parameters nor buffers, so nothing keeps them equal between ranks.
+        The numbers are a weighted sum of the values, the largest absolute value, and the number of
+        values. Modules of torch and Lockstep are skipped.
         """
         arrays: dict[str, Array] = {}
         for module_name, module in self.modules():
@@ -161,27 +170,28 @@ class Models:
                 if not isinstance(value, Tensor | list | tuple):
                     continue
 
-                # The attribute itself, or the tensors in the list. A parameter in a list is of a
-                # subclass of Tensor.
+                # The attribute itself, or the tensors in a list. A parameter in a list is left out:
+                # its class is a subclass of Tensor.
                 plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
-                for place, tensor in enumerate(plain_tensors):
-                    # "Net/layer.scale"; of the root itself, "Net/scale" instead of "Net/.scale"
+                for index, tensor in enumerate(plain_tensors):
+                    # "Net/layer.scale"; for the root itself, "Net/scale" instead of "Net/.scale".
                     name = f"{module_name}.{attribute}".replace("/.", "/")
                     if len(plain_tensors) > 1:
-                        name = f"{name}[{place}]"
+                        name = f"{name}[{index}]"
                     arrays[name] = np.array([*summarize(tensor), tensor.numel()])
 
         return arrays
 
     def whole_parameters(self) -> dict[str, Array]:
-        """Returns a summary of each parameter that is not sharded."""
+        """Returns a summary of each parameter that is not sharded, by name."""
         return {name: summarize(p) for name, p in self.parameters() if not is_sharded(p)}
 
     def parameters_with_gradient_at(self, storage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters whose gradient lies at this address.
+        """Yields the parameters whose gradient has the given storage, with their names.
 
         Args:
-            storage: the address; 0 of a tensor without one, for which nothing is yielded.
+            storage: address of the gradient's values; 0 if there is none, for which nothing is
+                yielded.
         """
         if storage == 0:
             return
@@ -192,41 +202,47 @@ class Models:
     # How models are wrapped
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """True if the module, or what it wraps, is inside DDP or was prepared by Lockstep."""
+        """True if a module, or the module that it wraps, is inside DDP or was prepared by
+        Lockstep.
+        """
         return id(unwrap(module)) in self._wrapped_ids()
 
     def has_prepared(self, parameter_ids: Collection[int]) -> bool:
-        """True if any of these parameters is part of a model that Lockstep has prepared."""
+        """True if any of these parameters belongs to a model that Lockstep has prepared."""
         return not self._parameter_ids_within(self.prepared_ids).isdisjoint(parameter_ids)
 
     def parameters_unknown_to_ddp(self) -> list[str]:
-        """Returns the trainable parameters inside of DDP modules that DDP does not average.
+        """Returns the names of trainable parameters inside DDP modules that DDP does not average.
 
-        They were frozen, or not there, when DDP was built.
+        They were frozen or did not exist when DDP was constructed.
         """
-        inside = self._parameter_ids_within(self.ddp_parameter_ids.keys())
-        averaged = set().union(*self.ddp_parameter_ids.values())
-        unknown = inside - averaged
-        return [name for name, p in self.parameters() if p.requires_grad and id(p) in unknown]
+        ids_inside_ddp = self._parameter_ids_within(self.ddp_parameter_ids.keys())
+        averaged_ids = set().union(*self.ddp_parameter_ids.values())
+        unknown_ids = ids_inside_ddp - averaged_ids
+        return [name for name, p in self.parameters() if p.requires_grad and id(p) in unknown_ids]
 
     def unwrapped_parameters(self) -> list[str]:
-        """Returns the trainable parameters of models that are neither in DDP nor prepared."""
-        wrapped = self._parameter_ids_within(self._wrapped_ids())
+        """Returns the names of trainable parameters that are neither in DDP nor prepared by
+        Lockstep.
+        """
+        wrapped_ids = self._parameter_ids_within(self._wrapped_ids())
         names = []
         for name, parameter in self.parameters():
-            # A sharded parameter is wrapped by FSDP or the like, which reduces its gradient.
-            is_wrapped = id(parameter) in wrapped or is_sharded(parameter)
+            # FSDP, or whatever has sharded a parameter, also reduces its gradient.
+            is_wrapped = id(parameter) in wrapped_ids or is_sharded(parameter)
             if parameter.requires_grad and not is_wrapped:
                 names.append(name)
 
         return names
 
     def _wrapped_ids(self) -> set[int]:
-        """Returns the ids of the modules inside of DDP, and of those that Lockstep has prepared."""
+        """Returns the ids of the modules inside DDP and of those that Lockstep has prepared."""
         return self.ddp_parameter_ids.keys() | self.prepared_ids
 
     def _parameter_ids_within(self, module_ids: Collection[int]) -> set[int]:
-        """Returns the ids of the parameters of roots that are, or wrap, one of these modules."""
+        """Returns the ids of all parameters of the roots that are, or wrap, one of the given
+        modules.
+        """
         parameter_ids = set()
         for _, root in self._roots:
             if id(unwrap(root)) in module_ids:
@@ -235,11 +251,8 @@ class Models:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Returns the name of the module's class.
-
-    FSDP changes the class of a `Net` to a subclass named `FSDPNet`: the name is still `Net`.
-    """
-    # From the class itself to its bases.
+    """Returns the name of a module's class: `Net`, even if FSDP has changed it to `FSDPNet`."""
+    # FSDP changes the class of a module to a subclass, so `Net` is among the base classes.
     names = [module_class.__name__ for module_class in type(module).__mro__]
     names_without_fsdp = [name for name in names if "FSDP" not in name]
     return names_without_fsdp[0]

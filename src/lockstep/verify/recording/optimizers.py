@@ -1,9 +1,9 @@
-"""Records steps of optimizers: what a step starts from, and what it leaves.
+"""Records the steps of optimizers: what a step starts from, and what it leaves behind.
 
-An *update* is one optimizer step with all that led to it. `state.update` is the record of the
-current one (`RankUpdate`), and `state.notes` is what is remembered until it is complete. Before the
-step, the gradients and all that the step starts from are recorded; after it, the parameters. Then
-the update is written. `state.models` yields the tensors of all models with their names.
+An *update* is one optimizer step with everything that led to it. `state.update` is the record of
+the current update, and `state.notes` holds what is needed until it is complete. Before the step,
+the gradients and options are recorded; after it, the parameters and buffers. Then the update is
+written. `state.models` yields the tensors of all models with their names.
 """
 
 from __future__ import annotations
@@ -53,25 +53,28 @@ FIELDS_OF_BACKWARD_PASSES = (
     "past_wrapper_line",
     "wrapped_passes",
 )
-"""Fields of an update that belong to backward passes, after which several optimizers may step."""
+"""Fields of an update that describe its backward passes. If several optimizers step after the same
+backward passes, each of their updates gets a copy."""
 
 
 class ParameterGroup(dict[str, Any]):
-    """A parameter group of an optimizer that knows which line has set its learning rate last."""
+    """A parameter group of an optimizer that remembers which line last set its learning rate."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         super().__init__(group)
         self.line = user_line() or ""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Sets a value, as a dict does."""
+        """Sets an option, and remembers the line of the script if the option is the learning
+        rate.
+        """
         super().__setitem__(key, value)
         if key == "lr":
             self.line = user_line() or ""
 
 
 class OptimizerRecorder:
-    """Records steps, by torch's hooks for all optimizers."""
+    """Records steps, through torch's global optimizer hooks."""
 
     def __init__(
         self, state: RecorderState, inputs: InputRecorder, gradients: GradientRecorder
@@ -82,20 +85,26 @@ class OptimizerRecorder:
         self._inputs = inputs
         self._gradients = gradients
         self._later_batches: list[Batch] = []
-        """Batches that were fetched ahead for the update after this one."""
+        """Batches that were fetched ahead for the next update."""
 
     # Before the step
 
     @guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Records what a step starts from: torch calls this hook with all arguments of `step`.
+        """Records what a step starts from. Torch calls this hook before every `optimizer.step()`.
 
-        An optimizer may call another one, as that of ZeRO does. Only the outermost is recorded.
-        The script may be ended here, if enough steps are recorded.
+        If an optimizer calls another one, as ZeRO does, only the outer step is recorded. The script
+        is ended here if enough steps are recorded.
+
+        Args:
+            optimizer: optimizer that steps.
+            args: positional arguments of `step`, including the optimizer itself.
+            kwargs: keyword arguments of `step`.
 
         Returns:
-            The arguments for `step`; None leaves them as they are. A closure computes the
-            gradients, so it is replaced by one that records them.
+            Changed arguments for `step`, if there is a closure: since a closure computes the
+            gradients, it is replaced by one that also records them. Otherwise None, which keeps the
+            arguments.
         """
         state = self.state
         state.running_optimizers.append(optimizer)
@@ -109,12 +118,12 @@ class OptimizerRecorder:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
 
-        # Several optimizers may step in turn. The script is ended only before the one with the most
-        # steps, so that all have made the same number in the end.
+        # Several optimizers may step in turn. Ending the script only before the optimizer with the
+        # most steps gives all of them the same number of steps.
         if state.steps_of[optimizer] == max(state.steps_of.values()):
             state.end_script_if_enough()
 
-        itself, *other_args = args  # the first argument of `step` is the optimizer itself
+        itself, *other_args = args
         has_closure = any(callable(value) for value in (*other_args, *kwargs.values()))
         if not has_closure:
             self._record_step_inputs(optimizer)
@@ -128,11 +137,12 @@ class OptimizerRecorder:
         return (itself, *recording_args), recording_kwargs
 
     def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
-        """Replaces a closure by one that also records the gradients; other values stay the same.
+        """Wraps a closure so that the gradients it computes are recorded; other values stay the
+        same.
 
         Args:
             value: an argument of `step`.
-            optimizer: which steps.
+            optimizer: optimizer that steps.
         """
         if not callable(value):
             return value
@@ -148,26 +158,30 @@ class OptimizerRecorder:
 
     @guarded
     def _record_step_inputs(self, optimizer: Optimizer) -> None:
-        """Records all that the step starts from in the update, once the gradients are there."""
+        """Records everything that a step starts from, once the gradients are computed."""
         state = self.state
         if state.notes.step_inputs_recorded:  # by an earlier call of the same closure
             return
 
         state.notes.step_inputs_recorded = True
+
         self._take_over_backward_passes()
         self._record_parameters(optimizer)
+
+        # The factor must be read first: `record_for_step` may set tiny gradients to zero.
         state.update.gradient_factor = self._gradients.factor_since_backward()
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         self._gradients.record_for_step(parameter_ids)
+
         self._record_wrapping(parameter_ids, optimizer)
         self._record_optimizer(optimizer)
         self._record_origin_of_gradients(optimizer)
         self._later_batches = self._inputs.end_update()
 
     def _take_over_backward_passes(self) -> None:
-        """Copies what is known of backward passes from the last update, if this one had none.
+        """Copies the backward passes from the last update, if this update had none of its own.
 
-        Two optimizers may step after one backward pass. It belongs to the updates of both.
+        If two optimizers step after one backward pass, it belongs to the updates of both.
         """
         state = self.state
         has_backward_passes = bool(state.update.losses)
@@ -179,25 +193,24 @@ class OptimizerRecorder:
     def _record_parameters(self, optimizer: Optimizer) -> None:
         """Records the parameters before the step, and the optimizer's state of each of them.
 
-        What counts are the parameters at the first forward pass of the update. Parameters that no
-        model had then, such as one that only the optimizer has, count as they are now.
+        For parameters of models, the values at the first forward pass of the update are used. Other
+        parameters, which only an optimizer has, are recorded as they are now.
         """
         state = self.state
         update = state.update
         named_parameters = list(state.models.parameters())
-        no_optimizer_has_stepped = not any(state.steps_of.values())
 
-        if no_optimizer_has_stepped:
-            # All values. The first forward pass has put some into `initial`, and these are kept.
+        # Values that were recorded at the first forward pass take precedence, here and below.
+        is_before_first_step = not any(state.steps_of.values())
+        if is_before_first_step:
             update.initial = {**copy_arrays(named_parameters), **update.initial}
-
-        # Two numbers for each parameter.
         update.parameter_sums = {
             **state.models.whole_parameters(),
             **state.notes.parameters_at_start,
         }
         update.unstepped_sums = state.notes.parameters_without_model
         update.module_tensors = state.models.plain_attributes()
+
         update.frozen = state.frozen_parameters()
         evaluating_ids = state.notes.evaluating_parameters
         update.in_eval_mode = [name for name, p in named_parameters if id(p) in evaluating_ids]
@@ -207,8 +220,8 @@ class OptimizerRecorder:
         """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
 
         Args:
-            parameter_ids: the ids of the optimizer's parameters.
-            optimizer: which steps.
+            parameter_ids: ids of the optimizer's parameters.
+            optimizer: optimizer that steps.
         """
         models = self.state.models
         update = self.state.update
@@ -217,18 +230,18 @@ class OptimizerRecorder:
         update.ddp_ranks = models.ddp_group_ranks
         update.comm_hook_line = models.comm_hook_line
 
-        # Lockstep has prepared the model, but not this optimizer of its parameters.
+        # True if Lockstep has prepared a model with these parameters, but not their optimizer.
         is_prepared = optimizer in self.prepared_by_lockstep
         update.optimizer_unprepared = not is_prepared and models.has_prepared(parameter_ids)
+
         local_batch_norms = self.state.notes.local_batch_norms
         update.local_norm_layers = []
-
         for name, module in models.modules():
             if id(module) in local_batch_norms:
                 update.local_norm_layers.append(name)
 
     def _record_optimizer(self, optimizer: Optimizer) -> None:
-        """Records the options of each parameter group, and where the learning rate was set."""
+        """Records the options of each parameter group, and the lines that set its learning rate."""
         update = self.state.update
         update.group_options = [_options_of(group) for group in optimizer.param_groups]
         groups_with_rate = [group for group in optimizer.param_groups if "lr" in group]
@@ -236,19 +249,20 @@ class OptimizerRecorder:
         update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
 
     def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
-        """Records random numbers and outputs of earlier steps that the gradients are made from.
+        """Records whether the gradients depend on random numbers, or on model outputs of earlier
+        steps.
 
-        It sets `earlier_outputs_line` and `gradient_draw_line` of the update, to "" if there are
-        none.
+        This sets `earlier_outputs_line` and `gradient_draw_line` of the update; they are empty if
+        there are none.
         """
         state = self.state
-        # The loss is made from outputs of these calls of models. A key is the number of the update
-        # that was being recorded then. If that one had been written when this optimizer stepped
-        # last, the output is of an earlier step.
-        num_written_at_last_step = state.updates_until_step_of.get(optimizer, 0)
+        # The calls of models whose outputs the loss was computed from, by the number of the update
+        # that was being recorded at the time. Updates before this optimizer's last step belong to
+        # earlier steps.
+        num_updates_at_last_step = state.updates_until_step_of.get(optimizer, 0)
         state.update.earlier_outputs_line = ""
         for update_number, line in state.notes.earlier_model_calls.items():
-            is_of_earlier_step = update_number < num_written_at_last_step
+            is_of_earlier_step = update_number < num_updates_at_last_step
             if is_of_earlier_step:
                 state.update.earlier_outputs_line = line
                 break
@@ -265,44 +279,48 @@ class OptimizerRecorder:
 
     @guarded
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Records the parameters after a step, writes the update, and begins the next one.
+        """Records the result of a step, writes the update, and begins the next one.
 
-        Torch calls this hook for every optimizer, also for one that another optimizer calls.
+        Torch calls this hook for every optimizer, even for one that is called by another optimizer.
         """
         state = self.state
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
 
-        # An inner optimizer whose step has raised an error has not been taken off the list.
+        # They differ if the step of an inner optimizer has raised an error: it is still in the
+        # list.
         if ended_optimizer is not optimizer or not is_outermost:
             return
 
         update = state.update
         self._record_identity(optimizer)
+
+        # Without a backward pass of its own, the update keeps the local gradients that it has
+        # copied from the update before.
         local_gradients = self._gradients.local_gradients()
-        if local_gradients:  # else the update keeps those of the backward pass that it shares
+        if local_gradients:
             update.local_gradients = local_gradients
 
-        state.last_update = replace(update)  # a copy, before the parameters are added
+        state.last_update = replace(update)  # a copy, without the results of the step
         self._record_step_results(optimizer)
 
+        # With virtual ranks that have a model each, the record says whose model was updated.
         micro_batch = state.micro_batch
         replica = micro_batch.virtual_rank_number if micro_batch.has_own_step else None
         state.finish_update(update, self._later_batches, replica)
         state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
 
-        # If the process computes several virtual ranks, each steps for the same global batch. The
-        # last of them completes the step.
+        # If this process computes several virtual ranks, each steps by itself for the same global
+        # batch. The step is complete with the last of them.
         if not micro_batch.has_own_step or micro_batch.last:
             state.steps_of[optimizer] += 1
 
         state.step_draws.restart()
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
-        """Records parameters and buffers after a step, and what lines of the script did before it.
+        """Records parameters and buffers after a step, and what the script's lines did before it.
 
-        The parameters are also kept in `state.models.after_last_step`, and writes to parameters and
-        buffers are watched from here on.
+        From here on, writes to parameters and buffers are watched again.
         """
         state = self.state
         update = state.update
@@ -311,7 +329,7 @@ class OptimizerRecorder:
         update.parameters = copy_arrays(stepped)
         update.buffers = copy_arrays(state.models.buffers())
 
-        # The lines that have written to parameters or buffers since the update before, by storage.
+        # Call stacks of the last write to each parameter and buffer since the previous update.
         stacks = state.mode.writes.pop_stacks()
         update.write_stacks = {}
         for name, storage in state.watch_writes().items():
@@ -322,9 +340,9 @@ class OptimizerRecorder:
         state.models.after_last_step.update(update.parameters)
 
     def _record_identity(self, optimizer: Optimizer) -> None:
-        """Records which optimizer has stepped, which parameters it has, and which step it was.
+        """Records which optimizer has stepped, its parameters, and the number of its step.
 
-        Optimizers are numbered twice: in the order of their first steps, and as they were built.
+        An optimizer has two numbers: by the order of first steps, and by the order of construction.
         """
         state = self.state
         update = state.update
@@ -337,17 +355,17 @@ class OptimizerRecorder:
             update.construction_index = state.models.built_optimizers.index(optimizer)
 
         name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
-        # A sharded parameter that is in no model has no name: an empty one keeps its place.
+        # A sharded parameter outside of all models has no name, and gets an empty one.
         update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
 
 
 def _summarize_state(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Array]:
-    """Returns three numbers for each tensor that an optimizer keeps for a parameter.
+    """Returns three numbers for each tensor in an optimizer's state, by name.
 
-    They are a weighted sum, the largest absolute value, and the number of values. Their names are
-    such as "Net/weight/exp_avg".
+    The numbers are a weighted sum, the largest absolute value, and the number of values. A name is,
+    for example, "Net/weight/exp_avg".
     """
     numbers_by_name = {}
     for name, parameter in named_parameters:
@@ -359,9 +377,9 @@ def _summarize_state(
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numeric options of a parameter group, except for its learning rate.
+    """Returns the numeric options of a parameter group, without its learning rate.
 
-    The entry "parameters" is the group's number of parameters.
+    The entry "parameters" is the number of parameters in the group.
     """
     options = {}
     for name, value in group.items():

@@ -1,18 +1,19 @@
-"""Everything that `lockstep verify` patches in torch and Lockstep, with the reason for each patch.
+"""All patches that `lockstep verify` applies to torch and Lockstep, with the reason for each.
 
 To *patch* a function is to replace it, for the rest of the process, by one that calls the original
-and also tells the `Recorder` of the call. `recorder.calls`, `recorder.inputs` and so on record one
+and also informs the `Recorder`. Its parts `recorder.calls`, `recorder.inputs` and so on record one
 subject each. `FunctionMode` sees all calls of torch's functions, and `Determinism` changes some of
-them, such as dropout. Where torch has public hooks (optimizer steps, forward passes), those serve.
+them, such as dropout. Torch's public hooks are used where there are any, for optimizer steps and
+forward passes.
 
 The patches, in the order below:
 
-- to compare what can be compared: the default dtype, autocast, `torch.compile`, activation
-  checkpointing, Lockstep's checkpoints; saving and opening files in `saved_files` and `files`
-- to see the training: backward passes, collectives, DDP, gradient clipping, learning rate
+- to make runs comparable: the default dtype, autocast, `torch.compile`, activation checkpointing,
+  Lockstep's checkpoints; saving and opening files in `saved_files` and `files`
+- to observe the training: backward passes, collectives, DDP, gradient clipping, learning rate
   schedules, optimizers, seeds, samplers, hooks on tensors
-- to see or replace batches: DataLoaders of torch and of Lockstep
-- to refuse what cannot be recorded: ranks that the script starts itself
+- to observe or replace batches: DataLoaders of torch and of Lockstep
+- to refuse what cannot be recorded: ranks that the script starts by itself
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ MOVING_FUNCTIONS = (
 WORLD_COLLECTIVES = ("sum", "mean", "max", "min", "broadcast", "gather")
 CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 INDICES_ATTRIBUTE = "_lockstep_indices"
-"""Attribute of a DataLoader's iterator: the indices of batches that were not handed out yet."""
+"""Name of the attribute in which a DataLoader's iterator keeps the indices of pending batches."""
 
 
 def install(
@@ -115,17 +116,18 @@ def install(
     """Applies all patches to this process.
 
     Args:
-        recorder: is told of everything.
-        mode: sees every call of torch's functions.
-        config: how the script is run.
-        folder: for the files that the script saves.
-        kept_batches: where batches are written to, or read from.
+        recorder: recorder that is informed of everything.
+        mode: function mode, which is entered here and then sees every call of torch's functions.
+        config: settings of the run.
+        folder: folder for the files that the script saves.
+        kept_batches: writer that keeps the batches of this run, or reader that replaces them with
+            the batches of another run.
     """
     _refuse_own_ranks(recorder.note_own_process, config.nproc)
 
-    # To see the training.
+    # To observe the training.
     recorder.state.branches.install()
-    add_to_every_run(recorder)  # it listens to Lockstep's steps as an extension
+    add_to_every_run(recorder)  # the recorder is an extension, which sees Lockstep's steps
     register_optimizer_step_pre_hook(recorder.optimizers.before_step)
     register_optimizer_step_post_hook(recorder.optimizers.after_step)
     register_module_forward_pre_hook(recorder.forwards.enter_module)
@@ -138,71 +140,70 @@ def install(
     _watch_seeds_and_epochs(recorder)
     _watch_tensor_hooks(recorder)
 
-    # To see or replace batches.
+    # To observe or replace batches.
     _record_sample_indices(mode)
-
     if kept_batches is not None:
         _number_loaders(kept_batches)
-
     _watch_loaders(recorder, mode, kept_batches)
-
     if config.batch_times > 1:
         _enlarge_batches(recorder, config.batch_times)
 
-    # To compare what can be compared.
+    # To make runs comparable.
     if mode.determinism.double:
         _compute_in_float64(mode)
-
     _disable_compile(mode.determinism)
     _disable_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
-    FilesBefore(folder.parent).watch()  # to restore files of the user's after the run
+    FilesBefore(folder.parent).watch()  # to restore the user's files after the run
 
-    # The mode is never left: from here on it sees all calls of torch's functions.
+    # The mode is never exited: from here on, it sees all calls of torch's functions.
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def install_for_bits(
     recorder: BitRecorder, determinism: Determinism, config: RunConfig, folder: Path
 ) -> None:
-    """Applies to this process the few patches with which bits are compared.
+    """Applies the few patches that are needed to compare runs bit by bit.
 
-    None of them changes what the script computes, except that it is not compiled.
+    Nothing that the script computes is changed, except that `torch.compile` is switched off.
 
     Args:
-        recorder: is told of Lockstep's steps as an extension.
-        determinism: notes what is switched off.
-        config: how the script is run.
-        folder: for the files that the script saves.
+        recorder: recorder that listens to Lockstep's steps as an extension.
+        determinism: counts what is switched off.
+        config: settings of the run.
+        folder: folder for the files that the script saves.
     """
     _refuse_own_ranks(recorder.note_own_process, config.nproc)
     add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
 
-    def after_joining(_: World, run: Run, *__: Any) -> None:
+    def after_world_init(_: World, run: Run, *__: Any) -> None:
         recorder.note_settings(run.settings)
 
-    _wrap(World, "__init__", after=after_joining)
+    _wrap(World, "__init__", after=after_world_init)
+
     original_iter = Loader.__iter__
 
     def iterate(self: Loader) -> Iterator[Any]:
-        """Takes the place of `iter(loader)`: the script ends once enough steps are recorded."""
+        """Replaces `Loader.__iter__`, to end the script once enough steps are recorded."""
         return _until_enough(recorder.state, original_iter(self))
 
     Loader.__iter__ = iterate  # type: ignore[method-assign]
+
     _disable_compile(determinism)
     _disable_checkpoints(determinism)
     SavedFiles(folder).patch(determinism)
     FilesBefore(folder.parent).watch()
 
 
-# To compare what can be compared
+# To make runs comparable
 
 
 def _compute_in_float64(mode: FunctionMode) -> None:
-    """Patches what would make the script compute in another precision than float64.
+    """Patches everything that would make the script compute in another precision than float64.
 
-    Rounding in float32 differs with the order of sums, which differs between numbers of processes.
+    In float32, sums that are computed in another order on several processes would differ by
+    rounding.
     """
     mode.determinism.make_float64_default()
     torch.set_default_dtype = mode.determinism.set_script_dtype
@@ -211,14 +212,14 @@ def _compute_in_float64(mode: FunctionMode) -> None:
 
 
 def _disable_autocast(determinism: Determinism) -> None:
-    """Patches `torch.autocast`, which would compute in float16 or bfloat16."""
+    """Patches `torch.autocast` to do nothing; it would compute in float16 or bfloat16."""
     autocast: Any = torch.autocast
     original_init = autocast.__init__
 
     def disabled(
         context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
     ) -> None:
-        """Takes the place of `torch.autocast.__init__`: the context changes nothing."""
+        """Replaces `torch.autocast.__init__`, and always builds a disabled context."""
         if enabled:
             determinism.switched_off["autocast"] += 1
         original_init(context, device_type, dtype, enabled=False, **options)
@@ -227,28 +228,27 @@ def _disable_autocast(determinism: Determinism) -> None:
 
 
 def _see_recomputed_activations(mode: FunctionMode) -> None:
-    """Patches `torch.utils.checkpoint.checkpoint`, which recomputes activations in backward passes.
+    """Patches `torch.utils.checkpoint.checkpoint`, so that recomputed activations are in float64
+    too.
 
-    Torch switches the function mode off inside of a call of torch, and the backward pass is one.
-    The mode is switched on again here, so that activations are recomputed in float64 as they were
-    computed.
+    Torch disables a function mode within a call of torch, and the backward pass is such a call. The
+    mode is therefore enabled again while activations are recomputed.
     """
     module: Any = torch.utils.checkpoint
     original_checkpoint = module.checkpoint
 
     @wraps(original_checkpoint)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of `torch.utils.checkpoint.checkpoint`."""
+        """Replaces `torch.utils.checkpoint.checkpoint`."""
 
         def compute(*inputs: Any, **options: Any) -> Any:
-            """Calls the checkpointed function: in the forward pass, and again in the backward pass.
-
-            In the backward pass torch has switched `mode` off.
-            """
+            """Calls the checkpointed function, in the forward and again in the backward pass."""
             is_recomputed = mode.in_backward
             if not is_recomputed:
                 return function(*inputs, **options)
-            # `mode` is switched on again, and told that this is a forward pass inside of it.
+
+            # Torch has disabled the mode for the backward pass, so it is entered again. It must
+            # treat the recomputation as a forward pass.
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
 
@@ -258,13 +258,15 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
 
 
 def _disable_compile(determinism: Determinism) -> None:
-    """Patches `torch.compile`: its tracer would follow the recorder's hooks."""
+    """Patches `torch.compile` to do nothing, because it would trace through the recorder's
+    hooks.
+    """
     original_compile: Any = torch.compile
 
     @wraps(original_compile)
     def disabled(model: Any = None, **options: Any) -> Any:
-        # Without a model, as in `@torch.compile(mode=...)`, it returns a decorator, which calls
-        # this function again with the model.
+        # Without a model, as in `@torch.compile(mode=...)`, this call returns a decorator. The
+        # decorator then calls this function again, with the model.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return original_compile(model, **{**options, "disable": True})
@@ -273,12 +275,14 @@ def _disable_compile(determinism: Determinism) -> None:
 
 
 def _disable_checkpoints(determinism: Determinism) -> None:
-    """Patches Lockstep's checkpoints: one run would resume what another has saved."""
+    """Patches Lockstep's `Checkpoint` to do nothing; one run would resume what another one has
+    saved.
+    """
     checkpoint_class: Any = Checkpoint
     original_init = checkpoint_class.__init__
 
     def init(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
-        """Builds a `Checkpoint` that says why it does nothing."""
+        """Replaces `Checkpoint.__init__`, and leaves a note why nothing is resumed."""
         determinism.switched_off["checkpoints (neither resumed nor saved)"] += 1
         original_init(checkpoint, *args, **kwargs)
         checkpoint.last_resume_note = "nothing is resumed while the script is verified"
@@ -293,26 +297,28 @@ def _disable_checkpoints(determinism: Determinism) -> None:
     checkpoint_class.wait = do_nothing
 
 
-# To see the training
+# To observe the training
 
 
 def _watch_backward_passes(recorder: Recorder) -> None:
     """Patches `torch.autograd.backward`, to see losses and the gradients of each backward pass.
 
-    `Tensor.backward` calls it too. A backward pass inside of another one, as reentrant activation
-    checkpointing makes it, is not the script's.
+    `Tensor.backward` calls this function too. A backward pass within another one comes from
+    reentrant activation checkpointing, and is ignored.
     """
 
     def before(tensors: Any, *_: Any, **__: Any) -> None:
-        """Records the loss; with several tensors, or one of several numbers, there is none."""
+        """Records the loss, if the backward pass starts from a single scalar."""
         loss = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             loss = tensors[0]
+
         is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
         if is_scalar and not in_backward_pass():
             recorder.losses.begin_backward(loss)
 
     def after(*_: Any, **__: Any) -> None:
+        """Records the gradients that the backward pass has left."""
         if not in_backward_pass():
             recorder.gradients.end_backward()
 
@@ -320,7 +326,7 @@ def _watch_backward_passes(recorder: Recorder) -> None:
 
 
 def _watch_collectives(recorder: Recorder) -> None:
-    """Patches the collectives of torch and of `World`, to see what ranks exchange."""
+    """Patches the collectives of torch and of `World`, to see what the ranks exchange."""
     for name in (*GATHERING_FUNCTIONS, *REDUCING_FUNCTIONS, *MOVING_FUNCTIONS):
         if hasattr(dist, name):
             _watch_torch_collective(recorder, name)
@@ -330,20 +336,19 @@ def _watch_collectives(recorder: Recorder) -> None:
 
 
 def _watch_torch_collective(recorder: Recorder, name: str) -> None:
-    """Patches a function of `torch.distributed`, to see its input, or what an all-reduce leaves.
-
-    Arguments may be given by place or by name.
+    """Patches a collective of `torch.distributed`, to see its input and the result of an
+    all-reduce.
     """
 
     def before(*args: Any, **kwargs: Any) -> None:
-        """Records a call with its input, unless Lockstep itself calls."""
-        # Frame 0 is this function, frame 1 the patch, and frame 2 the caller of the collective.
+        """Records the call and its input, unless Lockstep itself has made the call."""
+        # Frame 0 is this function, frame 1 the patched function, and frame 2 its caller.
         caller = sys._getframe(2)
         if not _is_of_lockstep(caller.f_globals["__name__"]):
             _record_torch_collective(recorder, name, args, kwargs)
 
     def after(*args: Any, **kwargs: Any) -> None:
-        """Records the result of an all-reduce; an asynchronous one has none yet."""
+        """Records the result of an all-reduce, unless it is still running in the background."""
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
             recorder.gradients.record_reduced(tensor)
@@ -357,14 +362,14 @@ def _record_torch_collective(
     """Records a call of a collective of `torch.distributed`, with its input.
 
     Args:
-        recorder: is told of the call.
-        name: of the collective, such as "all_reduce".
-        args: of the call.
-        kwargs: of the call.
+        recorder: recorder that is informed of the call.
+        name: name of the collective, such as "all_reduce".
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     if name in GATHERING_FUNCTIONS:
-        # all_gather(tensor_list, tensor) or all_gather_into_tensor(output_tensor, input_tensor)
-        # fill their first argument, without a gradient.
+        # all_gather(tensor_list, tensor) and all_gather_into_tensor(output_tensor, input_tensor)
+        # fill their first argument, through which no gradient flows.
         output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
         recorder.calls.record(name, tensor, output)
@@ -374,7 +379,7 @@ def _record_torch_collective(
 
 
 def _input_by_name(kwargs: dict[str, Any]) -> Any:
-    """Returns the input of a collective that is passed by its name; None if it has another one."""
+    """Returns the input of a collective that is passed by keyword; None if there is none."""
     return kwargs.get("tensor", kwargs.get("input_tensor"))
 
 
@@ -384,32 +389,32 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
     @wraps(original)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the original, and records a call for each tensor of the value.
-
-        A gather without `gradient=True` loses the gradient of its input.
-        """
+        """Calls the original, and records one call for each exchanged tensor."""
         calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
         result = original(world, value, *args, **kwargs)
-        if world.size > 1:  # on one process nothing is exchanged
+
+        if world.size > 1:  # otherwise, nothing was exchanged
+            # No gradient flows through a gather, unless the script asks for it.
             loses_gradient = name == "gather" and not kwargs.get("gradient")
             recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
+
         return result
 
     setattr(World, name, collective)
 
 
 def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
-    """Patches DDP, to see what it wraps and whether the script gives it a communication hook."""
+    """Patches DDP, to see which modules it wraps and whether it gets a communication hook."""
 
     def before_init(_: Any, module: Any, *__: Any, **___: Any) -> None:
-        # Converted to float64 now, since DDP keeps references to the parameters.
+        # DDP keeps references to the parameters, so they are converted to float64 before.
         determinism.prepare_module(module)
 
     def after_init(wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
         recorder.forwards.add_ddp(wrapper)
 
     def before_comm_hook(*_: Any, **__: Any) -> None:
-        caller = sys._getframe(2)  # whoever called DDP's method
+        caller = sys._getframe(2)  # frame 1 is the patched method, and frame 2 its caller
         if not _is_of_lockstep(caller.f_globals["__name__"]):
             recorder.state.models.comm_hook_line = user_line() or "somewhere"
 
@@ -418,25 +423,30 @@ def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
 
 
 def _watch_gradient_clipping(recorder: Recorder) -> None:
-    """Patches torch's clipping functions, to see gradients before they are clipped."""
+    """Patches torch's clipping functions, to see the gradients before they are clipped."""
     utils: Any = torch.nn.utils
     for name in CLIPPING_FUNCTIONS:
         clip = partial(recorder.gradients.clip, getattr(utils, name))
         setattr(utils, name, clip)
-        setattr(utils.clip_grad, name, clip)  # the module that defines them
+        setattr(utils.clip_grad, name, clip)  # the module that defines these functions
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
-    """Patches optimizers and schedulers, to see when they are built and who sets a rate."""
+    """Patches optimizers and schedulers, to see when they are constructed and who sets learning
+    rates.
+    """
 
     def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        """Notes an optimizer that is being built, and watches who sets the rate of its group.
+        """Records a new parameter group, and its optimizer if it is being constructed.
 
-        The constructor of every optimizer calls this for each of its parameter groups.
+        The constructor of every optimizer calls `add_param_group` for each of its groups.
         """
-        recorder.state.step_draws.restart()  # numbers drawn so far initialized the model
+        # Random numbers drawn so far have initialized the model.
+        recorder.state.step_draws.restart()
+
         # The new group remembers which line of the script sets its learning rate.
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
+
         built = recorder.state.models.built_optimizers
         if optimizer not in built:
             built.append(optimizer)
@@ -457,9 +467,10 @@ def _watch_optimizers(recorder: Recorder) -> None:
 
 
 def _watch_seeds_and_epochs(recorder: Recorder) -> None:
-    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`.
+    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`, to explain differences by
+    them.
 
-    Ranks that seed alike, or a sampler that is never given an epoch, explain a difference.
+    Examples are ranks that use the same seed, or a sampler whose epoch is never set.
     """
 
     def before_epoch(sampler: Any, *_: Any, **__: Any) -> None:
@@ -474,21 +485,23 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
     original_register: Any = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        """Takes the place of `Tensor.register_hook`: a hook of the script's own is watched."""
+        """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
         caller = sys._getframe(1)
-        is_of_torch = caller.f_globals["__name__"].startswith("torch.")
+        is_called_by_torch = caller.f_globals["__name__"].startswith("torch.")
         line = user_line()
-        if is_of_torch or not line:  # without a line of the user's, it is a hook of a library
+        if is_called_by_torch or not line:  # without a user's line, a library registers the hook
             return original_register(self, hook)
 
         def watched_hook(gradient: Tensor) -> Any:
             """Calls the hook, and records whether it returns another gradient."""
             result = hook(gradient)
-            # Only the gradient of a leaf is what an optimizer steps with. A hook that returns None
-            # leaves it as it is.
+
+            # An optimizer steps with gradients of leaf tensors only. A hook that returns None
+            # leaves the gradient unchanged.
             has_result = isinstance(result, Tensor) and isinstance(gradient, Tensor)
             if self.is_leaf and has_result and not result.equal(gradient):
                 recorder.calls.record_hook(line)
+
             return result
 
         return original_register(self, watched_hook)
@@ -496,35 +509,34 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
-# To see or replace batches
+# To observe or replace batches
 
 
 def _record_sample_indices(mode: FunctionMode) -> None:
-    """Lets iterators of DataLoaders keep the indices that they draw until the batch is handed out.
+    """Patches DataLoader iterators to keep the sample indices of each batch until it is handed out.
 
-    With worker processes, the indices of several batches are drawn before the first batch comes.
+    With worker processes, the indices of several batches are drawn before the first batch is ready.
     """
 
     def draw_indices(iterator: Any, draw: Callable[[], Any]) -> Any:
-        """Draws the indices of the next batch, and keeps them on the loader's iterator."""
-        # Drawing the order of samples does not count as a draw: the order itself is compared.
+        """Draws the sample indices of the next batch, and keeps them on the iterator."""
+        # The order of samples is compared by itself, so its random draws are not recorded.
         with mode.draws.paused():
             indices = draw()
         _pending_indices(iterator).append(indices)
         return indices
 
     def forget_indices(iterator: Any) -> None:
-        """Forgets the indices of the last pass: persistent workers begin another one."""
+        """Clears the indices of the last pass, because persistent workers begin another one."""
         vars(iterator).pop(INDICES_ATTRIBUTE, None)
 
     watch_indices(draw_indices, forget_indices)
 
 
 def _pending_indices(iterator: Any) -> deque[Any]:
-    """Returns the indices of batches that an iterator of a DataLoader has not handed out yet.
+    """Returns the queue of sample indices for batches that an iterator has not handed out yet.
 
-    The queue is made on first use and stays an attribute of the iterator: whoever adds indices, or
-    takes them out, changes it for all.
+    The queue is created on first use and stored on the iterator.
     """
     attributes = vars(iterator)
     if INDICES_ATTRIBUTE not in attributes:
@@ -534,13 +546,13 @@ def _pending_indices(iterator: Any) -> deque[Any]:
 
 
 def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
-    """Numbers the script's DataLoaders as they are built, to find the batches of each again.
+    """Patches `DataLoader.__init__`, to number the script's loaders in the order of construction.
 
-    In the run that reads the batches of another run, `len(loader)` is the length that the loader
-    had there.
+    The number identifies the same loader in another run. In a run that reads the batches of another
+    run, `len(loader)` also becomes the length that the loader had there.
 
     Args:
-        kept_batches: a writer of batches, or a reader of those of the other run.
+        kept_batches: writer of batches, or reader of the batches of the other run.
     """
 
     def after_init(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
@@ -555,10 +567,11 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     original_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
-        """Takes the place of `len(loader)`: the length in the other run, if it is known."""
+        """Replaces `DataLoader.__len__`: returns the length in the other run, if it is known."""
         kept_length = kept_batches.length(self)
         if kept_length is not None:
             return kept_length
+
         own_length: int = original_len(self)
         return own_length
 
@@ -568,13 +581,13 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
 def _watch_loaders(
     recorder: Recorder, mode: FunctionMode, kept_batches: BatchWriter | BatchReader | None
 ) -> None:
-    """Patches the iteration of DataLoaders, to see batches, and to keep or replace them.
+    """Patches the iteration of DataLoaders, to see their batches, and to keep or replace them.
 
     Args:
-        recorder: is told of each batch.
-        mode: sees every call of torch's functions.
-        kept_batches: a writer, to which batches are written; or a reader, whose batches take the
-            place of the loader's own; or None.
+        recorder: recorder that is informed of each batch.
+        mode: function mode, which sees every call of torch's functions.
+        kept_batches: writer that keeps each batch, or reader whose batches replace those of the
+            loader, or None.
     """
     original_iter = DataLoader.__iter__
     original_lockstep_iter = Loader.__iter__
@@ -582,16 +595,15 @@ def _watch_loaders(
     writer = kept_batches if isinstance(kept_batches, BatchWriter) else None
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        """Takes the place of `iter(loader)` for DataLoaders of torch.
+        """Replaces `DataLoader.__iter__` for torch's DataLoaders.
 
-        If there is a `reader` and the batches are to be trained on, its batches take the place of
-        the loader's own.
+        In training, the batches of the other run are used instead if there is a `reader`.
         """
-        # Loaders of Lockstep have a DataLoader inside. They are patched themselves.
+        # This is the DataLoader inside one of Lockstep's loaders, which are patched below.
         if _is_lockstep_dataset(self.dataset):
             return original_iter(self)
 
-        is_training = torch.is_grad_enabled()  # in an evaluation gradients are off
+        is_training = torch.is_grad_enabled()  # gradients are off during evaluation
         if is_training:
             recorder.inputs.begin_pass(self)
 
@@ -601,9 +613,9 @@ def _watch_loaders(
         return _iterate_recorded(recorder, mode, self, original_iter(self), writer)
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
-        """Takes the place of `iter(loader)` for loaders of Lockstep: converts their batches.
+        """Replaces `Loader.__iter__`, to convert the batches of Lockstep's loaders to float64.
 
-        The recorder is told of these batches as an extension of the run.
+        They are not recorded here: the recorder sees them as an extension of the run.
         """
         batches = _until_enough(recorder.state, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
@@ -615,7 +627,7 @@ def _watch_loaders(
 def _iterate_kept(
     recorder: Recorder, loader: DataLoader[Any], reader: BatchReader
 ) -> Iterator[Any]:
-    """Yields the batches that the ranks of the other run were handed, joined, and records them."""
+    """Records and yields the batches of the other run, in which those of all ranks are joined."""
     name_of_pass = reader.begin_pass(loader)
     for batch, ids in _until_enough(recorder.state, reader.batches(name_of_pass)):
         recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
@@ -629,27 +641,27 @@ def _iterate_recorded(
     iterator: Iterator[Any],
     writer: BatchWriter | None,
 ) -> Iterator[Any]:
-    """Yields the batches of a DataLoader in float64.
+    """Yields the batches of a DataLoader, in float64.
 
-    Batches that are trained on are recorded, and written for the other run if there is a writer.
-    Those of an evaluation, in which gradients are off, are not.
+    Batches for training are recorded, and kept for another run if there is a writer. Batches for
+    evaluation, when gradients are off, are neither recorded nor kept.
 
     Args:
-        recorder: is told of each batch.
-        mode: sees the random numbers that are drawn while a batch is read.
+        recorder: recorder that is informed of each batch.
+        mode: function mode, which sees the random numbers that are drawn while a batch is read.
         loader: the DataLoader.
-        iterator: what it returned for `iter(loader)`.
-        writer: writes the batches; None: they are not written.
+        iterator: iterator that `iter(loader)` returned.
+        writer: writer that keeps the batches for another run; None to keep none.
     """
     pending_indices = _pending_indices(iterator)
     batches = _until_enough(recorder.state, iterator)
 
     if not torch.is_grad_enabled():
         writer = None
-
     name_of_pass = "" if writer is None else writer.begin_pass(loader)
+
     for number in count():
-        # What is drawn while the batch is read belongs to the batch.
+        # Random numbers that are drawn while the batch is read belong to the batch.
         mode.draws.restart()
         streams_before = stream_digests()
 
@@ -658,8 +670,8 @@ def _iterate_recorded(
         except StopIteration:
             return
 
-        # The iterator draws indices before it reads a batch. That of a subclass of DataLoader may
-        # draw none.
+        # The iterator has drawn the indices of this batch before. The iterator of a subclass of
+        # DataLoader may work without indices.
         ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
         if torch.is_grad_enabled():
             drawn = mode.draws.since_restart() | moved_streams(streams_before)
@@ -672,10 +684,10 @@ def _iterate_recorded(
 
 
 def _until_enough(state: RecorderState, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches, and ends the script by an exception once enough steps are recorded.
+    """Yields the batches of an iterator, and ends the script once enough steps are recorded.
 
-    The script is ended before a batch is read that would not be compared: reading it may take
-    longer than all else.
+    The script is ended before the next batch is read, which would not be compared, and which may
+    take long to read.
     """
     while True:
         if torch.is_grad_enabled():  # never in the middle of an evaluation
@@ -687,9 +699,10 @@ def _until_enough(state: RecorderState, iterator: Iterator[Any]) -> Iterator[Any
 
 
 def _as_numbers(indices: Any) -> list[int] | None:
-    """Returns the indices of a batch as integers; None if there are none, or if one is no integer.
+    """Returns the indices of a batch as integers.
 
-    A dataset may have other keys, such as texts or pairs.
+    The result is None if there are no indices, or if the dataset uses other keys, such as texts or
+    pairs.
     """
     if not isinstance(indices, list | tuple) or not indices:
         return None
@@ -699,16 +712,16 @@ def _as_numbers(indices: Any) -> list[int] | None:
 
 
 def _enlarge_batches(recorder: Recorder, times: int) -> None:
-    """Patches `DataLoader.__init__`, to multiply batch sizes: see `larger_batches`."""
+    """Patches `DataLoader.__init__`, to multiply batch sizes (see `larger_batches`)."""
     original_init: Any = DataLoader.__init__
     signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        """Takes the place of `DataLoader.__init__`: makes the batches `times` as large.
+        """Replaces `DataLoader.__init__`, to make the batches `times` as large.
 
-        A loader without a batch size is built as it is. Its line is noted, for the verdict.
+        If that is not possible, the loader stays as it is, and the verdict mentions its line.
         """
-        arguments = signature.bind(self, *args, **kwargs).arguments  # by name, with "self"
+        arguments = signature.bind(self, *args, **kwargs).arguments  # by name, including "self"
         if not _is_lockstep_dataset(arguments["dataset"]):
             try:
                 enlarge(arguments, times)
@@ -723,35 +736,37 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 
 
 def _refuse_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
-    """Patches the start of processes: a rank that the script starts itself cannot be recorded.
+    """Patches functions that start processes, because ranks that the script starts are not
+    recorded.
 
-    `torch.multiprocessing.spawn` and `start_processes` start ranks, and raise an error. A `Process`
-    may be a helper. It is a rank if it opens a process group with more than `nproc` ranks, which
-    raises an error then.
+    `torch.multiprocessing.spawn` and `start_processes` always start ranks, so they raise an error.
+    A `Process` may be a helper. It is taken for a rank, and raises an error, if it opens a process
+    group with more than `nproc` ranks.
 
     Args:
-        note_own_process: called with the user's line that starts a process.
-        nproc: how many ranks `lockstep verify` has started.
+        note_own_process: called with the line of the script that starts a process.
+        nproc: number of ranks that `lockstep verify` has started.
     """
     original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        """Takes the place of `process.start`.
+        """Replaces `Process.start`.
 
-        If the script itself calls it, a process group with more than `nproc` ranks is an error in
-        the new process.
+        If the script itself calls it, the new process must not open a process group with more than
+        `nproc` ranks.
         """
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             note_own_process(user_line() or "")
-            # The new process executes `process.run`: it first forbids larger groups, and then does
-            # what it would have done.
+
+            # The new process executes `process.run`. It is replaced by a function that first
+            # forbids larger groups, and then calls the original.
             run = partial(refuse_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
 
         original_start(process)
-        # In this process, the attribute would refer to the process itself, and it would never be
-        # freed.
+
+        # In this process, the attribute would be a reference cycle, which keeps the object alive.
         vars(process).pop("run", None)
 
     replace_start_processes(refuse_own_ranks)
@@ -772,19 +787,19 @@ def _wrap(
     before: Callable[..., Any] = _do_nothing,
     after: Callable[..., Any] = _do_nothing,
 ) -> None:
-    """Patches a function to call others before and after it, with the same arguments.
+    """Patches a function so that others are called before and after it, with the same arguments.
 
     In `before` and `after`, `sys._getframe(2)` is the frame that called the patched function.
 
     Args:
-        owner: a module or a class.
-        name: of its function.
-        before: called before it.
-        after: called after it, unless it raises an error.
+        owner: module or class that the function belongs to.
+        name: name of the function.
+        before: function that is called before it.
+        after: function that is called after it, unless it raises an error.
     """
     function = getattr(owner, name)
 
-    @wraps(function)  # `FunctionMode` knows functions by their names
+    @wraps(function)  # `FunctionMode` recognizes functions by their names
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
         result = function(*args, **kwargs)
@@ -799,5 +814,7 @@ def _is_of_lockstep(module_name: str) -> bool:
 
 
 def _is_lockstep_dataset(dataset: Any) -> bool:
-    """True for the dataset inside of one of Lockstep's loaders, which has batches of its own."""
+    """True for the dataset inside one of Lockstep's loaders, which is not a dataset of the
+    script.
+    """
     return _is_of_lockstep(type(dataset).__module__)

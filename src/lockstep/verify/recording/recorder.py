@@ -1,8 +1,9 @@
-"""Looks on at a script's training in one rank, and records every update of every optimizer.
+"""Observes a script's training on one rank, and records every update of every optimizer.
 
-The recorder only sees calls and values. It listens to Lockstep's steps as an `Extension`;
-torch's hooks and the functions that `patches` replaces call its parts, each of which records one
-subject: `inputs`, `forwards`, `losses`, `gradients`, `optimizers`, `calls`, and `foreign_steps`.
+The recorder is an `Extension` that listens to Lockstep's steps. In addition, torch's hooks and the
+functions that `patches` replaces call its parts, each of which records one subject: `inputs`,
+`forwards`, `losses`, `gradients`, `optimizers`, `calls` and `foreign_steps`. An *update* is one
+step of one optimizer.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from lockstep.verify.tolerance import Array
 
 
 class Recorder(Extension):
-    """The recorder of one rank.
+    """Records the training on one rank.
 
     Args:
-        writer: writes the updates of this rank.
-        config: how the script is run, and after how many steps it ends.
-        mode: sees every call of torch's functions.
+        writer: writer for the updates of this rank.
+        config: settings of the run, including the number of steps after which it ends.
+        mode: function mode, which sees every call of torch's functions.
     """
 
     def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
@@ -47,74 +48,81 @@ class Recorder(Extension):
         mode.writes.on_write_by_hand = self.foreign_steps.record_gradient_of_write
 
         self.by_choice = ""
-        """What the script has chosen that changes its results, and that is left out."""
+        """Option of the script that changes results on purpose, such as compressed gradients."""
         self.own_process_line = ""
-        """The line that started the first process of the script's own; empty if none was."""
+        """The line of the script that started the first process of its own; empty if none did."""
         self.line_of_loader_not_enlarged = ""
-        """The line of a DataLoader whose batches could not be made larger; empty without one."""
+        """The line of the first DataLoader whose batches could not be enlarged; empty if none."""
 
-    # What Lockstep's steps tell
+    # Events of Lockstep's steps
 
     @guarded
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Adds a module that `World.prepare` has wrapped to the models that are recorded."""
+        """Adds a module that `World.prepare` has wrapped to the recorded models."""
         module = wrapped.module
-        # A strategy sets this attribute on its module if the user has chosen something that changes
-        # the results, such as compressed gradients. The first one is reported.
+        # A strategy sets this attribute on its module if the user has chosen an option that changes
+        # the results, such as compressed gradients. The first such option is reported.
         if not self.by_choice:
             self.by_choice = vars(module).get("by_choice", "")
         self.forwards.add_prepared(module)
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Records a micro-batch that a loader of Lockstep's hands out."""
+        """Records a micro-batch that one of Lockstep's loaders hands out."""
         self.inputs.record_lockstep_batch(batch)
 
     @guarded
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Records a loss whose backward pass `World.backward` is about to run.
+        """Records the loss of a micro-batch, before `World.backward` runs the backward pass.
 
         Args:
-            weighted_loss: the loss times the scale of the micro-batch.
-            micro_batch: from which it was computed.
+            weighted_loss: loss multiplied by the scale of the micro-batch.
+            micro_batch: micro-batch that the loss was computed from.
         """
         loss = weighted_loss
-        # A micro-batch that only keeps this rank in step with others has the scale 0. Its loss
-        # counts as 0, but may be NaN, as the mean over no samples is.
+        # A micro-batch with the scale 0 has no samples and only keeps this rank in step with the
+        # others. Its loss may be NaN, as the mean over no samples, but contributes 0.
         if micro_batch.scale == 0:
             loss = weighted_loss.new_zeros(())
         self.losses.record_weighted(loss)
 
-    # What patches tell
+    # Called by patches
 
     def note_own_process(self, line: str) -> None:
-        """Notes the line at which the script has started a process; the first one is kept."""
+        """Records the line at which the script started a process of its own; only the first is
+        kept.
+        """
         self.own_process_line = self.own_process_line or line
 
     def note_loader_not_enlarged(self, line: str) -> None:
-        """Notes the line of a DataLoader whose batches cannot be made larger; the first is kept."""
+        """Records the line of a DataLoader whose batches cannot be enlarged; only the first is
+        kept.
+        """
         self.line_of_loader_not_enlarged = self.line_of_loader_not_enlarged or line
 
-    # What is told when the script has ended
+    # The end of the script
 
     @property
     def backward_passes(self) -> int:
-        """Backward passes since the last optimizer step of this rank."""
+        """Number of backward passes since the last optimizer step of this rank."""
         return len(self.state.update.losses)
 
     @property
     def backward_passes_without_step(self) -> int:
-        """Backward passes since the parameters of a rank without an optimizer changed last."""
+        """Number of backward passes since the last update, on a rank without an optimizer;
+        otherwise 0.
+        """
         return 0 if self.state.has_optimizer else len(self.state.update.losses)
 
     @guarded
     def final_parameters(self) -> dict[str, Array]:
-        """Returns summaries of the parameters that the next update begins with.
+        """Returns summaries of the parameters that the next update would start with, by name.
 
-        Empty on a rank that has joined (`Join`): it gets the parameters of the others later.
+        The result is empty on a rank that has joined (`Join`), because it receives the parameters
+        of the other ranks later.
         """
         if self.state.has_joined:
             return {}
-        # The next update may have begun: then it began with the parameters of that moment.
+        # The next update has already begun, with the parameters at its first forward pass.
         if self.state.update.began_with_forward:
             return self.state.notes.parameters_at_start
         return self.state.models.whole_parameters()

@@ -1,10 +1,10 @@
-"""Finds losses and models in which one sample influences another sample of its batch.
+"""Detects losses and models in which one sample of a batch influences another one.
 
-Such a loss (a contrastive one, a batch normalization) gives other numbers on several processes,
-as each sees a part of the batch. It is found by derivatives: the samples are split into two groups
-by one bit of their number, for each bit in turn. If a weighted sum over the outputs of one group
-has a gradient by inputs of the other group, samples are *coupled*. Any two samples differ in some
-bit, so log2(samples) splits are enough.
+Such a loss (a contrastive loss, or one behind batch normalization) gives other results on several
+processes, since each sees only a part of the batch. The test uses derivatives: the samples are
+split into two groups by one bit of their number, for each bit in turn. If a weighted sum over the
+outputs of one group has a gradient with respect to inputs of the other group, the samples are
+*coupled*. Any two samples differ in some bit, so log2(samples) splits are enough.
 """
 
 from __future__ import annotations
@@ -17,64 +17,66 @@ import torch
 from torch import Tensor
 
 MAX_VALUES = 10_000_000
-"""Larger outputs are not differentiated: it would take too long."""
+"""Larger outputs are not tested, because it would take too long."""
 MIN_RELATIVE_GRADIENT = 1e-9
-"""A gradient below this share of the largest one is rounding."""
+"""Gradients below this fraction of the largest one are only rounding."""
 DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
-"""Autograd nodes that torch cannot differentiate twice, or not where a distance is zero."""
+"""Autograd nodes that torch cannot differentiate twice, at least not for a distance of zero."""
 
 
 def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
-    """True if the loss's gradient by one sample's output depends on another sample's output.
+    """True if the gradient for one sample's output depends on the outputs of other samples.
 
-    This takes second derivatives. A dependence that does not change with small changes of the
-    outputs (the order in which samples are sorted, a detached weight) has none and is not found.
-    Neither is one that torch cannot differentiate twice, except for distances between outputs.
+    The test takes second derivatives of the loss. It does not find a dependence that stays the same
+    under small changes of the outputs, such as a sort order or a detached weight, nor one that
+    torch cannot differentiate twice, except for distances between outputs.
 
     Args:
-        loss: a scalar.
-        outputs: what the models returned.
-        samples: number of samples.
+        loss: a scalar loss.
+        outputs: outputs of the models.
+        samples: number of samples in the batch.
     """
     if samples <= 1 or not loss.requires_grad:
         return False
 
-    # A contrastive model may compute two views of each sample in one call, and return one row for
-    # each view. An output with more rows, such as one for each token, is left out: which rows
-    # belong to which sample is not known.
+    # A contrastive model may return two rows for each sample, one for each view of it. With more
+    # rows, such as one for each token, it is not known which rows belong to which sample.
     possible_rows = (samples, 2 * samples)
-    outputs = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in possible_rows]
-    if not outputs or sum(t.numel() for t in outputs) > MAX_VALUES:
+    tested = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in possible_rows]
+    if not tested or sum(t.numel() for t in tested) > MAX_VALUES:
         return False
 
-    # torch raises RuntimeError for a function without a second derivative.
+    # Torch raises RuntimeError for a function without a second derivative.
     with suppress(RuntimeError):
-        gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
-        if _samples_are_coupled(gradients, outputs, samples):
+        gradients = torch.autograd.grad(loss, tested, create_graph=True, materialize_grads=True)
+        if _samples_are_coupled(gradients, tested, samples):
             return True
 
-    return _measures_distances(loss, outputs)
+    return _measures_distances(loss, tested)
 
 
 def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
-    """True if one sample's output depends on another sample's hidden activation.
+    """True if a model's output for one sample depends on the hidden activation of another sample.
 
     Args:
-        outputs: what the model returned.
-        hidden: what a part of the model returned, with one row for each sample.
+        outputs: outputs of the model.
+        hidden: output of a module inside of the model, with one row for each sample.
     """
-    if len(hidden) < 2:
+    num_samples = len(hidden)
+    if num_samples < 2:
         return False
 
-    outputs = [t for t in outputs if t.dim() > 0 and len(t) == len(hidden)]
-    if not outputs or any(t is hidden for t in outputs):  # nothing is computed from the activation
+    tested = [t for t in outputs if t.dim() > 0 and len(t) == num_samples]
+    if not tested:
         return False
-    if sum(t.numel() for t in (*outputs, hidden)) > MAX_VALUES:
+    if any(t is hidden for t in tested):  # the model computes nothing from the activation
+        return False
+    if sum(t.numel() for t in (*tested, hidden)) > MAX_VALUES:
         return False
 
-    # torch raises RuntimeError for what it cannot differentiate; then it is not known.
+    # Torch raises RuntimeError for functions that it cannot differentiate. Then it is not known.
     with suppress(RuntimeError):
-        return _samples_are_coupled(outputs, [hidden], len(hidden))
+        return _samples_are_coupled(tested, [hidden], num_samples)
 
     return False
 
@@ -86,16 +88,18 @@ def _samples_are_coupled(
 
     Args:
         results: tensors that were computed from the sources.
-        sources: tensors; these and the results have one row, or several, for each sample.
+        sources: tensors with one or several rows for each sample, like the results.
         samples: number of samples.
     """
-    # Different weights for all values, so that their dependences do not cancel out in a sum.
+    # Every value has another weight, so that dependences do not cancel out in the sum.
     weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
-    # For each row of a tensor, the number of its sample.
+    # The number of the sample that each row belongs to.
     result_samples = [_sample_of_row(t, samples) for t in results]
     source_samples = [_sample_of_row(t, samples) for t in sources]
-    for bit in range((samples - 1).bit_length()):  # the bits of the largest number
-        # A weighted sum over the results of all samples whose number has this bit.
+
+    num_bits = (samples - 1).bit_length()
+    for bit in range(num_bits):
+        # The weighted sum over the results of all samples whose number has this bit.
         weighted_sum = torch.zeros(())
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
@@ -108,7 +112,7 @@ def _samples_are_coupled(
         if largest == 0:  # this sum depends on nothing
             continue
 
-        # If it has a gradient by a sample whose number lacks this bit, the samples are coupled.
+        # If a sample whose number lacks this bit has a gradient too, the samples are coupled.
         for gradient, sample in zip(gradients, source_samples, strict=True):
             lacks_bit = (sample >> bit) & 1 == 0
             if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
@@ -118,20 +122,21 @@ def _samples_are_coupled(
 
 
 def _sample_of_row(tensor: Tensor, samples: int) -> Tensor:
-    """Returns the number of the sample that each row belongs to.
+    """Returns the number of the sample that each row of a tensor belongs to.
 
-    With two views of three samples the numbers are 0, 1, 2, 0, 1, 2: all first views come first.
+    For two views of three samples, the numbers are 0, 1, 2, 0, 1, 2.
     """
     return torch.arange(len(tensor), device=tensor.device) % samples
 
 
 def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """True if `torch.cdist` or `pdist` between outputs is part of the loss."""
-    output_nodes = {output.grad_fn for output in outputs}  # of the autograd graph
+    """True if the loss contains distances between outputs, computed by `torch.cdist` or `pdist`."""
+    output_nodes = {output.grad_fn for output in outputs}  # nodes of the autograd graph
     for node in nodes_behind(loss.grad_fn):
         if node.name() not in DISTANCE_NODES:
             continue
-        # All arguments of a distance must come from the models. An output's distance to a constant
+
+        # All arguments must come from the models: the distance between an output and a constant
         # does not compare samples.
         arguments = [argument for argument, _ in node.next_functions]
         are_from_models = [bool(output_nodes & nodes_behind(argument)) for argument in arguments]
@@ -142,10 +147,11 @@ def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 
 def nodes_behind(*nodes: Any) -> set[Any]:
-    """Returns all nodes of the autograd graph that these come from, and these themselves.
+    """Returns the given nodes of the autograd graph and all nodes that they were computed from.
 
     Args:
-        *nodes: such as `loss.grad_fn`; None of a tensor that carries no gradient.
+        *nodes: nodes such as `loss.grad_fn`. None, the node of a tensor without a gradient, is
+            ignored.
     """
     reached = set()
     nodes_to_visit = list(nodes)
@@ -154,21 +160,22 @@ def nodes_behind(*nodes: Any) -> set[Any]:
         if node is None or node in reached:
             continue
         reached.add(node)
-        # The nodes of its arguments.
         nodes_to_visit += [argument for argument, _ in node.next_functions]
 
     return reached
 
 
 def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs from which no other output is made.
+    """Returns the outputs that no other output was computed from.
 
-    If one model is called with the output of another, only the last output is what the loss
-    compares samples by.
+    If one model is called with the output of another model, the loss compares samples by the output
+    of the last model.
     """
-    arguments: list[Any] = []  # nodes that some output is made from
+    # The nodes that some output was computed from.
+    arguments: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
             arguments += [argument for argument, _ in output.grad_fn.next_functions]
+
     inner_nodes = nodes_behind(*arguments)
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

@@ -1,8 +1,9 @@
-"""Recognizes calls of torch that take a statistic over the samples of a batch.
+"""Recognizes calls of torch that compute a statistic over the samples of a batch.
 
 A mean, a maximum or a sort over the first dimension of a batch gives another result on a rank that
-has a part of the batch. Only inputs of the model count, which carry no gradient: what is done with
-outputs is seen by its gradients. Functions that choose samples count for outputs too.
+only has a part of the batch. Only statistics of model inputs matter here, which require no
+gradient: what a script does with model outputs shows up in their gradients. The exception are
+functions that choose samples, such as `topk`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ REDUCTIONS = {
 }
 EXTREMES = {"max", "min", "amax", "amin"}
 CHOICES = {"topk", "sort", "argsort", "kthvalue", "quantile", "median"}
-"""Functions that choose samples, or a limit for them."""
+"""Functions that choose samples, or a threshold for them."""
 CHOICES_OVER_LAST_DIM = CHOICES - {"median", "quantile"}
-"""Choices whose default dimension is the last one; `median` and `quantile` take all values."""
+"""Choices whose default dimension is the last one; `median` and `quantile` use all values."""
 DIM_IS_THIRD_ARGUMENT = {"topk", "kthvalue", "norm", "normalize", "quantile", "vector_norm"}
-"""Functions with another argument before `dim`; for the others `dim` is the second."""
+"""Functions whose third argument is `dim`; for the others, it is the second."""
 
 
 def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if the call of this function goes over the first dimension of a batch.
+    """True if a call of torch reduces, sorts or selects over the first dimension of a batch.
 
     Args:
-        name: of the function of torch that is called.
-        args: of the call.
-        kwargs: of the call.
+        name: name of the called function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     if name not in REDUCTIONS and name not in CHOICES:
         return False
@@ -43,18 +44,20 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     values = args[0] if args else kwargs.get("input")
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) < 2:
         return False
-    # What is done with outputs of a model is seen by its gradients, except for choices.
+    # What a script does with model outputs shows up in their gradients, except for choices.
     if values.requires_grad and name not in CHOICES:
         return False
-    # The longest text of a batch is a whole number, and pads the batch: that does no harm.
+
+    # The maximum of integers is usually the length of the longest text, to which a batch is padded.
+    # That does no harm.
     if name in EXTREMES and not values.is_floating_point():
         return False
 
     for dim in _dims(name, args, kwargs):
         if dim is None:  # all dimensions
             return True
-        # For a tensor of two dimensions, the first one is 0 or -2. With one argument more, the
-        # place of `dim` may hold something else, such as another tensor in `torch.max(a, b)`.
+        # The first of two dimensions is 0 or -2. In a call such as `torch.max(a, b)`, the argument
+        # in this position is not a dimension but a tensor.
         is_first_dim = type(dim) is int and dim % values.dim() == 0
         if is_first_dim:
             return True
@@ -63,17 +66,17 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the dimensions that a function goes over, as they were given or by default.
+    """Returns the dimensions that a function reduces, as given by the caller or by default.
 
-    [None] stands for all dimensions.
+    `[None]` stands for all dimensions.
     """
-    # torch.sum(input, dim), but torch.norm(input, p, dim)
-    place = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
+    # The signatures are torch.sum(input, dim) and torch.norm(input, p, dim), for example.
+    index_of_dim = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
     if "dim" in kwargs:
         dim = kwargs["dim"]
-    elif len(args) > place:
-        dim = args[place]
-    elif name == "normalize":  # its default
+    elif len(args) > index_of_dim:
+        dim = args[index_of_dim]
+    elif name == "normalize":
         dim = 1
     elif name in CHOICES_OVER_LAST_DIM:
         dim = -1
@@ -84,13 +87,15 @@ def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
 
 
 def summary_number(result: Any) -> float | None:
-    """Returns a number that changes with any value of a result's first tensor.
-
-    None if there is no tensor, or if its values cannot be read: on the meta device, or inside a
-    function that `torch.func` transforms.
+    """Returns a number that changes whenever any value of a result changes.
 
     Args:
-        result: what a call of torch has returned: a tensor, or a tuple such as that of `max`.
+        result: return value of a call of torch: a tensor, or a tuple such as that of `torch.max`,
+            of which the first tensor is used.
+
+    Returns:
+        The number, or None if there is no tensor, or if its values cannot be read: on the meta
+        device, or inside a function that `torch.func` transforms.
     """
     result_tensors = tensors(result)
     if not result_tensors:
@@ -101,7 +106,7 @@ def summary_number(result: Any) -> float | None:
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
         return None
 
-    with suppress(RuntimeError):  # torch raises it for values that cannot be read
+    with suppress(RuntimeError):  # raised if the values cannot be read
         weighted_sum, _ = summarize(tensor)
         return float(weighted_sum)
 

@@ -1,10 +1,11 @@
-"""What the parts of the recorder share: the update that is being recorded, and how far the run is.
+"""The state that the parts of the recorder share: the update being recorded, and the run's
+progress.
 
-An *update* is one step of one optimizer, with everything that led to it since the last one; it is
+An *update* is one step of one optimizer, with everything that led to it since the last step; it is
 recorded as a `RankUpdate`. Each part of the recorder (`inputs`, `forwards`, `losses`, `gradients`,
-`optimizers`, `calls`, `foreign_steps`) fills in the fields of its subject. What it must remember
-until the update is complete, and what is not recorded, is kept in `UpdateNotes`. The script ends
-once the steps that are to be compared are recorded.
+`optimizers`, `calls`, `foreign_steps`) fills in the fields of its subject. `UpdateNotes` holds what
+a part must remember until the update is complete, but which is not recorded. The script is ended
+once enough steps are recorded.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from lockstep.verify.training_record import Batch, Forward, RankUpdate
 
 
 class Finished(SystemExit):
-    """Ends the script as `sys.exit(0)` would: enough steps have been recorded."""
+    """Ends the script as `sys.exit(0)` would, because enough steps have been recorded."""
 
 
 class RecordingFailed(SystemExit):
-    """Ends the script because the recorder itself has failed."""
+    """Ends the script because of an error in the recorder itself."""
 
 
 class HasState(Protocol):
-    """A part of the recorder."""
+    """A part of the recorder, such as its `LossRecorder`."""
 
     state: RecorderState
 
@@ -53,25 +54,29 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(method: Method) -> Method:
-    """Decorates a method of the recorder: an error in it is one of the recorder, not the script's.
+    """Decorates a method of the recorder, so that its errors are not mistaken for errors of the
+    script.
 
-    It ends the script as `RecordingFailed`. The traceback is kept in `state.internal_error`.
+    Such an error ends the script with `RecordingFailed`, and its traceback is kept in
+    `state.internal_error`.
     """
 
     @wraps(method)
     def call(part: HasState, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method on a part of the recorder, such as its `LossRecorder`."""
+        """Calls the method on a part of the recorder."""
         try:
             return method(part, *args, **kwargs)
-        except LockstepError:  # the script has used Lockstep wrongly
+        except LockstepError:  # the script uses Lockstep incorrectly
             raise
         except Exception as error:
-            # Sharded tensors are gathered to be recorded. If that fails with a message such as
-            # "Connection closed by peer", another rank has failed before and says why.
+            # The recorder gathers sharded tensors. If that fails with a message such as "Connection
+            # closed by peer", another rank has failed first, and will report the reason.
             has_lost_connection = re.search(LOST_PEER_PATTERN, str(error))
             if has_lost_connection:
                 raise
-            if not part.state.internal_error:  # the first error counts
+
+            is_first_error = not part.state.internal_error
+            if is_first_error:
                 part.state.internal_error = traceback.format_exc()
             raise RecordingFailed(RecordingFailedError.exit_code) from error
 
@@ -85,71 +90,72 @@ class ForwardPass:
     record: Forward
     outputs: list[Tensor] = field(default_factory=list)
     hidden: Tensor | None = None
-    """The first output of a part of the model that has a row for each sample."""
+    """The first hidden activation in the model that has a row for each sample."""
     inputs: Batch | None = None
-    """The record of its inputs, in the first update: another pass may be the first of the loss."""
+    """The record of its inputs. It is kept in the first update only, whose first forward passes may
+    turn out to be trials."""
 
 
 @dataclass
 class UpdateNotes:
-    """What is remembered of the current update until it is complete."""
+    """What the recorder remembers about the current update until the update is complete."""
 
     # Inputs
     batches_at_last_backward: int = 0
-    """Batches that were handed out before the last backward pass ended."""
+    """Number of batches that were handed out before the last backward pass ended."""
 
     # Forward passes
     draws_before_forward: int = 0
-    """Draws of random numbers before the update's first forward pass."""
+    """Number of draws of random numbers before the first forward pass of the update."""
     forward_passes: list[ForwardPass] = field(default_factory=list)
     """The latest forward passes since the last backward pass."""
     model_calls: int = 0
-    """Calls of models since the last backward pass."""
+    """Number of calls of models since the last backward pass."""
     running_pass: ForwardPass | None = None
-    """The forward pass of the outermost model that is being called."""
+    """The forward pass of the model that is being called."""
     evaluating_parameters: set[int] = field(default_factory=set)
     """Ids of the parameters of modules that were called in evaluation mode."""
     local_batch_norms: set[int] = field(default_factory=set)
-    """Ids of BatchNorm layers that took their statistics from this rank's samples alone."""
+    """Ids of BatchNorm layers whose statistics cover only this rank's samples."""
     local_batch_norms_without_gradients: set[int] = field(default_factory=set)
-    """The same for the outermost model, if it is being called without gradients."""
+    """The same for layers of the running model, if it is called without gradients."""
 
     # Losses
     earlier_model_calls: dict[int, str] = field(default_factory=dict)
-    """Lines of forward passes that the loss is made from, by the number of their update."""
+    """Lines of model calls that the loss was computed from, by the number of the update."""
 
     # Gradients
     gradients_of_passes: list[dict[int, Tensor]] = field(default_factory=list)
-    """What each backward pass added to gradients on this rank, by the ids of parameters."""
+    """The gradients that each backward pass has added on this rank, by the ids of parameters."""
     gradients_after_backward: dict[int, Tensor] = field(default_factory=dict)
-    """This rank's gradients when the last backward pass ended, by the ids of parameters."""
+    """The gradients on this rank after the last backward pass, by the ids of parameters."""
     gradients_before_clipping: dict[str, Array] = field(default_factory=dict)
 
     # Parameters
     parameters_at_start: dict[str, Array] = field(default_factory=dict)
-    """Summaries of the parameters at the first forward pass."""
+    """Summaries of the parameters at the first forward pass of the update."""
     parameters_without_model: dict[tuple[int, int], Array] = field(default_factory=dict)
     """See `RankUpdate.unstepped_sums`."""
     parameters_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
-    """On a rank without models, the parameters that the last loss was made from, by their ids,
-    with summaries."""
+    """On a rank without models, the parameters that the last loss was computed from, with their
+    summaries, by id."""
 
     # The optimizer's step
     step_inputs_recorded: bool = False
-    """True once the gradients and all else that the step starts from are recorded."""
+    """True once everything that the step starts from is recorded."""
 
 
 class RecorderState:
     """The state of the recorder in one process.
 
     Args:
-        writer: writes the updates of this rank.
-        config: how the script is run, and after how many steps it ends.
-        mode: sees every call of torch's functions.
+        writer: writer for the updates of this rank.
+        config: settings of the run, including the number of steps after which it ends.
+        mode: function mode, which sees every call of torch's functions.
     """
 
     internal_error = ""
-    """The traceback of an error of the recorder itself."""
+    """The traceback of an error in the recorder itself; empty if there was none."""
 
     def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
         self.writer = writer
@@ -163,77 +169,82 @@ class RecorderState:
         """The update that is being recorded."""
         self.notes = UpdateNotes()
         self.last_update = self.update
-        """The last complete update, as its step found it."""
+        """The last complete update, without the results of its step."""
         self.loss_is_weighted = False
-        """True after `World.backward` was given the loss, whose backward pass follows."""
+        """True after `World.backward` was called, whose loss is recorded already."""
 
         self.steps_of: dict[Optimizer, int] = {}
-        """The number of steps of each optimizer, in the order of their first ones."""
+        """Number of steps of each optimizer, in the order of first steps."""
         self.updates_until_step_of: dict[Optimizer, int] = {}
-        """How many updates were written when each optimizer stepped last."""
+        """Number of updates that were written when each optimizer last stepped."""
         self.running_optimizers: list[Optimizer] = []
         """Optimizers whose `step` is running; an optimizer may call another one."""
         self.foreign_steps = 0
-        """Updates of a rank without an optimizer, whose parameters other ranks change."""
+        """Number of updates on a rank without an optimizer, whose parameters others change."""
         self.has_joined = False
-        """True after the other ranks have made a step without this one (`Join`)."""
+        """True after the other ranks have made a step without this rank (`Join`)."""
 
         self.micro_batch = MicroBatch()
-        """The last one that a loader of Lockstep's has handed out."""
+        """The last micro-batch that one of Lockstep's loaders has handed out."""
         self.last_batch_text = ""
         """The position of the last batch, such as `, batch 3 of 4 of epoch 1`."""
         self.stopped_at = ""
-        """The place at which the script was stopped; empty if it came to its end."""
+        """The position at which the script was stopped; empty if it ran to its end."""
         self._first_step_time = math.inf
 
     @property
     def update_number(self) -> int:
-        """The number of the update that is being recorded, from 0."""
-        return self.writer.count  # updates that were written
+        """Number of the update that is being recorded, from 0."""
+        return self.writer.count  # the number of updates written so far
 
     @property
     def is_first_update(self) -> bool:
-        """True until an update of this rank is written."""
+        """True until this rank has written an update."""
         return self.update_number == 0
 
     @property
     def has_optimizer(self) -> bool:
-        """True if an optimizer was built or has stepped on this rank."""
+        """True if an optimizer was constructed or has stepped on this rank."""
         return bool(self.models.built_optimizers or self.steps_of)
 
     def finish_update(
         self, update: RankUpdate, later_batches: list[Batch], replica: int | None = None
     ) -> None:
-        """Writes a complete update and begins the next one, with empty notes.
+        """Writes a complete update, and begins the next one with empty notes.
 
         Args:
-            update: what is written.
+            update: the complete update.
             later_batches: batches that were fetched ahead for the next update.
-            replica: the virtual rank whose model was updated; None unless each has one.
+            replica: number of the virtual rank whose model was updated; None unless each virtual
+                rank has a model of its own.
         """
         self.writer.write(update, replica)
-        # It is infinite until the first step, with which the time limit begins.
+
+        # The time limit of the run starts with the first step. Until then, the value is infinite.
         self._first_step_time = min(self._first_step_time, time.monotonic())
+
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
         self.loss_is_weighted = False
 
     def end_script_if_enough(self) -> None:
-        """Raises `Finished` when the steps to be compared are recorded.
+        """Ends the script by raising `Finished`, once all steps to be compared are recorded.
 
-        The optimizer with the most steps decides: the first one may have pretrained something on
-        this rank alone. On a rank without optimizers, the steps of others count.
+        The number of steps is that of the optimizer with the most steps, because others may only
+        have pretrained something. On a rank without optimizers, updates made by other ranks are
+        counted.
         """
         steps = max(self.steps_of.values(), default=self.foreign_steps)
         if self._is_inside_global_batch() or not self._is_enough(steps):
             return
+
         self.stopped_at = f"step {steps}{self.last_batch_text}"
         raise Finished(0)
 
     def _is_enough(self, steps: int) -> bool:
-        """True if this number of steps is enough, or the time for them is over.
+        """True if the given number of steps is enough, or if the time limit is over.
 
-        At least `MIN_STEPS` are recorded, whatever time they take.
+        At least `MIN_STEPS` steps are recorded, no matter how long they take.
         """
         if steps >= self._config.steps:
             return True
@@ -243,29 +254,30 @@ class RecorderState:
         return time.monotonic() > self._first_step_time + time_limit_s
 
     def _is_inside_global_batch(self) -> bool:
-        """True if virtual ranks have not all stepped for the current global batch.
+        """True if some virtual ranks have not yet stepped for the current global batch.
 
-        A process that computes several virtual ranks steps once for each, one after the other.
+        A process that computes several virtual ranks steps once for each of them, in turn.
         """
-        if self.micro_batch.virtual_rank is None:  # the process computes one rank only
+        if self.micro_batch.virtual_rank is None:
             return False
-        # A batch that was handed out and not stepped on yet belongs to it.
+
+        # Batches in the current update were handed out, but no step has used them yet.
         has_pending_batch = bool(self.update.batches)
         return has_pending_batch or not self.micro_batch.last
 
     def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
-        """Records the marks of a tensor that the loss is made from, in the update and the notes.
+        """Records the marks of a tensor that goes into the loss, in the update and its notes.
 
         Args:
-            marks: by kind; they say what the tensor is made from.
-            draws_before: draws of random numbers up to this one were not made for this step.
+            marks: marks of the tensor by kind, which tell what the tensor was computed from.
+            draws_before: number of random draws before this step; earlier draws are ignored.
         """
         for kind, value in marks.items():
-            # "statistic train.py:12: ...": the value is a number that stands for the statistic.
+            # "statistic train.py:12: ...": the value is a summary of the statistic.
             if kind.startswith(STATISTIC):
                 line = kind.removeprefix(STATISTIC)
                 self.update.batch_statistics[line] = value
-            # "model 3": the value is the line that called a model before update 3.
+            # "model 3": the value is the line at which a model was called before update 3.
             elif kind.startswith(MODEL_CALL):
                 update_number = int(kind.removeprefix(MODEL_CALL))
                 self.notes.earlier_model_calls[update_number] = value
@@ -280,10 +292,10 @@ class RecorderState:
                 self.update.loss_draws.append((line, digest))
 
     def watch_writes(self) -> dict[str, int]:
-        """Watches writes to all parameters and buffers of the models from here on.
+        """Starts watching writes to all parameters and buffers of the models.
 
         Returns:
-            The storage of each, which is the address of its values, by name.
+            The storage of each tensor, which is the address of its values, by name.
         """
         storages = {}
         for name, parameter in self.models.parameters():
@@ -292,10 +304,10 @@ class RecorderState:
         for name, buffer in self.models.buffers():
             storages[name] = storage_of(buffer)
 
-        # 0 is no address: it stands for tensors without a storage of their own.
+        # 0 stands for tensors without a storage of their own.
         self.mode.writes.watched = frozenset(storages.values()) - {0}
         return storages
 
     def frozen_parameters(self) -> list[str]:
-        """Returns the names of parameters that are not trained."""
+        """Returns the names of parameters that do not require gradients."""
         return [name for name, p in self.models.parameters() if not p.requires_grad]

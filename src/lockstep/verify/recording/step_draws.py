@@ -1,8 +1,9 @@
-"""Records the random numbers that are drawn for each step.
+"""Records the random numbers that are drawn for each optimizer step.
 
-A loop may draw for a step before it calls the model, say to add noise to the batch. So the draws of
-a step begin when its batch is handed out, or when the step before it ended. A *stream* is a random
-generator that cannot be watched call by call, such as numpy's: its state is compared instead.
+A training loop may draw random numbers before it calls the model, for example to add noise to the
+batch. So the draws of a step begin when its batch is handed out, or when the step before it has
+ended. A *stream* is a random generator. Those of numpy and Python cannot be observed call by call,
+so their states are compared instead.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from lockstep.verify.training_record import RankUpdate
 
 
 class StepDraws:
-    """The random numbers that are drawn for the current step.
+    """The random numbers that were drawn for the current step.
 
     Args:
-        mode: sees every call of torch's functions.
+        mode: function mode, which sees every call of torch's functions.
     """
 
     def __init__(self, mode: FunctionMode) -> None:
         self._mode = mode
         self.count_before = 0
-        """Draws of the process before this step."""
+        """Number of draws of this process before this step."""
         self._streams_before = stream_digests()
 
     def restart(self) -> None:
-        """Forgets the draws so far: what is drawn from here on is drawn for the next step.
+        """Clears the record: random numbers from here on are drawn for the next step.
 
-        The statistics over samples that became numbers of Python's are forgotten as well.
+        Statistics over samples that became Python numbers are cleared as well.
         """
         self.count_before = self._mode.draws.count
         self._mode.statistics = {}
@@ -36,7 +37,7 @@ class StepDraws:
         self._streams_before = stream_digests()
 
     def record(self, update: RankUpdate) -> None:
-        """Adds to an update what was drawn since `restart`, and the statistics since then."""
+        """Adds the random numbers and statistics since `restart` to an update."""
         update.scalar_statistics |= self._mode.statistics
         update.drawn_digests |= self._mode.draws.digests
         update.random_streams |= moved_streams(self._streams_before)

@@ -1,8 +1,8 @@
-"""What a record holds of a tensor: a summary, a summary of each row, a digest, or a copy.
+"""Reduces tensors to what a record can hold: a summary, a summary of each row, a digest, or a copy.
 
-A *summary* is two numbers that change with any value of a tensor. It stands for tensors that would
-be too large to record. A *row summary* is the same for each sample of a batch, so that samples can
-be compared one by one. A *digest* is a hash of all bits.
+A *summary* is two numbers that change with any value of a tensor. It stands for tensors that are
+too large to record. A *row summary* is the same for each sample of a batch, so that samples can be
+compared one by one. A *digest* is a hash of all bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from lockstep.verify.tolerance import Array
 
 
 def summarize(tensor: Tensor) -> Array:
-    """Returns a weighted sum of the values and the largest absolute value.
+    """Returns two numbers that stand for a tensor: a weighted sum, and the largest absolute value.
 
-    The weights are cosines of the positions: the sum also changes when two values are swapped. The
-    result has the shape (2,); NaN counts as 0.
+    The weights are cosines of the positions, so the sum also changes if two values are swapped. NaN
+    is treated as 0.
+
+    Returns:
+        An array of shape (2,).
     """
     values = tensor.detach().flatten().double().nan_to_num()
     positions = torch.arange(len(values), device=values.device, dtype=torch.float64)
@@ -34,16 +37,17 @@ def summarize(tensor: Tensor) -> Array:
 
 
 def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
-    """Returns two weighted sums for each sample, over its rows of all tensors.
+    """Returns two numbers that stand for each sample of a batch: two weighted sums over its values.
 
     Args:
-        values: tensors with one row for each sample, or a fixed number of rows for each, in order.
+        values: tensors with one row, or a fixed number of successive rows, for each sample.
         count: number of samples.
 
     Returns:
-        An array of shape (count, 2), or (0, 2) if there is nothing to sum.
+        An array of shape (count, 2), or (0, 2) if there are no values.
     """
-    tables = []  # of each tensor, its values in the shape (count, values of a sample)
+    # Each tensor in the shape (samples, values of one sample).
+    tables = []
     for tensor in values:
         if tensor.numel():
             tables.append(tensor.detach().reshape(count, -1).double().nan_to_num())
@@ -52,18 +56,18 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
         return np.zeros((0, 2))
 
     rows = torch.cat(tables, dim=1)
-    # sums[sample, k] = sum over positions p of rows[sample, p] * weights[p, k]. Two sums with
-    # different weights are hardly ever both the same by chance.
+    # Different samples may have the same weighted sum by chance. With two sums of different
+    # weights, this hardly ever happens.
     positions = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)
     first_weights = positions.cos()
     second_weights = (1.7 * positions + 1).cos()
-    weights = torch.stack([first_weights, second_weights], dim=1)
+    weights = torch.stack([first_weights, second_weights], dim=1)  # shape (positions, 2)
 
     return (rows @ weights).cpu().numpy()
 
 
 def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
-    """Finds the tensors of a nest of values that have one row for each sample.
+    """Finds the tensors with one row for each sample, in a nest of values.
 
     Returns:
         The number of samples, which is the number of rows of the first tensor, and the tensors.
@@ -77,10 +81,10 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Returns the real tensors that have `count` rows in their first dimension.
+    """Returns the real tensors that have `count` rows.
 
-    A hidden state of a recurrent layer has its samples in the second dimension. So the first two
-    dimensions of a tensor with another number of rows are swapped before it is looked at.
+    If a tensor has another number of rows, its first two dimensions are swapped first: the hidden
+    state of a recurrent layer has the samples in its second dimension.
     """
     with_rows = []
     for tensor in values:
@@ -92,36 +96,30 @@ def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns the address of the tensor's values; 0 if there is no single one."""
+    """Returns the address of a tensor's values; 0 if the tensor has no single storage."""
     if is_sharded(tensor):
         return 0
-    # A tensor subclass without a storage, or a tensor without a size yet, raises here.
+    # Raised for a tensor subclass without a storage, and for a lazy tensor.
     with suppress(RuntimeError, ValueError):
         return tensor.untyped_storage().data_ptr()
     return 0
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a hash of all values of a dense tensor, bit for bit.
-
-    Of a sharded tensor, only this rank's values count. The values are copied first: memory that
-    numpy looks at cannot be freed, and FSDP frees what it has gathered.
-    """
+    """Returns a hash of all bits of a dense tensor; for a sharded tensor, of this rank's shard."""
+    # Copied, since FSDP cannot free gathered memory that numpy still refers to.
     copy = to_local(tensor).cpu().clone().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(copy.numpy().data, digest_size=8).hexdigest()
 
 
 def copy_arrays(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Array]:
-    """Copies tensors to numpy arrays, floating-point ones as float64.
+    """Copies tensors to numpy arrays by name; floating-point tensors become float64.
 
-    A sharded tensor is gathered, so all ranks must call this together. The values are copied in any
-    case: memory that numpy looks at cannot be freed, and FSDP frees what it has gathered.
+    Sharded tensors are gathered, so all ranks must call this together.
 
     Args:
-        named: pairs of a name and a tensor. None, such as a missing gradient, is left out.
-
-    Returns:
-        The arrays by name.
+        named: pairs of a name and a tensor. Pairs with None, such as a missing gradient, are
+            skipped.
     """
     arrays = {}
     for name, tensor in named:
@@ -139,6 +137,7 @@ def copy_arrays(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Array]:
         if whole.is_floating_point():
             whole = whole.double()
 
+        # Always copied, since FSDP cannot free gathered memory that numpy still refers to.
         arrays[name] = whole.clone(memory_format=torch.contiguous_format).numpy()
 
     return arrays
