@@ -1,7 +1,7 @@
 """Rebuilds dataclasses from the plain values that `dataclasses.asdict` and JSON have made of them.
 
-The types of a dataclass's fields say what to build. Values that occur often may be *numbered*: they
-stand in a table, and everywhere else only their number in this table is written.
+The type of each field says what to build. Values that occur often may be *numbered*: they are
+stored once in a table, and everywhere else only their index in the table is written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _types_of_fields = functools.cache(get_type_hints)
 
 
 def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING_NUMBERED) -> _T:
-    """Builds a value of a type from plain values.
+    """Builds a value of the given type from plain values.
 
     Args:
-        kind: a dataclass, or a tuple. Its fields are dataclasses, tuples, texts, numbers, or one of
-            them or None. Fields of any other type, such as a Literal or a Mapping, are kept as they
-            are.
-        values: the fields by name, or the tuple's items.
+        kind: a dataclass or a tuple. Its fields may be dataclasses, tuples, strings, numbers, or
+            one of these or None. Fields of any other type, such as a Literal or a Mapping, are kept
+            as they are.
+        values: the fields by name, or the items of the tuple.
         numbered: the tables of the types whose values are numbered.
 
     Raises:
@@ -43,13 +43,13 @@ def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
 
     Args:
         kind: the type, such as a dataclass, `int`, `str | None` or `tuple[int, ...]`.
-        values: what stands for the value in JSON: the fields of a dataclass by name, the items of a
-            tuple, the number of a numbered value, or the value itself.
+        values: the JSON value: the fields of a dataclass by name, the items of a tuple, the index
+            of a numbered value, or the value itself.
         numbered: the tables of the types whose values are numbered.
     """
     if kind in numbered:
-        number = values
-        return numbered[kind][number]
+        index = values
+        return numbered[kind][index]
 
     if is_dataclass(kind):
         types = _types_of_fields(cast(Any, kind))
@@ -61,19 +61,21 @@ def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
     if values is None:
         return None
 
+    # This shortcut saves much time, as every rank lists all ranks of its groups.
     if kind in _TUPLES_OF_PLAIN_ITEMS:
-        # This shortcut saves much time, as every rank lists all ranks of its groups.
         return tuple(values)
 
     arguments = get_args(kind)
     if get_origin(kind) is tuple:
         return _build_tuple(arguments, values, numbered)
 
-    if type(None) in arguments:  # the type is `X | None`, and the value is not None
+    # The type is `X | None`, and the value is not None.
+    if type(None) in arguments:
         type_unless_none = arguments[0]
         return _build(type_unless_none, values, numbered)
 
-    return values  # a text, a number, or of a type that is kept as it is
+    # A string, a number, or a value of a type that is kept as it is.
+    return values
 
 
 def _build_tuple(
@@ -82,13 +84,14 @@ def _build_tuple(
     """Builds a tuple from its items.
 
     Args:
-        arguments: those of its type: `(X, ...)` for `tuple[X, ...]`, of any length; `(X, Y)` for
-            `tuple[X, Y]`, with one type for each item.
-        values: what stands for the items in JSON.
+        arguments: the arguments of its type: `(X, ...)` for `tuple[X, ...]`, which may have any
+            length, or `(X, Y)` for `tuple[X, Y]`, with one type for each item.
+        values: the JSON values of the items.
         numbered: the tables of the types whose values are numbered.
     """
     if arguments[-1] is Ellipsis:
         item_type = arguments[0]
         return tuple(_build(item_type, value, numbered) for value in values)
+
     types_and_values = zip(arguments, values, strict=False)
     return tuple(_build(item_type, value, numbered) for item_type, value in types_and_values)

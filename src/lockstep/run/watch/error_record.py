@@ -1,10 +1,10 @@
-"""Writes down the exception that ends a rank, so that the launcher can say what failed first.
+"""Records the exception that ends a rank, so that the launcher can report what failed first.
 
-The record goes into one of the rank's evidence files, for the launcher. It also goes into the file
-of torch's `record` decorator, for programs that read that one
+The record is written into the rank's evidence files, which the launcher reads. It is also written
+into the file of torch's `record` decorator, for programs that read that file
 (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
 
-An exception may be inside exception *groups*. The exception itself is then the *cause*.
+An exception may be wrapped in exception *groups*. The *cause* is then the exception inside them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RAISED_ELSEWHERE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
-    """An uncaught exception, as the rank itself has written it down."""
+    """An uncaught exception, as recorded by the rank itself."""
 
     type: str
     """The name of its class, with the module unless that is builtin; also `SystemExit`."""
@@ -63,16 +63,19 @@ class ErrorRecord:
     """The exit code with which the process ends because of it."""
     traceback: str = ""
     chain: tuple[str, ...] = ()
-    """What it was raised from, or while handling: `type: message`, the nearest first."""
+    """The exceptions that it was raised from, or while handling, the nearest first, each as
+    `type: message`."""
     trained_steps: int | None = None
-    """Optimizer steps since the training began, in this attempt and in those that it has gone on
-    from; None: `lockstep.init` was not called."""
+    """Optimizer steps since the training began, including earlier attempts that this one resumed;
+    None if `lockstep.init` was not called."""
     from_lockstep: bool = False
     """True for a `LockstepError`, whose message also says what was found and what to do."""
 
 
 class Reserve:
-    """A file descriptor and memory for a rank that has run out of them and must record that."""
+    """Holds back a file descriptor and memory, for a rank that runs out of them and must record
+    that.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.open(os.devnull, os.O_RDONLY)
@@ -81,40 +84,42 @@ class Reserve:
         self._memory: bytearray | None = bytearray(_RESERVED_BYTES)
 
     def release(self) -> None:
-        """Makes the descriptor and the memory available to this process."""
+        """Frees the descriptor and the memory, so that the rank can record its error."""
         self._memory = None
         with contextlib.suppress(OSError):
-            # A program that has closed all descriptors may use the number for a file of its own,
-            # which must stay open. It is still ours if it is on the device of /dev/null.
+            # A program that has closed all descriptors may have reused the number for a file of its
+            # own, which must stay open. It is still ours if it is on the device of /dev/null.
             if os.fstat(self._descriptor).st_rdev == self._device:
                 os.close(self._descriptor)
 
 
 def record_error(error: BaseException, evidence: Evidence) -> None:
-    """Writes down an exception that ends this rank, for the launcher and for torch. Never raises.
+    """Records an exception that ends this rank, for the launcher and for torch. Never raises.
 
     Args:
         error: the exception that was caught, with its traceback.
         evidence: the files of this rank.
     """
-    with contextlib.suppress(Exception):  # the exception itself must still be seen
+    with contextlib.suppress(Exception):  # so that the exception itself is still shown
         try:
             record = describe_error(error)
         except Exception:  # there may be no memory or no descriptor left to describe it
             record = _describe_briefly(error)
 
         write_in_place(evidence.error, json.dumps(asdict(record)))
+
         torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
         if not torch_file or record.type == "SystemExit":  # torch's decorator skips SystemExit too
             return
 
-        script_uses_decorator = os.path.exists(torch_file)  # it has then written the file itself
+        # If the script uses the decorator, that has already written the file.
+        script_uses_decorator = os.path.exists(torch_file)
         if not script_uses_decorator:
             _write_for_torch(record, Path(torch_file))
 
 
 def _write_for_torch(record: ErrorRecord, path: Path) -> None:
-    """Writes a record in the form of torch's `record` decorator."""
+    """Writes a record in the format of torch's `record` decorator."""
     message = {
         "message": f"{record.type}: {record.message}",
         "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(record.time))},
@@ -123,11 +128,12 @@ def _write_for_torch(record: ErrorRecord, path: Path) -> None:
 
 
 def readable_torch_file(path: Path) -> str:
-    """Returns the path of a file in the form of torch's `record` decorator.
+    """Returns the path of a file in the format of torch's `record` decorator, if torch can read it.
+
+    It cannot if the file is missing, or incomplete because the disk was full.
 
     Returns:
-        An empty text if torch could not read it: there is none, or only a part of it, because the
-        disk was full.
+        The path, or an empty string.
     """
     try:
         message = json.loads(path.read_text())["message"]
@@ -139,7 +145,11 @@ def readable_torch_file(path: Path) -> str:
 
 
 def read_error(evidence: Evidence) -> ErrorRecord | None:
-    """Reads what `record_error` wrote into a rank's files; None if it wrote nothing."""
+    """Reads the record that `record_error` wrote into a rank's files.
+
+    Returns:
+        The record, or None if there is none.
+    """
     try:
         return from_values(ErrorRecord, json.loads(evidence.error.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -165,7 +175,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
 
 
 def _describe_briefly(error: BaseException) -> ErrorRecord:
-    """Describes an exception if memory or descriptors do not suffice for more than its type."""
+    """Describes an exception only by its type, if memory or descriptors do not suffice for more."""
     name = _type_name(error)
     return ErrorRecord(
         type=name, message="", headline=name, line=None, time=time.time(), exit_code=1
@@ -175,7 +185,7 @@ def _describe_briefly(error: BaseException) -> ErrorRecord:
 def exit_code(error: BaseException) -> int:
     """Returns the exit code with which the interpreter ends because of an exception.
 
-    For Ctrl-C it is minus the number of SIGINT, the signal by which the interpreter ends itself.
+    For Ctrl-C it is minus the number of SIGINT, as the interpreter ends itself by this signal.
     """
     if isinstance(error, SystemExit):
         if error.code is None:
@@ -183,8 +193,8 @@ def exit_code(error: BaseException) -> int:
         if not isinstance(error.code, int):
             return 1  # it is a message, which the interpreter prints
 
-        # The system keeps only the lowest byte: `sys.exit(256)` ends with 0. For a number that does
-        # not fit into a C long, the interpreter takes -1, whose lowest byte is 0xFF.
+        # The system keeps only the lowest byte: `sys.exit(256)` ends with 0. If the number does not
+        # fit into a C long, the interpreter uses -1 instead, whose lowest byte is 0xFF.
         fits_into_c_long = -(2**63) <= error.code < 2**63
         return error.code & 0xFF if fits_into_c_long else 0xFF
 
@@ -192,12 +202,11 @@ def exit_code(error: BaseException) -> int:
         return -signal.SIGINT
     if isinstance(error, LockstepError):
         return error.exit_code
-
     return 1
 
 
 def _trained_steps() -> int | None:
-    """Returns `World.step` of this process; None: `lockstep.init` was not called."""
+    """Returns `World.step` of this process, or None if `lockstep.init` was not called."""
     world = sys.modules.get("lockstep.world")  # it may not be imported here
     if world is None:
         return None
@@ -209,10 +218,13 @@ def _trained_steps() -> int | None:
 
 
 def _unpack_groups(error: BaseException) -> tuple[list[BaseException], BaseException]:
-    """Returns the groups around an exception, the innermost first, and the exception.
+    """Unwraps an exception from the exception groups around it.
 
-    Of several exceptions in a group it is the first: `asyncio.TaskGroup` lists those of its tasks
-    in the order in which they were raised.
+    If a group has several exceptions, the first one is taken: `asyncio.TaskGroup` lists those of
+    its tasks in the order in which they were raised.
+
+    Returns:
+        The groups, the innermost first, and the exception.
     """
     groups: list[BaseException] = []
     while isinstance(error, BaseExceptionGroup):
@@ -222,10 +234,13 @@ def _unpack_groups(error: BaseException) -> tuple[list[BaseException], BaseExcep
 
 
 def _place_in_groups(groups: list[BaseException]) -> str:
-    """Returns ` (the first of 2 exceptions in ExceptionGroup: ...)`, or nothing without a group.
+    """Says where an exception was, for a headline: ` (the first of 2 exceptions in ...)`.
 
     Args:
-        groups: the groups around an exception, the innermost first.
+        groups: the groups around the exception, the innermost first.
+
+    Returns:
+        The text, or an empty string if there is no group.
     """
     if not groups:
         return ""
@@ -233,18 +248,19 @@ def _place_in_groups(groups: list[BaseException]) -> str:
     count = len(outermost.exceptions)
     which = "the only exception" if count == 1 else f"the first of {count} exceptions"
     name = f"{_type_name(outermost)}: {outermost.message}"
-    first_line, _, _ = name.partition("\n")  # the text goes into a headline
+    first_line, _, _ = name.partition("\n")  # a headline is one line
     return f" ({which} in {_shorten(first_line)})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Returns the exceptions that one was raised from, or while handling, the nearest first.
+    """Returns the exceptions that an exception was raised from, or while handling.
 
-    The exception itself is not among them. A group is followed by the first exception in it.
+    The nearest comes first; the exception itself is not included. A group is followed by the first
+    exception in it.
     """
     chain: list[BaseException] = []
-    for _ in range(_MAX_CHAIN):  # the chain may be a circle
-        # `from None` hides the context, but a lost connection may be behind it.
+    for _ in range(_MAX_CHAIN):  # the chain may be circular
+        # `raise ... from None` hides the context, but a lost connection may be behind it.
         earlier = error.__cause__ or error.__context__
         if earlier is None:
             break
@@ -259,10 +275,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _handled_error(error: BaseException) -> BaseException | None:
-    """Returns the exception that a script has caught before it called `sys.exit`: the true cause.
+    """Returns the exception that a script caught before it called `sys.exit`: the true cause.
 
     Returns:
-        None for other exceptions than SystemExit, and if the script has caught none.
+        The exception. None if `error` is not a SystemExit, or if the script caught nothing.
     """
     if not isinstance(error, SystemExit):
         return None
@@ -276,7 +292,6 @@ def _handled_error(error: BaseException) -> BaseException | None:
 
     if handled is None:
         return None
-
     _, cause = _unpack_groups(handled)
     return cause
 
@@ -285,7 +300,7 @@ def _handled_error(error: BaseException) -> BaseException | None:
 
 
 def _type_name(error: BaseException) -> str:
-    """Returns the name of an exception's class: `ValueError`, `socket.gaierror`."""
+    """Returns the name of an exception's class, with its module if needed: `socket.gaierror`."""
     module = type(error).__module__
     name = type(error).__qualname__
     needs_no_module = module in ("builtins", "__main__") or module.startswith("lockstep.")
@@ -293,8 +308,9 @@ def _type_name(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    """Returns the message of an exception, shortened if it is very long."""
     try:
-        # Our own errors are recorded in English: the launcher searches what ranks have recorded.
+        # Lockstep's own errors are recorded in English, as the launcher searches the records.
         return _shorten(error.text if isinstance(error, LockstepError) else str(error))
     except Exception:
         return "(its message cannot be shown)"
@@ -311,14 +327,14 @@ def _shorten(text: str) -> str:
 
 
 def _headline(error: BaseException) -> str:
-    """Returns type and message in one line."""
+    """Describes an exception in one line: `ValueError: no data`."""
     if isinstance(error, SystemExit):
         return _headline_of_exit(error)
 
     message = _message(error)
 
-    # An exception of another process, such as a DataLoader worker, was raised again here. Its own
-    # headline stands at the end of the message.
+    # If the exception was raised in another process, such as a DataLoader worker, and raised again
+    # here, its original headline is at the end of the message.
     elsewhere = _RAISED_ELSEWHERE.match(message)
     if elsewhere is not None:
         remote_headline = _headline_of_traceback(message)
@@ -329,33 +345,33 @@ def _headline(error: BaseException) -> str:
     first_line, _, _ = message.strip().partition("\n")
     if not first_line:
         return _type_name(error)
-
     return f"{_type_name(error)}: {first_line}"
 
 
 def _headline_of_exit(error: SystemExit) -> str:
-    """Returns a text such as `sys.exit(1) while handling ValueError: no data`."""
+    """Describes an exit in one line: `sys.exit(1) while handling ValueError: no data`."""
     if error.code is None:
         argument = ""
     elif isinstance(error.code, int):
         argument = str(error.code)
     else:
-        # The interpreter prints it as a message. It may be long, and its first line is enough.
+        # The code is a message for the interpreter to print, of which the first line is enough.
         argument = repr(_message(error).split("\n")[0])
 
     headline = f"sys.exit({argument})"
     handled = _handled_error(error)
     if handled is not None:
         headline += f" while handling {_headline(handled)}"
-
     return headline
 
 
 def _headline_of_traceback(message: str) -> str | None:
-    """Returns the headline of the exception whose traceback stands in a message, such as
-    `ValueError: no data`; None if there is no traceback.
+    """Finds the headline of the last traceback in a message, such as `ValueError: no data`.
 
-    Of several tracebacks it is the last. The headline is the first line after the frames.
+    The headline is the first line after the frames.
+
+    Returns:
+        The headline, or None if the message contains no traceback.
     """
     _, heading, after_heading = message.rpartition("Traceback (most recent call last):\n")
     if not heading:
@@ -368,33 +384,34 @@ def _headline_of_traceback(message: str) -> str | None:
 
 
 def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | None:
-    """Returns the user's innermost line that an exception, or a group around it, went through.
+    """Returns the innermost line of the user's code that an exception passed through.
 
     Args:
         error: the exception.
         groups: the groups around it, the innermost first.
 
     Returns:
-        `file:line: code`; None if no line of the user's has a source file.
+        The line as `file:line: code`, or None if no line of the user's has a source file.
     """
-    if isinstance(error, LockstepError) and error.line:  # it has found the line itself
+    # An error of Lockstep's may know the line already.
+    if isinstance(error, LockstepError) and error.line:
         return error.line
 
-    # The line that could not be read, which is in no frame: it has not run.
+    # The line with a syntax error has not run, so it is in no frame.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
 
-    # All frames are put together, from the innermost to the outermost.
+    # Collect all frames, from the innermost to the outermost.
     # 1. If the exception comes from another process or thread, such as a DataLoader worker, its
-    #    message has the traceback from there, with the outermost frame first.
+    #    message contains the traceback from there, with the outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
 
-    # 2. If the script has caught an exception and then called `sys.exit`, that exception's frames.
+    # 2. If the script caught an exception and then called `sys.exit`, that exception's frames.
     handled = _handled_error(error)
     if handled is not None:
         frames += _stack(handled.__traceback__)
 
-    # 3. The frames of the exception itself, and of the groups around it.
+    # 3. The frames of the exception itself, and those of the groups around it.
     frames += _stack(error.__traceback__)
     for group in groups:
         frames += _stack(group.__traceback__)
@@ -402,7 +419,6 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     frame = user_frame(tuple(frames))
     if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
         return None
-
     return format_source_line(frame.file, frame.line)
 
 

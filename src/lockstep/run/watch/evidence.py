@@ -1,12 +1,12 @@
-"""The files in which a rank tells its launcher what it does, and what has ended it: its *evidence*.
+"""Manages the files in which a rank records what it does and what ended it: its *evidence*.
 
-They are files in memory that the launcher holds open. So nothing is lost by a full disk, a quota or
-a program that cleans temporary folders, and what a rank has written is still there when the rank is
-gone. A rank opens them as `/proc/LAUNCHER/fd/NUMBER`. While it runs, links in the rank's folder
-lead to them; when it has ended, what is worth keeping is copied there.
+They are files in memory that the launcher holds open. So a full disk, a quota or a program that
+cleans temporary folders cannot destroy them, and they still exist when the rank is gone. A rank
+opens them as `/proc/LAUNCHER/fd/NUMBER`. While it runs, links in the rank's folder lead to them;
+when it has ended, the files worth keeping are copied there.
 
-If the system has no such memory, and for processes that a script has started itself, they are plain
-files in a folder.
+On systems without such memory, and for processes that a script has started itself, the evidence is
+written to ordinary files in a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Evidence:
     heartbeat: Path
     """Optimizer steps and times (`heartbeat.Heartbeat`), in shared memory."""
     stacks: Path
-    """The stacks that a signal has asked for."""
+    """The stacks that the launcher has asked for by a signal."""
     crash: Path
     """The stacks at a fatal signal, written by faulthandler."""
     answer: Path
@@ -53,12 +53,12 @@ class Evidence:
 
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str], folder: Path) -> Evidence:
-        """Returns the paths of the files that a rank's launcher has made for it.
+        """Returns the paths of the files that the launcher has created for this rank.
 
         Args:
-            environ: the rank's environment variables, one of which lists the paths.
-            folder: the rank's folder. The files are there if the launcher has listed none, or if
-                its memory cannot be reached, as from another container.
+            environ: environment variables of the rank, one of which lists the paths.
+            folder: the rank's folder. The files are in this folder if the launcher listed none, or
+                if its memory cannot be reached, for example from another container.
         """
         paths = [Path(path) for path in environ.get(EVIDENCE_VARIABLE, "").split()]
         all_are_named = len(paths) == len(fields(cls))
@@ -68,10 +68,10 @@ class Evidence:
 
 
 class EvidenceMemory:
-    """The memory that a launcher holds for the files of one rank.
+    """The memory that holds the evidence files of one rank, in the launcher.
 
     Args:
-        folder: the rank's folder, in which links to the files are made.
+        folder: the rank's folder, in which links to the files are created.
 
     Raises:
         OSError: the system has no such memory.
@@ -94,7 +94,7 @@ class EvidenceMemory:
             name: Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             for name, descriptor in self._descriptors.items()
         }
-        self.evidence = Evidence(*paths.values())  # both are in the order of `_FILE_NAMES`
+        self.evidence = Evidence(*paths.values())  # its fields are in the order of `_FILE_NAMES`
         self.variables = {EVIDENCE_VARIABLE: " ".join(str(path) for path in paths.values())}
         """The environment variables by which the rank finds the files."""
 
@@ -103,14 +103,14 @@ class EvidenceMemory:
                 (folder / name).symlink_to(path)
 
     def keep(self) -> None:
-        """Copies what the rank has written to its folder, which is created again if it is gone.
+        """Copies the files worth keeping to the rank's folder, which is recreated if it is gone.
 
         Raises:
             OSError: the folder cannot be written.
         """
         for name, descriptor in self._descriptors.items():
             path = self._folder / name
-            path.unlink(missing_ok=True)  # the link to the memory, whose place the file takes
+            path.unlink(missing_ok=True)  # the link to the memory, which the file replaces
             if name not in _FILES_WORTH_KEEPING:
                 continue
 
@@ -127,13 +127,13 @@ class EvidenceMemory:
 
 
 def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
-    """Creates the memory for one rank's files, and links to it in a folder.
+    """Creates the memory for one rank's evidence, and links to it in the rank's folder.
 
     Args:
         folder: the rank's folder.
 
     Returns:
-        None if the system has no memory that a rank could open as a file.
+        The memory, or None if this system has no memory that a rank could open as a file.
     """
     if sys.platform != "linux":
         return None
@@ -143,7 +143,7 @@ def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
     except OSError:
         return None
 
-    # Ranks open the memory by a path in /proc, which may be missing.
+    # Ranks open the memory by a path in /proc, which may not be mounted.
     if os.path.exists(memory.evidence.heartbeat):
         return memory
 
@@ -152,47 +152,49 @@ def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
 
 
 def write_in_place(path: Path, text: str) -> None:
-    """Writes JSON into one of the files so that no reader mistakes a part of it for the whole.
+    """Writes JSON into an evidence file, so that no reader mistakes a part of it for the whole.
 
-    The file begins with a zero byte, which is not JSON, until all of the text is there. Replacing
-    the file by a complete one is not possible, as its path stands for a descriptor.
+    Until the text is complete, the file begins with a zero byte, which is not valid JSON. The file
+    cannot be replaced by a complete one instead, as its path stands for a descriptor.
 
     Raises:
         OSError: the file cannot be written.
     """
-    # File names in the text may contain bytes that are not valid in UTF-8.
+    # File names in the text may contain bytes that are not valid UTF-8.
     data = text.encode("utf-8", errors="backslashreplace")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, 0)
-        # All but the first byte. To write behind the first byte of an empty file makes it zero.
+
+        # Write everything except the first byte, which becomes zero as the file was empty.
         offset = 1
         while offset < len(data):
             offset += os.pwrite(descriptor, data[offset:], offset)
+
         os.pwrite(descriptor, data[:1], 0)
     finally:
         os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it, so that it is never seen half written.
+    """Writes a file under a temporary name and renames it, so that nobody sees it half written.
 
     Raises:
         OSError: the file cannot be written.
     """
     temporary_path = path.with_name(f"{path.name}.new")
-    # File names in the text may contain bytes that are not valid in UTF-8.
+    # File names in the text may contain bytes that are not valid UTF-8.
     temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary_path.replace(path)
 
 
 def _open_pipe() -> int:
-    """Returns one descriptor that is both ends of a new pipe.
+    """Creates a pipe, and returns one descriptor for both of its ends.
 
-    As the reading end is always open, a writer never gets an error for want of a reader.
+    As the reading end is always open, a writer never fails because nobody reads.
     """
-    # Linux opens a pipe anew by its path in /proc, then for reading and writing. So the two
-    # descriptors of `os.pipe` are needed only for a moment.
+    # On Linux, opening a pipe by its path in /proc gives a new descriptor, which can be used for
+    # reading and writing. The two descriptors of `os.pipe` are closed again.
     reading_end, writing_end = os.pipe()
     try:
         return os.open(f"/proc/self/fd/{reading_end}", os.O_RDWR | os.O_NONBLOCK)

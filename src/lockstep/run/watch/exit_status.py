@@ -1,4 +1,4 @@
-"""How the ranks of a run ended, as one launcher sees it and as it tells the other launchers.
+"""Describes how the ranks of a run ended, as one launcher sees it and reports it to the others.
 
 An `ExitStatus` is what is known about the end of one rank's process. An `ExitReport` holds those of
 all ranks of one machine. All times are wall-clock seconds of the rank's own host.
@@ -27,13 +27,13 @@ class ExitStatus:
     how: str
     """The code as a text: `exit code 3`, `killed by SIGKILL`."""
     given_up: str = ""
-    """Why it was given up although its process has not ended; empty: it has ended."""
+    """Why Lockstep gave up waiting for the end of its process; empty if the process has ended."""
     with_fork_server: bool = False
-    """True if the kernel has killed it because the process that had started it ended."""
+    """True if the kernel killed it because the process that had started it ended."""
     error: ErrorRecord | None = None
     """The exception that the rank itself has recorded."""
     oom: Literal["certain", "likely"] | None = None
-    """Whether the kernel's out-of-memory killer has ended a process of the run meanwhile."""
+    """Whether the kernel's out-of-memory killer has ended a process of the run in the meantime."""
     oom_detail: str = ""
     """What the kernel's log says about it."""
     crash_line: str | None = None
@@ -43,16 +43,16 @@ class ExitStatus:
     printed: PrintedError | None = None
     """The last traceback in its standard error, if it has recorded no exception."""
     step: int | None = None
-    """The optimizer steps that it had made; None: none, or not known."""
+    """The optimizer steps that it had made; None if it made none or if that is not known."""
     made_no_step: bool = False
     """True if it is known that it had made none."""
     ran_s: float | None = None
-    """For how long it had run when it failed."""
+    """How long it had been running when it failed."""
     peak_bytes: int | None = None
     """Its highest resident memory."""
     asked_to_end: float | None = None
-    """When Lockstep first sent it a signal that ends it; None if never. Before the launcher sends
-    one, it looks for ranks that have already ended, so that the two can be told apart."""
+    """When Lockstep first sent it a signal to end it; None if it never did. Before the launcher
+    sends one, it looks for ranks that have already ended, so that the two can be told apart."""
     stopped: bool = False
     """True if it was stopped, by a signal or a debugger, when Lockstep sent it that signal."""
 
@@ -77,10 +77,10 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """What one launcher knows about the end of its ranks, as it sends it to the others.
+    """What one launcher knows about the end of its ranks, as sent to the other launchers.
 
-    All launchers of a run apply the same pure function to the reports of all of them, and so find
-    the same first failure.
+    All launchers of a run apply the same pure function to the reports of all of them, and so arrive
+    at the same first failure.
     """
 
     host: str
@@ -93,7 +93,7 @@ class ExitReport:
     complete: bool = False
     """True if all of its ranks have ended."""
     hang: Verdict | None = None
-    """Why the run cannot go on, and is to be stopped."""
+    """The reason why the run cannot go on and must be stopped."""
     interrupted: Interruption | None = None
     """The signal that the launcher was sent."""
 
@@ -105,9 +105,9 @@ class ExitReport:
         return any(status.code != 0 and not status.ended_by_lockstep for status in self.exits)
 
     def to_values(self) -> dict[str, Any]:
-        """Returns the report as values for JSON, from which `from_values` rebuilds it.
+        """Returns the report as plain values for JSON, from which `from_values` rebuilds it.
 
-        Tracebacks are left out: they may be long, and the rank's own machine has them.
+        Tracebacks are left out, as they may be long and are kept on the rank's own machine.
         """
         exits = []
         for status in self.exits:

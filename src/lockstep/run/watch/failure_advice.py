@@ -1,7 +1,8 @@
-"""What to do about a rank's failure, from tables of known error texts, signals and kinds.
+"""Advises what to do about the failure of a rank.
 
-An *end* says how the rank's process ended: its exit code or signal, the exception that it recorded,
-and the last lines of its output. The *kind* is a `first_failure.FailureKind`, such as "exception".
+The advice comes from tables of known error texts, signals and kinds of failure. An *end* says how
+the rank's process ended: its exit code or signal, the exception that it recorded, and the last
+lines of its output. The *kind* is a `first_failure.FailureKind`, such as "exception".
 """
 
 from __future__ import annotations
@@ -120,28 +121,30 @@ _LINE_THAT_MAKES_SEMAPHORE = "_multiprocessing.SemLock("
 
 
 def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, ...]:
-    """Returns what to do about a rank's failure.
+    """Returns what the user can do about a rank's failure.
 
     Args:
         kind: the kind of failure, a `first_failure.FailureKind`.
         end: how the rank ended.
-        no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
+        no_peer_was_lost: True if the rank's error says that it lost a peer, but no other rank had
+            ended before.
 
     Returns:
-        One text, or none if nothing is known that helps, or if the failure itself says what to do.
+        One text. Empty if no advice is known, or if the error itself says what to do.
     """
     text = _error_text(end)
 
-    # `oom` says that the out-of-memory killer has ended some process of the run. If it was the rank
-    # itself, the kind is "oom". Here it was one of its workers, and the rank has raised an error:
-    # "DataLoader worker (pid 71) is killed by signal: Killed."
+    # `end.oom` says that the out-of-memory killer has ended some process of the run. Had it ended
+    # the rank, the kind would be "oom". Here it ended one of the rank's workers, and the rank
+    # raised an error: "DataLoader worker (pid 71) is killed by signal: Killed."
     names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
     if kind == "exception" and end.oom and names_killed_worker:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
 
-    # The rank was killed with the process that had started it. Perhaps that was for memory.
+    # The rank was killed together with the process that had started it, perhaps for memory.
     if end.with_fork_server and end.oom:
         return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
+
     if kind in BY_KIND:
         return (BY_KIND[kind],)
 
@@ -151,6 +154,7 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
 
     if no_peer_was_lost:  # the connection has failed by itself
         return (_NETWORK,)
+
     if kind == "signal" and -end.code in _BY_SIGNAL:
         return (_BY_SIGNAL[-end.code],)
 
@@ -158,7 +162,11 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
 
 
 def _error_text(end: ExitStatus) -> str:
-    """Returns all that an error says: its messages or, if none was recorded, the rank's output."""
+    """Returns the text in which known errors are searched for.
+
+    It consists of the messages of the recorded exception or, if there is none, of the rank's
+    output.
+    """
     error = end.error
     if error is None:
         printed_lines = () if end.printed is None else end.printed.text
@@ -166,9 +174,8 @@ def _error_text(end: ExitStatus) -> str:
 
     lines = [f"{error.type}: {error.message}", *error.chain]
 
-    # One pattern of `_BY_TEXT` looks for this line of a traceback. The rest of the traceback is
-    # left out: it quotes source code, in which other patterns could match by chance.
+    # One of the patterns looks for this line of a traceback. The rest of the traceback is left out:
+    # it quotes source code, which other patterns could match by chance.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
-
     return "\n".join(lines)

@@ -1,10 +1,12 @@
-"""Writes the block that closes a failed run: what failed first, what followed, and what to do.
+"""Writes the report at the end of a failed run: what failed first, what followed, and what to do.
 
-FIRST FAILURE: rank 1 on host a, after step 12
-ValueError: loss is NaN
-train.py:12: loss.backward()
-consequences: rank 0 (Connection closed by peer), ended by lockstep: ranks 2-3
-traceback and logs: runs/logs
+    FIRST FAILURE: rank 1 on host a, after step 12
+      ValueError: loss is NaN
+      train.py:12: loss.backward()
+    consequences: rank 0 (Connection closed by peer), ended by lockstep: ranks 2-3
+    traceback and logs: runs/logs
+
+Every function takes `in_language`, which translates a text to the user's language.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _MAX_LINE_CHARS = 1000
 
 
 def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) -> str:
-    """Writes the block that closes a failed run; it does not end in a newline."""
+    """Writes the report on a failure, without a newline at its end."""
     lines = _heading_lines(failure, in_language)
     if failure.line:
         lines.append(f"  {failure.line}")
@@ -43,7 +45,6 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
     if failure.ended_by_lockstep:
         ranks = format_ranks(failure.ended_by_lockstep)
         consequences.append(in_language(f"ended by lockstep: {ranks}"))
-
     if consequences:
         text = join_label(in_language("consequences:"), ", ".join(consequences))
         lines.append(_shorten(text))
@@ -58,12 +59,12 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
 
 
 def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = in_english) -> str:
-    """Writes one line about a failure that was printed in full before; without a newline.
+    """Writes one line about a failure whose like has been reported in full, without a newline.
 
     Args:
         failure: the failure.
-        times: how often a failure of this kind has come.
-        in_language: for the texts of Lockstep's own.
+        times: how many failures of this kind there have been.
+        in_language: translates Lockstep's own texts.
     """
     heading = _heading_lines(failure, in_language)[0]
     text = f"{heading}: {in_language(failure.headline)}"
@@ -74,12 +75,13 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
 
 
 def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
-    """Writes which ranks failed, on which host and in which step, and how."""
+    """Writes which ranks failed, on which host and after which step, and how they failed."""
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
 
+    # Without ranks, the subject is the host itself.
     subject = failure.subject
-    if failure.host and failure.ranks:  # without ranks, the subject is the host itself
+    if failure.host and failure.ranks:
         has_several_hosts = "," in failure.host  # as in "a, b"
         if has_several_hosts:
             subject = in_language(f"{subject} on hosts {failure.host}")
@@ -90,25 +92,26 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
 
-    is_quoted = failure.kind == "exception"  # type and message of an exception
+    # The type and message of an exception are not translated.
+    is_quoted = failure.kind == "exception"
     headline = failure.headline if is_quoted else in_language(failure.headline)
 
     lines = [heading, f"  {_shorten(headline)}"]
     for text in failure.details:
         lines.append(f"  {_shorten(_detail(text, in_language))}")
-
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
-
     return lines
 
 
 def _detail(text: str, in_language: InLanguage) -> str:
-    """Returns a line below the headline. What the rank itself has printed stays as it is."""
+    """Translates a line below the headline, unless it was printed by the rank itself."""
     if text.startswith("its "):  # "its last lines:", "its process was then killed by SIGABRT"
         return in_language(text)
+
     label, _, rest = text.strip().partition(" ")
-    if label not in _LABELS_OF_ERRORS:
+    is_line_of_own_error = label in _LABELS_OF_ERRORS
+    if not is_line_of_own_error:
         return text
     return f"  {pad(in_language(label), 7)}{in_language(rest.strip())}"
 

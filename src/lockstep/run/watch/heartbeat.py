@@ -1,7 +1,7 @@
-"""A rank's heartbeat: a small file in shared memory that counts the rank's optimizer steps.
+"""Implements a rank's heartbeat: a small file in shared memory with a count of its optimizer steps.
 
-The rank writes it without being asked, at a microsecond a step. The launcher reads it often, to see
-whether the rank still moves.
+The rank updates it after each step, which takes about a microsecond. The launcher reads it often,
+to see whether the rank still makes progress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP_OFFSET = _LAYOUT.size - _STEP_LAYOUT.size
 
 
 class Heartbeat(NamedTuple):
-    """What a rank says about itself without being asked."""
+    """The contents of a rank's heartbeat."""
 
     pid: int
     main_thread: int
@@ -38,7 +38,11 @@ class Heartbeat(NamedTuple):
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Reads a rank's heartbeat in a few microseconds; None if it has none so far."""
+    """Reads a rank's heartbeat, which takes a few microseconds.
+
+    Returns:
+        The heartbeat, or None if the rank has not written one yet.
+    """
     try:
         data = path.read_bytes()
         magic, *values = _LAYOUT.unpack(data[: _LAYOUT.size])
@@ -50,7 +54,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of this process, which must have its own file."""
+    """Writes the heartbeat of this process into a file that no other process writes."""
 
     def __init__(self, path: Path) -> None:
         self.steps = 0
@@ -62,9 +66,9 @@ class HeartbeatWriter:
         os.close(descriptor)
 
     def count_step(self, *_: object) -> None:
-        """Counts one optimizer step, and writes number, time and duration into the file.
+        """Counts one optimizer step, and writes its number, time and duration into the file.
 
-        The arguments are those of an optimizer's step hook, and are not used.
+        This is a step hook of torch's optimizers. The arguments of the hook are not used.
         """
         if self._memory is None:  # see `stop`
             return
@@ -76,5 +80,5 @@ class HeartbeatWriter:
         self._last_step = now
 
     def stop(self) -> None:
-        """Stops counting: in a forked child, whose steps are not the rank's."""
+        """Stops counting, in a forked child whose steps are not the rank's."""
         self._memory = None

@@ -1,8 +1,8 @@
-"""Recognizes errors that say that another rank has gone, or has not come.
+"""Recognizes errors that say that another rank is gone or has not come.
 
-Such an error is usually a *consequence*: when one rank fails, Gloo, NCCL, the TCPStore or shared
-memory of the other ranks report a lost *peer*. Whether it is one is for the caller to judge: if no
-other rank has ended, a cable was pulled.
+Such an error is usually a *consequence*: when one rank fails, the Gloo, NCCL, TCPStore or shared
+memory of the other ranks reports a lost *peer*. The caller has to judge whether it is one: if no
+other rank has ended, the network may be at fault.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# What Gloo, NCCL, TCPStore, DDP and Lockstep say when a peer has gone or has not come. Patterns
-# that name the peer or the reason stand first, as the first that matches is shown. `(?<!\] )`
-# excludes a builtin OSError, such as `[Errno 32] Broken pipe`: it is about a pipe or socket of the
-# script's own.
+# What Gloo, NCCL, TCPStore, DDP and Lockstep say when a peer is gone or has not come. The first
+# match is shown, so patterns that name the peer or the reason come first. `(?<!\] )` excludes a
+# builtin OSError, such as `[Errno 32] Broken pipe`, which is about a pipe or socket of the script.
 _LOST_PEER_PATTERNS = (
     # [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms
     r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
@@ -49,13 +48,13 @@ _LOST_PEER_PATTERNS = (
 
 
 def find_lost_peer_text(texts: Iterable[str]) -> str | None:
-    """Returns the words by which an error says that a peer was lost.
+    """Finds the part of an error that says that a peer was lost: `Connection closed by peer`.
 
     Args:
-        texts: the messages of an exception and of those it was raised from, or lines of a log.
+        texts: the messages of an exception and of those it was raised from, or the lines of a log.
 
     Returns:
-        None if there are no such words.
+        The part, or None if there is none.
     """
     joined = "\n".join(texts)
     for pattern in _LOST_PEER_PATTERNS:

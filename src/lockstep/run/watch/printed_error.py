@@ -1,8 +1,9 @@
-"""Reads the last traceback in what a rank has printed.
+"""Finds the last traceback in the output of a rank.
 
-A rank records the exception that ends it. If it could not, its standard error is all that is known.
-There, other programs may have put a *prefix* before each line: torch `[rank1]:`, mpirun
-`[1,0]<stderr>:`, loggers the time of day. The *heading* is `Traceback (most recent call last):`.
+A rank records the exception that ends it. If it could not, its standard error is all there is. In
+that output, other programs may have put a *prefix* before each line: torch `[rank1]:`, mpirun
+`[1,0]<stderr>:`, loggers the time of day. The *heading* of a traceback is the line `Traceback (most
+recent call last):`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _MAX_LINE_CHARS = 2000
 
 @dataclass(frozen=True)
 class PrintedError:
-    """What the last traceback says."""
+    """The last traceback in a rank's output."""
 
     headline: str
-    """The exception's type and the first line of its message, as they were printed."""
+    """The exception's type and the first line of its message, as printed."""
     line: str | None
     """The user's innermost line, `file:line: code`."""
     text: tuple[str, ...]
@@ -42,19 +43,19 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     """Reads the last traceback in the lines of a log.
 
     Returns:
-        None if there is no traceback, or if the log ends before its end.
+        The traceback, or None if there is none or the log ends in the middle of it.
     """
     heading_number = _find_last_heading(lines)
     if heading_number is None:
         return None
 
     prefix = _prefix_of_lines_after(lines[heading_number])
-    block = []
+    block = []  # the lines after the heading, without the prefix
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
 
-    # The frames of a traceback are indented. The first line that is not says which exception it
-    # was: `ValueError: no data`.
+    # The frames of a traceback are indented. The first line that is not names the exception:
+    # `ValueError: no data`.
     for number, text in enumerate(block):
         is_blank_or_indented = not text.strip() or text[0].isspace()
         if not is_blank_or_indented:
@@ -69,10 +70,10 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
 
 
 def _find_last_heading(lines: Sequence[str]) -> int | None:
-    """Returns the index of the line that is the last traceback's heading; None if there is none.
+    """Returns the index of the last traceback's heading, or None if there is no traceback.
 
-    For an exception group, in which Python puts a bar before each line, that is the heading of its
-    first exception (if it has printed one):
+    Python prints an exception group as below, with a bar before each line. Then the result is the
+    heading of the first exception in the group, or that of the group if none is printed in it.
 
           + Exception Group Traceback (most recent call last):
           |   File "train.py", line 9, in <module>
@@ -83,8 +84,8 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             | ValueError: no data
     """
     last_heading: int | None = None
-    in_group = False  # true from the heading of a group to that of a traceback outside of it
-    has_first_exception = False  # of the present group
+    in_group = False  # True from the heading of a group to that of a traceback outside it
+    has_first_exception = False  # True once an exception of the present group has been found
     for number, line in enumerate(lines):
         heading = _HEADING.match(line)
         if heading is None:
@@ -95,14 +96,14 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         is_exception_of_group = in_group and heading["prefix"].endswith("| ")
 
         if is_inner_group:
-            continue  # the exceptions in it count as the outer group's
+            continue  # its exceptions are treated as those of the outer group
 
         if is_group:
             last_heading = number
             in_group = True
             has_first_exception = False
         elif is_exception_of_group:
-            if not has_first_exception:  # those after the first one do not count
+            if not has_first_exception:
                 last_heading = number
                 has_first_exception = True
         else:
@@ -113,9 +114,10 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
 
 
 def _prefix_of_lines_after(heading_line: str) -> str:
-    """Returns what stands before each line that follows a heading: what stands before the heading.
+    """Returns the prefix of the lines that follow a heading.
 
-    The heading of an exception group has a `+` where the lines that follow have a bar.
+    It is the prefix of the heading itself. In an exception group, a bar follows it: the heading has
+    a `+` instead.
     """
     heading = _HEADING.match(heading_line)
     assert heading is not None
@@ -125,19 +127,19 @@ def _prefix_of_lines_after(heading_line: str) -> str:
 
 
 def _remove_prefix(prefix: str, line: str) -> str:
-    """Returns a line without what another program has put before it.
+    """Removes from a line what another program has put before it.
 
     Args:
-        prefix: what stands before the heading of the traceback; it may be empty.
+        prefix: the text before the heading of the traceback; it may be empty.
         line: a line after the heading.
 
     Returns:
-        The line as it is if it has no such prefix.
+        The rest of the line, or the line as it is if it has no such prefix.
     """
     if line.startswith(prefix):
         return line[len(prefix) :]
 
-    # A prefix that differs from line to line, such as the time of day, has the same form in each:
+    # A prefix such as the time of day differs from line to line, but always has the same form:
     # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
     form = re.sub(r"\w", "0", prefix)
     form_of_line = re.sub(r"\w", "0", line[: len(prefix)])
@@ -147,17 +149,18 @@ def _remove_prefix(prefix: str, line: str) -> str:
 
 
 def _user_line(block: Sequence[str]) -> str | None:
-    """Returns the user's innermost line in the frames of a traceback, as `file:line: code`.
+    """Returns the innermost line of the user's code in a traceback, as `file:line: code`.
 
     Args:
-        block: the lines between the heading and the line that says which exception it was.
+        block: the lines between the heading and the line that names the exception.
 
     Returns:
-        None if no line of the user's has a source file.
+        The line, or None if no line of the user's has a source file.
     """
+    # The file with a syntax error comes after the frames that import it.
     matches = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
     syntax_errors = [match for match in matches if match is not None]
-    if syntax_errors:  # the file with the error stands after the frames that imported it
+    if syntax_errors:
         place = syntax_errors[-1]
         return format_source_line(place["file"], int(place["line"]))
 

@@ -1,9 +1,10 @@
 """Makes a rank visible to its launcher: its steps, its stacks and its collectives.
 
-The *probe* runs inside the rank, works for any script, and costs about a microsecond a step. A
+The *probe* runs inside the rank, works with any script, and costs about a microsecond per step. A
 thread of its own answers the launcher's *requests* with the stacks of all threads and the recorded
-collectives. If Python's lock keeps that thread from answering, a *stack signal* makes a handler in
-C write stacks, which needs no lock. All of it goes to the rank's `evidence` files.
+collectives. If Python's lock (the GIL) keeps that thread from running, the launcher sends a *stack
+signal*: its handler, written in C, writes the stacks without the lock. Everything goes into the
+rank's `evidence` files.
 """
 
 from __future__ import annotations
@@ -27,33 +28,36 @@ from lockstep.run.watch.heartbeat import HeartbeatWriter
 from lockstep.wording import count_noun
 
 MAIN_THREAD_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
-"""Asks for the main thread's stack. SIGUSR1 and SIGUSR2 belong to users and schedulers. On a system
-without real-time signals it is SIGURG, which a process without our handler ignores."""
+"""The signal that asks for the main thread's stack. SIGUSR1 and SIGUSR2 belong to users and
+schedulers. On a system without real-time signals it is SIGURG, which a process without our handler
+ignores."""
 
 ALL_THREADS_SIGNAL = MAIN_THREAD_SIGNAL + 1
-"""Asks for the stacks of all threads. Only the thread that answers requests takes it. It is for a
-process whose threads all sleep: the stack of a running thread changes while it is read."""
+"""The signal that asks for the stacks of all threads. It is handled by the thread that answers
+requests, and only sent while all threads sleep: the stack of a running thread changes while it is
+read."""
 
 FLIGHT_RECORDER_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""Environment variables of a rank that turn on torch's Flight Recorder, which reads them at the
-first process group. It then keeps the latest 2000 collectives, of about 1 KB each, and takes 1 to
-1.3 microseconds for each."""
+"""Environment variables of a rank that turn on torch's Flight Recorder, which reads them when the
+first process group is created. It then keeps the latest 2000 collectives, about 1 KB each, and
+takes 1 to 1.3 microseconds per collective."""
 
 _MAX_FRAMES = 100
 _REQUEST_MAX_BYTES = 4096
 
 _groups_kept_alive: list[object] = []
-"""The process groups that were opened, until this process ends.
+"""Keeps every process group that was opened alive until this process ends.
 
-A DDP model that is a local variable of `main()` dies after `destroy_process_group`, and would take
-its group along. The group's last owner waits for the group's threads, with Python's lock that they
-want. A script that imports torch itself is spared that by chance: modules that DDP imports after
-the group was opened keep it in their default arguments. Here they were imported before.
+A DDP model that is a local variable of `main()` is freed after `destroy_process_group`, and would
+free its group as well. Freeing a group waits for the group's threads while it holds Python's lock,
+which these threads need. A script that imports torch itself escapes this deadlock by chance:
+modules that DDP imports after the group was opened hold the group in their default arguments. Here
+these modules were imported before.
 """
 
 
 class Probe:
-    """The probe of this process, see `install`."""
+    """The probe of this process. `install` creates it."""
 
     def __init__(self, evidence: Evidence, spawn_index: int | None) -> None:
         evidence.heartbeat.parent.mkdir(parents=True, exist_ok=True)
@@ -75,29 +79,30 @@ class Probe:
         atexit.register(self.stop_answering)
 
     def stop_answering(self) -> None:
-        """Ends the thread that answers requests, and waits for its end.
+        """Ends the thread that answers requests, and waits until it has ended.
 
-        This must happen before the interpreter's own end. A thread that then returns from torch and
-        wants Python's lock takes the process down ("terminate called without an active exception").
+        This must happen before the interpreter shuts down. A thread that returns from torch after
+        that and asks for Python's lock would abort the process ("terminate called without an active
+        exception").
         """
         if self._answering_thread is not None and self._request_pipe is not None:
             self._is_stopping = True
-            # The thread sleeps in a read of its pipe. This wakes it up, and it sees that it is to
-            # stop. (What is written does not matter: of several requests it reads only the last.)
+            # The thread sleeps while it reads its pipe. Any text wakes it up, and it then sees the
+            # flag.
             os.write(self._request_pipe, b"\n")
             self._answering_thread.join()
 
     def warn_if_ranks_trained_alone(self) -> None:
-        """Warns, at the end of the program, if the ranks have trained without each other.
+        """Warns, at the end of the program, if each rank has trained a model of its own.
 
-        Only rank 0 of several warns, so that the user reads it once.
+        Only rank 0 warns, so that the user reads it once.
         """
         size = os.environ.get("WORLD_SIZE", "1")
         if size == "1" or os.environ.get("RANK") != "0":
             return
 
         steps = self._heartbeat.steps
-        has_opened_group = bool(_groups_kept_alive)  # every group that was opened is kept there
+        has_opened_group = bool(_groups_kept_alive)  # contains every group that was opened
         if steps and not has_opened_group:
             warn(
                 f"{size} processes",
@@ -107,9 +112,9 @@ class Probe:
             )
 
     def forget_in_child(self) -> None:
-        """Releases what a forked child must not use, as it is not the rank.
+        """Releases the rank's pipe and heartbeat in a forked child, which is not the rank.
 
-        The child inherits the rank's pipe and heartbeat, but none of its threads.
+        The child inherits both of them, but none of the rank's threads.
         """
         self._heartbeat.stop()
         self._answering_thread = None
@@ -120,31 +125,32 @@ class Probe:
     def _register_stack_signals(self) -> None:
         """Makes faulthandler write this process's stacks into its evidence files.
 
-        It writes them at a fatal signal (SIGSEGV and others), and at the two stack signals.
+        It writes them at a fatal signal, such as SIGSEGV, and at the two stack signals.
         """
         faulthandler.enable(_open_to_append(self._evidence.crash))
 
-        # At the interpreter's end faulthandler restores this handler, so that a late signal is
-        # ignored and does not end the process.
+        # When the interpreter shuts down, faulthandler restores the handler that was there before.
+        # So that a late signal does not end the process, this handler ignores it.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
 
-        # This signal shows only the stack of the main thread, which handles it. If another thread
-        # runs while its frames are read, that ends in a segmentation fault sooner or later
-        # (Python 3.11: once in some hundred times).
-        # `chain=False` installs the handler with SA_RESTART: an interrupted system call is
-        # restarted where the kernel can do that, see `process_status.harmless_stack_signal`.
+        # This signal shows only the stack of the main thread, which handles it. Reading the frames
+        # of another thread while it runs sooner or later ends in a segmentation fault (with Python
+        # 3.11, about once in some hundred times). With `chain=False` the handler is installed with
+        # SA_RESTART: an interrupted system call is restarted if the kernel can do that, see
+        # `process_status.harmless_stack_signal`.
         stacks = _open_to_append(self._evidence.stacks)
         faulthandler.register(MAIN_THREAD_SIGNAL, stacks, all_threads=False, chain=False)
 
-        if sys.platform == "linux":  # elsewhere nobody can tell whether all threads sleep
+        if sys.platform == "linux":  # on other systems it is not known whether all threads sleep
             signal.signal(ALL_THREADS_SIGNAL, signal.SIG_IGN)
             faulthandler.register(ALL_THREADS_SIGNAL, stacks, all_threads=True, chain=False)
-            # This thread blocks the signal, and so do the threads that it starts, so that none of
-            # their sleeps in C is cut short. Only the thread that answers requests unblocks it.
+
+            # This thread and all threads that it starts block the signal, so that none of their
+            # sleeps in C is cut short. Only the thread that answers requests unblocks it.
             signal.pthread_sigmask(signal.SIG_BLOCK, [ALL_THREADS_SIGNAL])
 
     def _start_heartbeat(self) -> HeartbeatWriter:
-        """Returns the heartbeat of this process, which counts the steps of all optimizers."""
+        """Starts the heartbeat of this process, which counts the steps of all optimizers."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         heartbeat = HeartbeatWriter(self._evidence.heartbeat)
@@ -154,18 +160,18 @@ class Probe:
     def _start_answering(self) -> None:
         """Starts the thread that answers requests, and creates the pipe that it reads them from.
 
-        It must run before a process group is opened, where a rank waits for the others to come.
-        Without the thread the rank would be asked there by a signal, which makes TCPStore begin to
-        count its timeout anew.
+        This must happen before a process group is opened, which makes a rank wait for the others.
+        Without the thread, the launcher would ask the rank by a signal there, and the signal makes
+        TCPStore count its timeout from the beginning again.
         """
         path = self._evidence.ask
         try:
             if not path.exists():
                 os.mkfifo(path, 0o600)
-            # It is opened for writing too, so that a read does not return an empty text when the
+            # Open it for writing too, so that a read does not return an empty string when the
             # launcher closes its end.
             self._request_pipe = os.open(path, os.O_RDWR)
-        except OSError:  # the file system knows no pipes; a signal still shows the main stack
+        except OSError:  # the file system has no pipes; a signal still shows the main stack
             return
 
         self._answering_thread = threading.Thread(
@@ -177,11 +183,11 @@ class Probe:
         self._answering_thread.start()
 
     def _answer_requests(self, pipe: int) -> None:
-        """Answers requests until `stop_answering`. Of several requests, the last is answered.
+        """Answers requests until `stop_answering` is called. This is all that the thread does.
 
-        This is all that the answering thread does. At the end it closes the pipe.
+        If several requests have arrived, only the last one is answered.
         """
-        # The kernel gives a signal to a thread that does not block it, and this one is to take it.
+        # The kernel delivers a signal to a thread that does not block it, which must be this one.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
 
@@ -193,7 +199,7 @@ class Probe:
                 self._request_pipe = None
                 return
 
-            *complete_lines, _ = text.split("\n")  # what stands after the last newline is no line
+            *complete_lines, _ = text.split("\n")  # the part after the last newline is incomplete
             if not complete_lines:
                 continue
 
@@ -203,12 +209,15 @@ class Probe:
                 self._answer_request(number, with_call_stacks=option == "lines")
 
     def _answer_request(self, number: str, *, with_call_stacks: bool) -> None:
-        """Writes the answer to one request, or why there is none, into the rank's evidence."""
+        """Writes the answer to one request into the rank's evidence, or the error that prevented
+        it.
+        """
         try:
             text = self._answer(number, with_call_stacks=with_call_stacks)
         except Exception as error:
-            # Whatever torch says here must not end this thread: the next request may be answered.
+            # An error in torch must not end this thread: the next request may succeed.
             text = json.dumps({"request": int(number), "error": repr(error)})
+
         with contextlib.suppress(OSError):
             write_in_place(self._evidence.answer, text)
 
@@ -217,33 +226,37 @@ class Probe:
 
         Args:
             number: the number of the request.
-            with_call_stacks: include the stack of each recorded call, which takes longer.
+            with_call_stacks: whether to include the stack of each recorded call, which takes
+                longer.
         """
-        # The recorder asks CUDA whether calls have ended. Without this, that would use the first
-        # GPU in this thread, whichever is the rank's own.
+        # The recorder asks CUDA whether calls have ended. That would use the first GPU in this
+        # thread, so the rank's own GPU is selected before.
         torch_compat.take_gpu(self._spawn_index)
+
         stacks = json.dumps(_stacks_of_other_threads())
         groups = torch_compat.process_groups()
-        main_thread = threading.main_thread().ident or 0
-        main_frame = sys._current_frames().get(main_thread)
 
         # The process group that the main thread is about to create, or null.
+        main_thread = threading.main_thread().ident or 0
+        main_frame = sys._current_frames().get(main_thread)
         making = json.dumps(torch_compat.group_being_made(main_frame))
-        records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON of a list
 
-        # Lockstep's own collectives, in shared memory, are not in torch's records but have a record
-        # of their own. A rank that has not imported their module makes none.
+        records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON text of a list
+
+        # Lockstep's own collectives, in shared memory, have a record of their own. A rank that has
+        # not imported their module makes none.
         routing = sys.modules.get("lockstep.communication.routing")
         if routing is not None:
             shared_memory = routing.shared_memory()
             if shared_memory is not None:
                 group, record = shared_memory.flight_record()
                 groups.append(group)
-                # The record is added to the list as text: to read megabytes of JSON takes long.
+                # The record is appended to the text of the list, as parsing megabytes of JSON takes
+                # too long.
                 records_without_bracket = records[:-1]
                 records = f"{records_without_bracket}, {json.dumps(record)}]"
 
-        # "request" must stand first: the launcher reads no more than that of an old answer.
+        # "request" must come first: of an old answer, the launcher reads only this field.
         return (
             f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
             f'"making": {making}, "records": {records}}}'
@@ -251,19 +264,20 @@ class Probe:
 
 
 def _open_to_append(path: Path) -> int:
-    """Returns a descriptor that appends to a file, and that stays open until this process ends."""
+    """Opens a file for appending, until this process ends, and returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
-    """Returns the stack of each thread but this one, by the thread's identifier.
+    """Returns the stacks of all threads except this one, by the identifier of the thread.
 
-    Each frame is its file, line and function. The innermost comes first.
+    A frame is `(file, line, function)`, and the innermost frame comes first.
     """
     stacks: dict[int, list[tuple[str, int, str]]] = {}
     for thread, innermost_frame in sys._current_frames().items():
         if thread == threading.get_ident():
             continue
+
         frames = itertools.islice(traceback.walk_stack(innermost_frame), _MAX_FRAMES)
         stack = []
         for frame, line in frames:
@@ -274,7 +288,7 @@ def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
 
 
 _processes_with_probe: set[int] = set()
-"""The processes that have a probe: this one, and those that it was forked from."""
+"""The ids of this process and of those it was forked from, as far as they have a probe."""
 
 
 def has_probe() -> bool:
@@ -283,12 +297,12 @@ def has_probe() -> bool:
 
 
 def install(evidence: Evidence, spawn_index: int | None = None) -> Probe:
-    """Makes this process visible until it ends. torch must have been imported.
+    """Makes this process visible to the launcher until it ends. torch must have been imported.
 
     Args:
         evidence: the files to write to.
-        spawn_index: the index of this process among those that a script has started itself; None
-            if the launcher has started it.
+        spawn_index: the index of this process among the processes that a script has started itself;
+            None if the launcher has started it.
 
     Raises:
         OSError: the files cannot be written.

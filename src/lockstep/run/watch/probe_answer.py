@@ -1,7 +1,8 @@
-"""Reads the file in which a rank's probe answers: its stacks, process groups and recorded calls.
+"""Reads the answer of a rank's probe: its stacks, its process groups and its recorded calls.
 
-A *record* is what torch's Flight Recorder, or Lockstep's shared memory, has kept of the latest
-calls. Its *entries* are the calls. Its *status* says which call of each group completed last.
+A *record* holds the latest calls of a rank, as kept by torch's Flight Recorder or by Lockstep's
+shared memory. Its *entries* are the calls, and its *status* says which call of each process group
+completed last.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState
 from lockstep.run.watch.stacks import Frame, Stack
 
-# What NCCL's recorder writes of a send or receive, such as "send 0->1" or "recv 1<-0": first the
-# number of the rank itself in the group, then that of its peer.
+# NCCL's recorder writes sends and receives as "send 0->1" or "recv 1<-0": first the number of the
+# rank itself in the group, then that of its peer.
 SEND_OR_RECEIVE = re.compile(r"(?P<op>send|recv) \d+(->|<-)(?P<peer>\d+)")
 BATCH_OP = "coalesced"
 
 
 def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
-    """Returns a rank's state with what its probe has answered.
+    """Adds the answer of a rank's probe to the state of the rank.
 
-    Both of torch's forms of a record are understood: that of `_dump_fr_trace_json` (numbers are
-    texts, there are no frames), and that of `_dump_fr_trace` turned into JSON.
+    Two forms of torch's records are understood: that of `_dump_fr_trace_json`, in which numbers are
+    strings and there are no frames, and that of `_dump_fr_trace` written as JSON.
 
     Args:
-        state: what is known of the rank so far.
+        state: what is known about the rank so far.
         text: the contents of `flight.json`.
         main_thread: the identifier of the rank's main thread; 0 if it is not known.
 
     Returns:
-        The state with `answered` set to True, or to None if the answer cannot be read.
+        The new state. Its `answered` is True, or None if the answer cannot be read.
     """
     try:
         return _add_answer(state, json.loads(text), main_thread)
@@ -43,34 +44,34 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
 
 
 def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -> RankState:
-    """Returns a rank's state with an answer.
+    """Adds an answer that has been parsed to the state of a rank.
 
     Args:
-        state: what is known of the rank so far.
-        answer: what the probe has written (`Probe._answer`), as values of JSON.
+        state: what is known about the rank so far.
+        answer: the answer of the probe (`Probe._answer`), parsed from JSON.
         main_thread: the identifier of the rank's main thread; 0 if it is not known.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError, AttributeError: the answer lacks something, or
-            something in it is of another form.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: a part of the answer is missing
+            or does not have the expected form.
     """
     calls: list[CollectiveCall] = []
     completed: dict[str, int] = {}  # the number of the last completed call, by the group's key
     for record in answer["records"]:
         _read_record(record, calls, completed)
-
     calls.sort(key=lambda call: call.time_s)
+
     stacks: dict[int, Stack] = {}
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
 
-    # If it is not known which stack is the main thread's, all of them count as other threads, and
-    # the main stack stays what a signal has shown, or None.
+    # If the main thread is not known, all stacks are treated as those of other threads. The main
+    # stack is then the one that a signal has shown, or None.
     main_stack = state.stack
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
 
-    # The process group that the main thread is about to create; missing or None: it creates none.
+    # The process group that the main thread is about to create, if any.
     making = None
     if answer.get("making") is not None:
         making = from_values(NewGroup, answer["making"])
@@ -91,28 +92,29 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
 def _read_record(
     record: Mapping[str, Any], calls: list[CollectiveCall], completed: dict[str, int]
 ) -> None:
-    """Adds the calls of one record to `calls`, and its status to `completed`.
+    """Reads one record: appends its calls to `calls`, and writes its status into `completed`.
 
-    The calls of a group that was destroyed are left out. The recorder keeps them, and the group
-    that is created next may have the same key and number its calls from 1 again. Only torch's group
-    id ("pg_id") tells the two groups apart.
+    Calls of groups that were destroyed are left out. The recorder keeps them, and the next group
+    that is created may have the same key and number its calls from 1 again. Only torch's group id
+    ("pg_id") distinguishes the two groups.
     """
     calls_with_group_id: list[tuple[CollectiveCall, str]] = []
     for entry in record.get("entries") or ():
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
-
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
     calls_with_group_id = _with_states_of_batches(calls_with_group_id)
-    present_group_ids: dict[str, str] = {}  # by key; the latest call decides, as it comes last
+
+    # The group that made the latest call with a key is the one that exists now.
+    present_group_ids: dict[str, str] = {}
     for call, group_id in calls_with_group_id:
         present_group_ids[call.key] = group_id
-
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:
             calls.append(call)
 
-    # With NCCL the status is the number of the call that was completed last, be it a collective or
-    # a send or receive, which are numbered apart. The states of its calls say more.
+    # With NCCL, the status is the number of the last completed call of either kind, though
+    # collectives are numbered separately from sends and receives. If a group has both, the status
+    # is ambiguous, and the states of the calls are used instead.
     without_status = {call.key for call in calls if call.p2p and call.backend == "nccl"}
     status = record.get("pg_status") or {}  # by torch's group id
     for key, group_id in present_group_ids.items():
@@ -123,17 +125,19 @@ def _read_record(
 def _with_states_of_batches(
     calls_with_group_id: Sequence[tuple[CollectiveCall, str]],
 ) -> list[tuple[CollectiveCall, str]]:
-    """Gives the sends and receives of each batch the state of the batch.
+    """Gives the sends and receives of each batch the state of their batch.
 
-    Of a batch of sends and receives (`batch_isend_irecv`) NCCL's recorder keeps an entry for each,
-    whose state never changes, and after them one for the batch, `coalesced`, which has the state.
-    The latter is left out here: it has the number of a collective that came before.
+    For a batch of sends and receives (`batch_isend_irecv`), NCCL's recorder has one entry for each
+    of them, whose state never changes, followed by an entry `coalesced` for the batch, which has
+    the state. This last entry is left out of the result, as it carries the number of an earlier
+    collective.
 
     Args:
-        calls_with_group_id: the calls of a record with torch's id of their group, by time.
+        calls_with_group_id: the calls of a record, each with torch's id of its group, by time.
     """
     result: list[tuple[CollectiveCall, str]] = []
-    indices_of_group: dict[tuple[str, str], list[int]] = {}  # where the calls of a group stand
+    indices_of_group: dict[tuple[str, str], list[int]] = {}  # the indices in `result`
+
     for call, group_id in calls_with_group_id:
         indices = indices_of_group.setdefault((call.key, group_id), [])
         last_call = result[indices[-1]][0] if indices else None
@@ -142,6 +146,8 @@ def _with_states_of_batches(
             result.append((call, group_id))
             continue
 
+        # This is the entry of a batch. The calls of the batch are the last ones of the group, and
+        # have the same number.
         for index in reversed(indices):
             call_of_batch, _ = result[index]
             if not call_of_batch.p2p or call_of_batch.seq != last_call.seq:
@@ -152,14 +158,14 @@ def _with_states_of_batches(
 
 
 def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
-    """Reads one entry of a record: one call.
+    """Reads one entry of a record, which is one call.
 
-    Which fields there are says torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. Numbers may be
-    texts. `frames`, `thread_id` and `timeout_ms` may be missing.
+    The fields are defined in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. Numbers may be
+    strings, and `frames`, `thread_id` and `timeout_ms` may be missing.
     """
     backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
     peer = None
-    between_ranks = SEND_OR_RECEIVE.fullmatch(op)
+    between_ranks = SEND_OR_RECEIVE.fullmatch(op)  # "send 0->1"
     if between_ranks is not None:
         op = between_ranks["op"]
         peer = int(between_ranks["peer"])

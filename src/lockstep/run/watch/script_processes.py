@@ -1,9 +1,9 @@
-"""Makes the processes visible that a script starts itself, by `mp.spawn` or `Process`.
+"""Makes processes visible to the launcher that a script starts itself, by `mp.spawn` or `Process`.
 
-The launcher has started one process, and that one starts the ranks. They get a probe, and folders
-like those of the launcher's ranks: `own_NUMBER_SIZE/rank_RANK`. Two marker files tell the launcher
-more: one in a folder whose processes are not the ranks of one group, and one in the folder of a
-rank that has returned.
+The launcher has started one process, and that process starts the ranks. Each of them gets a probe
+and a folder like those of the launcher's own ranks: `own_NUMBER_SIZE/rank_RANK`. Two marker files
+tell the launcher more: one in a folder whose processes are not the ranks of one process group, and
+one in the folder of a rank that has returned.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lockstep.run.watch.evidence import Evidence
 NOT_ONE_GROUP_FILE = "unlike"
 """Marks a folder whose processes are not the ranks of one group."""
 RETURNED_FILE = "returned"
-"""Marks the folder of a process that has come to its end."""
+"""Marks the folder of a process whose program has returned."""
 
 _PACKAGE_PARENT = str(Path(__file__).parents[3])
 
 
 def watch_script_processes(folder: Path) -> None:
-    """Makes the processes visible that this process will start by multiprocessing.
+    """Makes all processes visible that this process will start by multiprocessing.
 
-    Those of `mp.spawn` are ranks from their beginning. A `Process` is one as soon as it opens a
+    A process of `mp.spawn` is a rank from its beginning. A `Process` becomes one when it opens a
     process group.
 
     Args:
-        folder: the rank's folder, in which theirs are created.
+        folder: the folder of this rank, in which theirs are created.
     """
     starter = _WatchedStarter(folder)
 
@@ -52,10 +52,10 @@ def watch_script_processes(folder: Path) -> None:
 
 
 class _WatchedStarter:
-    """Starts the processes of a script, each with a folder for what its probe writes.
+    """Starts the processes of a script, and gives each a folder for its probe.
 
     Args:
-        folder: the rank's folder, in which theirs are created.
+        folder: the folder of this rank, in which theirs are created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,50 +76,56 @@ class _WatchedStarter:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Called instead of `mp.start_processes`, which is the first argument.
+        """Replaces `mp.start_processes`, so that each process installs a probe before it calls
+        `fn`.
 
-        Each process then runs `_run_spawned`, which installs a probe and calls the script's `fn`.
+        The first argument is the original `mp.start_processes`. The others are the script's.
         """
-        if _PACKAGE_PARENT not in sys.path:  # a spawned process inherits it, and imports Lockstep
+        # The processes inherit `sys.path`, and must find Lockstep there.
+        if _PACKAGE_PARENT not in sys.path:
             sys.path.append(_PACKAGE_PARENT)
-        # For example own_000000_4: the first group of processes, which are four.
+
+        # For example own_000000_4: the first group of processes, which has four.
         spawn_folder = self._folder / f"own_{next(self._numbers):06}_{nprocs}"
         watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
         return start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(self, process: BaseProcess) -> None:
-        """Starts a process which runs `_run_process`: that installs a probe and calls `run`.
+        """Starts a `Process`, which installs a probe and then calls its `run` method.
 
-        Processes that are started while earlier ones run belong to the same group of ranks, so they
-        share a folder, `_batch_folder`.
+        Processes that are started while earlier ones are running belong to the same group of ranks,
+        so they share a folder.
         """
+        # If a rank starts a process, that is a DataLoader worker or another helper.
         is_started_by_script = os.getpid() == self._script_pid
-        if not is_started_by_script:  # but by one of its ranks: it is a DataLoader worker or such
+        if not is_started_by_script:
             self._original_start(process)
             return
 
-        is_first_of_group = not multiprocessing.active_children()  # the earlier ones have ended
+        is_first_of_group = not multiprocessing.active_children()  # all earlier ones have ended
         if is_first_of_group:
             self._batch_folder = self._folder / f"own_{next(self._numbers):06}"
 
-        # An attribute of the object hides the method. The child is started with it.
+        # An attribute of the object takes precedence over the method, and the child is started with
+        # it.
         process.run = partial(_run_process, self._batch_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
         del process.run  # it refers to the process, and would keep it alive
 
 
 def replace_start_processes(replacement: Callable[..., Any]) -> None:
-    """Makes `mp.spawn` and `mp.start_processes` call a function instead.
+    """Makes `mp.spawn` and `mp.start_processes` call another function.
 
     Args:
-        replacement: called with the original `start_processes`, followed by its arguments.
+        replacement: the function; it is called with the original `start_processes`, followed by
+            the arguments.
     """
     package: Any = import_module("torch.multiprocessing")
     module: Any = import_module("torch.multiprocessing.spawn")
     original = module.start_processes
     replaced = wraps(original)(partial(replacement, original))
-    module.start_processes = replaced  # `mp.spawn` looks it up here
-    package.start_processes = replaced  # this is `mp.start_processes`
+    module.start_processes = replaced  # which `mp.spawn` calls
+    package.start_processes = replaced  # which is `mp.start_processes`
 
 
 def _run_spawned(
@@ -128,45 +134,43 @@ def _run_spawned(
     """Runs the program of a process that `mp.spawn` has started, with a probe.
 
     Args:
-        folder: for the processes that were started together; each has a folder in it.
-        size: how many they are.
-        program: what the script has given to `mp.spawn`.
-        index: the number of this process among them, which is taken for its rank.
-        args: the program's arguments.
+        folder: the folder of the processes that were started together.
+        size: the number of these processes.
+        program: the function that the script passed to `mp.spawn`.
+        index: the index of this process among them, which is assumed to be its rank.
+        args: the arguments of the program.
     """
 
-    def check_group(group: Any) -> None:
-        """Called with each default group that the program opens.
-
-        Marks the folder if this process is not the rank in the group that its index says.
-        """
+    def mark_unless_index_is_rank(group: Any) -> None:
+        """Marks the folder if a default group that the program opens has other ranks or sizes."""
         if (group.rank(), group.size()) != (index, size):
             (folder / NOT_ONE_GROUP_FILE).touch()
 
     rank_folder = folder / f"rank_{index}"
     probe.install(Evidence.in_folder(rank_folder), spawn_index=index)
-    torch_compat.on_default_group(check_group)
+    torch_compat.on_default_group(mark_unless_index_is_rank)
+
     program(index, *args)
-    (rank_folder / RETURNED_FILE).touch()  # not if the program raises: then it has failed
+    (rank_folder / RETURNED_FILE).touch()  # if the program raises, it has failed instead
 
 
 def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
     """Runs the program of a `Process` that the script has started.
 
-    It gets a probe as soon as it opens a process group, which says how many ranks there are.
+    The probe is installed when the program opens a process group, which says how many ranks there
+    are.
 
     Args:
         batch_folder: the folder of the processes that belong together. The size of their group is
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    rank_folders: list[Path] = []  # `install_probe` adds the folder of this process
+    rank_folders: list[Path] = []  # the folder of this process, once it has a probe
 
     def install_probe(group: Any) -> None:
-        """Called when this process has opened its default group, which says what rank it is."""
+        """Installs the probe when the program opens its default group."""
         if probe.has_probe():  # since an earlier group
             return
-
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread:  # a probe sets up signals, which only the main thread can do
             return
@@ -174,7 +178,7 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
         folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # If the processes open several groups, there are several ranks of this number.
+        # If the processes open several groups, several of them have this rank.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
@@ -185,6 +189,6 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
     torch_compat.on_default_group(install_probe)
     run()
 
-    # This is not reached if the program raises. There is no folder if it has opened no group.
+    # If `run` raises, the process has failed instead.
     for rank_folder in rank_folders:
         (rank_folder / RETURNED_FILE).touch()

@@ -1,11 +1,12 @@
 """Takes snapshots of the ranks of all machines at about the same time.
 
-Each launcher can only ask the ranks of its own machine. A launcher that needs a snapshot *asks* the
-others. They take one as well, whatever they are doing, and send it to the one that asked, which
+Each launcher can only ask the ranks of its own machine. A launcher that needs a snapshot of the
+whole run asks a *question*: the other launchers take snapshots too, and send them back, and it
 merges the parts.
 
-All launchers see a hang at the same time, but one of them is enough to ask. So the launcher of the
-first machine *leads*: the others begin later, and do not ask while one of lower rank does.
+All launchers notice a hang at the same time, but it is enough if one of them asks. So the launcher
+of the first machine *leads*: the others begin later, and do not ask while one with a lower rank
+does.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ _ASK_TOPIC = "snapshot asked for"
 _ANSWER_TOPIC = "snapshot"
 
 Question = Mapping[str, Any]
-"""Has a `number`, and `lines`: whether to include the stack of each recorded call."""
+"""A `number`, and `lines`: whether to include the stack of each recorded call."""
 
-# The number of collectives of each rank that are sent. If that makes a message too long, as with
-# many ranks, the next smaller number is tried.
+# The number of collectives that are sent for each rank. If the message is too long with that, as it
+# may be with many ranks, the next smaller number is tried.
 _MAX_CALLS_SENT = (100, 10, 1)
 
-# How long the other launchers are waited for, without and with the stacks of recorded calls.
+# How long to wait for the other launchers, without and with the stacks of recorded calls.
 _ANSWER_TIMEOUT_S = 2.0
 _ANSWER_WITH_STACKS_TIMEOUT_S = 5.0
 
 # How much later than the first launcher the others begin to ask.
 _HEAD_START_S = 1.0
-# How long a launcher does not ask after one of lower rank has asked. It is more than twice the
-# longest pause between two snapshots of the supervisor: with many ranks a snapshot takes seconds.
+# How long a launcher does not ask after one with a lower rank has asked. This is more than twice
+# the longest pause between two snapshots of the supervisor: with many ranks a snapshot takes
+# seconds.
 _LED_FOR_S = 10.0
 
 
@@ -43,11 +45,11 @@ class SnapshotExchange:
     """Exchanges snapshots with the launchers of the run's other machines.
 
     Args:
-        rendezvous: carries the messages.
+        rendezvous: the connection that carries the messages.
         node: the rank of this machine.
         nodes: the number of machines.
-        take: takes a snapshot of this machine's ranks. Its argument says whether to include the
-            stack of each recorded call.
+        take: function that takes a snapshot of this machine's ranks. Its argument says whether to
+            include the stack of each recorded call.
     """
 
     def __init__(
@@ -62,24 +64,24 @@ class SnapshotExchange:
         """The number of the last question that this launcher has answered, by machine."""
         self._led_until = 0.0
         self.delay_s = 0.0 if node == 0 else _HEAD_START_S
-        """How much later than the first launcher this one is to ask."""
+        """How much later than the first launcher this one begins to ask."""
 
     def take_of_all_ranks(self, *, call_stacks: bool = False) -> Snapshot | None:
-        """Takes a snapshot of all ranks of the run. Waits some seconds at most.
+        """Takes a snapshot of all ranks of the run. This may take some seconds.
 
         Args:
-            call_stacks: includes the stack of each recorded call, for a verdict that has been
-                found.
+            call_stacks: whether to include the stack of each recorded call, which the report on a
+                hang shows.
 
         Returns:
-            None if a machine does not answer in time or has left the run, if messages cannot be
-            sent now, or if a launcher of lower rank takes snapshots.
+            The snapshot. None if a machine does not answer in time or has left the run, if messages
+            cannot be sent now, or if a launcher with a lower rank is taking snapshots.
         """
         if self._nodes == 1:
             return self._take(call_stacks)
 
-        # A launcher of lower rank takes snapshots of its own now, which is enough to find a hang.
-        # A launcher that has found a hang itself asks all the same, for the stacks in its report.
+        # If a launcher with a lower rank takes snapshots, that is enough to find a hang. But the
+        # launcher that has found one asks in any case, for the stacks in its report.
         is_led = time.monotonic() < self._led_until
         if is_led and not call_stacks:
             return None
@@ -90,6 +92,7 @@ class SnapshotExchange:
         self._last_question += 1
         question = {"number": self._last_question, "lines": call_stacks}
         self._rendezvous.publish(_ASK_TOPIC, question)
+
         own_part = self._take(call_stacks)
         num_others = self._nodes - 1
 
@@ -104,14 +107,13 @@ class SnapshotExchange:
         other_parts = [from_json(text) for text in self._answers()]
         if len(other_parts) != num_others:
             return None
-
         return merge([own_part, *other_parts])
 
     def answer(self) -> None:
-        """Takes a snapshot of this machine's ranks if another launcher asks, and sends it there.
+        """Answers the questions of other launchers with a snapshot of this machine's ranks.
 
-        Call it often. Each question is answered once. If it came from a launcher of lower rank,
-        this launcher does not ask for a while: `_led_until` is set.
+        The launcher calls this many times a second. Each question is answered once. After a
+        question from a launcher with a lower rank, this launcher does not ask for a while.
         """
         if self._nodes == 1:
             return
@@ -120,28 +122,28 @@ class SnapshotExchange:
         if not questions:
             return
 
-        lowest_node_that_asks = min(questions)  # the keys are the ranks of the machines
-        if lowest_node_that_asks < self._node:  # that launcher leads now
+        lowest_asking_node = min(questions)
+        if lowest_asking_node < self._node:  # that launcher leads now
             self._led_until = time.monotonic() + _LED_FOR_S
 
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]
 
-        # One snapshot answers them all. It has the stacks of recorded calls if a question asks for
-        # them.
+        # One snapshot answers all questions. It includes the stacks of recorded calls if one of
+        # them asks for these.
         call_stacks = any(question["lines"] for question in questions.values())
         snapshot = self._take(call_stacks)
 
-        # Fewer calls of each rank are sent until the message is short enough.
+        # Send fewer calls of each rank until the message is short enough.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))
             if self._send_answers(questions, text):
                 break
 
     def _new_questions(self) -> dict[int, Question]:
-        """Returns the questions of other launchers that were not answered yet, by machine."""
+        """Returns the questions of other launchers that have not been answered yet, by machine."""
         questions = {}
-        # `published` has the last question of each machine, this one included.
+        # `published` returns the last question of each machine, including this one.
         for node, question in self._rendezvous.published(_ASK_TOPIC).items():
             is_new = question["number"] > self._answered_questions.get(node, 0)
             if node != self._node and is_new:
@@ -149,14 +151,14 @@ class SnapshotExchange:
         return questions
 
     def _send_answers(self, questions: Mapping[int, Question], text: str) -> bool:
-        """Sends a snapshot to all launchers that asked.
+        """Sends a snapshot to all launchers that asked for one.
 
         Args:
-            questions: what was asked, by the machine that asked.
+            questions: the questions, by the machine that asked.
             text: the snapshot as JSON.
 
         Returns:
-            False if it is too long to send.
+            False if the snapshot is too long to send.
         """
         for node, question in questions.items():
             answer = {"to": question["number"], "snapshot": text}
@@ -165,7 +167,7 @@ class SnapshotExchange:
         return True
 
     def _answers(self) -> list[str]:
-        """Returns the snapshots, as JSON, that came in answer to this launcher's last question."""
+        """Returns the snapshots that answer this launcher's last question, as JSON."""
         texts = []
         for answer in self._rendezvous.published(_ANSWER_TOPIC).values():
             if answer["to"] == self._last_question:
