@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -60,13 +61,16 @@ def user_line() -> str | None:
 
 def user_stack() -> tuple[Location, ...]:
     """Returns the lines of the call stack that are the user's own, the innermost first."""
-    locations = []
+    return tuple((frame.f_code.co_filename, frame.f_lineno) for frame in user_frames())
+
+
+def user_frames() -> Iterator[FrameType]:
+    """Yields the frames of the call stack that are in the user's own code, the innermost first."""
     frame = _innermost_user_frame()
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            locations.append((frame.f_code.co_filename, frame.f_lineno))
+            yield frame
         frame = frame.f_back
-    return tuple(locations)
 
 
 def user_call() -> str | None:

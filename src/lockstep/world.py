@@ -44,7 +44,6 @@ from lockstep.settings import Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
-from lockstep.training.schedule_length import warn_of_lengths_in_micro_batches
 from lockstep.training.unpacking import check_unpacking
 
 if TYPE_CHECKING:
@@ -507,7 +506,7 @@ class World:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
-        warn_of_lengths_in_micro_batches(self._preparer.schedulers, self._preparer.loaders, total)
+        self._preparer.schedule_lengths.check_epochs(total)
         return self._epochs.run(total)
 
     def checkpoint(

@@ -329,6 +329,11 @@ MESSAGES: dict[str, str] = {
         "  found: len(loader) is 15, the micro-batches of an epoch, but the scheduler steps once for each global batch: it makes at most 12 of its 45 steps\n"
         "  do:    compute its length before world.prepare, where len(loader) counts global batches, or from loader.steps"
     ),
+    "schedule of epochs": (
+        "CosineAnnealingLR with T_max=3 in a training of 3 epochs\n"
+        "  found: it has stepped 4 times in an epoch, and its rate rises again after 3 steps\n"
+        "  do:    call scheduler.step() once in an epoch, after the loop over the loader, or build it for all steps: T_max = the number of epochs * loader.steps"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

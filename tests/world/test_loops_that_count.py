@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,3 +220,189 @@ def test_a_schedule_as_long_as_the_micro_batches_is_told() -> None:
     first, second = run_ranks(told_of_schedules, 2)
     assert first == [MESSAGES["schedule of micro-batches"]]
     assert second == []
+
+
+# Schedules in plain loops over epochs
+
+EPOCHS = 3
+SETTINGS = SimpleNamespace(epochs=EPOCHS, config={"epochs": EPOCHS})
+
+
+class Training:
+    """A model, an optimizer and a loader of 4 global batches, in 4 micro-batches each."""
+
+    def __init__(self, world: lockstep.World) -> None:
+        model = mlp()
+        self.world = world
+        self.model, self.optimizer, self.train = world.prepare(
+            model, sgd(model), DataLoader(tensors(90), 24)
+        )
+        self.schedule: Any = None
+
+    def cosine(self, length: int) -> None:
+        self.schedule = cosine(self.world, self.optimizer, length)
+
+    def step(self, x: Any, y: Any) -> None:
+        backward(self.world, self.model, x, y)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def one_epoch(self, max_batches: int = 10**9) -> None:
+        for number, (x, y) in enumerate(self.train):
+            if number == max_batches:
+                break
+            self.step(x, y)
+            self.schedule.step()
+
+
+def range_of_number(t: Training) -> None:
+    t.cosine(3 * len(t.train))
+    for _ in range(3):
+        for x, y in t.train:
+            t.step(x, y)
+            t.schedule.step()
+
+
+def range_of_attribute(t: Training) -> None:
+    t.cosine(SETTINGS.epochs * len(t.train))
+    first = 1
+    for _ in range(first, SETTINGS.epochs):
+        t.one_epoch()
+
+
+def range_from_one(t: Training) -> None:
+    epochs = SETTINGS.config["epochs"]
+    t.cosine(epochs * len(t.train))
+    for _ in range(1, epochs + 1):
+        t.one_epoch()
+
+
+def epochs_as_steps(t: Training) -> None:
+    t.cosine(SETTINGS.epochs)
+    for _ in range(SETTINGS.config["epochs"]):
+        t.one_epoch()
+
+
+def epochs_as_steps_of_world(t: Training) -> None:
+    t.cosine(EPOCHS)
+    for _ in t.world.epochs(EPOCHS):
+        t.one_epoch()
+
+
+def once_in_an_epoch(t: Training) -> None:
+    t.cosine(EPOCHS)
+    for _ in range(EPOCHS):
+        for x, y in t.train:
+            t.step(x, y)
+        t.schedule.step()
+
+
+def of_all_steps(t: Training) -> None:
+    assert len(t.train) == 15
+    t.cosine(EPOCHS * t.train.steps)
+    for _ in range(EPOCHS):
+        t.one_epoch()
+
+
+def two_passes_in_an_iteration(t: Training) -> None:
+    t.cosine(EPOCHS * len(t.train))
+    for _ in range(EPOCHS):
+        t.one_epoch()
+        t.one_epoch()
+
+
+def folds(t: Training) -> None:
+    for _ in range(EPOCHS):
+        t.cosine(EPOCHS * len(t.train))
+        for _ in range(4):
+            t.one_epoch()
+
+
+def until_it_is_good(t: Training) -> None:
+    t.cosine(EPOCHS * len(t.train))
+    epoch = 0
+    while epoch < EPOCHS:
+        t.one_epoch()
+        epoch += 1
+
+
+def over_a_list(t: Training) -> None:
+    t.cosine(EPOCHS * len(t.train))
+    for _ in ["first", "second", "third"]:
+        t.one_epoch()
+
+
+def ends_later(t: Training) -> None:
+    t.cosine(2 * EPOCHS * len(t.train))
+    for _ in range(EPOCHS):
+        t.one_epoch()
+
+
+def short_epochs(t: Training) -> None:
+    t.cosine(EPOCHS * len(t.train))
+    for _ in range(EPOCHS):
+        t.one_epoch(max_batches=MICRO_BATCHES)
+
+
+def warm_up_of_as_many_steps(t: Training) -> None:
+    t.schedule = t.world.prepare(torch.optim.lr_scheduler.LinearLR(t.optimizer, total_iters=EPOCHS))
+    for _ in range(EPOCHS):
+        t.one_epoch()
+
+
+def cosine_that_swings(t: Training) -> None:
+    t.cosine(2 * t.train.steps)
+    for _ in range(EPOCHS):
+        t.one_epoch()
+
+
+def changed_by_hand(t: Training) -> None:
+    epochs = EPOCHS
+    t.cosine(EPOCHS * len(t.train))
+    for _ in range(epochs):
+        epochs += 1
+        t.one_epoch()
+
+
+AS_LONG_AS_MICRO_BATCHES = [range_of_number, range_of_attribute, range_from_one]
+AS_LONG_AS_EPOCHS = [epochs_as_steps, epochs_as_steps_of_world]
+HONEST_SCHEDULES = [
+    once_in_an_epoch,
+    of_all_steps,
+    two_passes_in_an_iteration,
+    folds,
+    until_it_is_good,
+    over_a_list,
+    ends_later,
+    short_epochs,
+    warm_up_of_as_many_steps,
+    cosine_that_swings,
+    changed_by_hand,
+]
+
+
+def told_of_plain_loop(use: Callable[[Training], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with lockstep.init(seed=0, num_micro_batches=MICRO_BATCHES) as world:
+            use(Training(world))
+    return [str(warning.message) for warning in caught]
+
+
+def told_of_plain_loops() -> dict[str, list[str]]:
+    uses = [*AS_LONG_AS_MICRO_BATCHES, *AS_LONG_AS_EPOCHS, *HONEST_SCHEDULES]
+    # Not in a loop, which would be one more around those of the programs.
+    return dict(zip([use.__name__ for use in uses], map(told_of_plain_loop, uses), strict=True))
+
+
+@pytest.mark.thorough
+def test_the_lengths_of_schedules_in_plain_loops_are_told_and_honest_ones_are_not() -> None:
+    first, second = run_ranks(told_of_plain_loops, 2)
+    for name, told in first.items():
+        expected = []
+        if name in [use.__name__ for use in AS_LONG_AS_MICRO_BATCHES]:
+            expected = [MESSAGES["schedule of micro-batches"]]
+        elif name in [use.__name__ for use in AS_LONG_AS_EPOCHS]:
+            expected = [MESSAGES["schedule of epochs"]]
+        assert told == expected, name
+    assert not any(second.values())

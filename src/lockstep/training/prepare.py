@@ -66,6 +66,7 @@ from lockstep.training.optimizer import (
     choose_foreach,
     refuse_wrong_on_shards,
 )
+from lockstep.training.schedule_length import ScheduleLengths
 from lockstep.training.unpacking import note_order
 from lockstep.training.virtual_rank_states import VirtualRankStates
 from lockstep.training.virtual_rank_streams import VirtualRankStreams
@@ -126,6 +127,8 @@ class Preparer:
         if run.settings.virtual_ranks is not None:
             self.streams = VirtualRankStreams(run.settings.seed, run.device, run.step)
             run.extensions.add(self.streams, Place.PREPARED_OBJECT)
+        self.schedule_lengths = ScheduleLengths(self.schedulers, self.loaders)
+        run.extensions.add(self.schedule_lengths, Place.PREPARED_OBJECT)
         run.extensions.add(ForwardWatch(run.step, self.wrapped.keys()), Place.PREPARED_OBJECT)
         run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):

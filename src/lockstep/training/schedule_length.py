@@ -1,54 +1,137 @@
-"""Warns of learning-rate schedules that are as long as the micro-batches of a training.
+"""Warns of learning-rate schedules that do not have the length of the training.
 
-`len(loader)` of a prepared loader counts the iterations of the loop, which are micro-batches. A
-prepared scheduler steps once per global batch. One that was built for `epochs * len(loader)` steps
-is still near the beginning of its schedule when the training ends.
+- `len(loader)` of a prepared loader counts the iterations of the loop, which are micro-batches. A
+  prepared scheduler steps once per global batch. One that was built for `epochs * len(loader)`
+  steps is still near the beginning of its schedule when the training ends.
+- A CosineAnnealingLR that was built for as many steps as there are epochs, and steps once per
+  global batch, is at its end within the first epochs, and its rate goes up and down from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint.checks import LENGTH_ATTRIBUTES
 from lockstep.errors import warn
+from lockstep.session.extension import Extension
+from lockstep.training.epoch_loop import epochs_of_loop
 from lockstep.training.optimizer import PreparedScheduler
+from lockstep.user_code import Location, user_stack
 
 
-def warn_of_lengths_in_micro_batches(
-    schedulers: Sequence[PreparedScheduler], loaders: Sequence[Loader], num_epochs: int
-) -> None:
-    """Warns of each scheduler whose length is the number of micro-batches of the training.
+@dataclass(frozen=True)
+class _EndOfPass:
+    """The end of a pass over a loader."""
+
+    stack: tuple[Location, ...]
+    """The lines of the script that were running."""
+    steps_of_scheduler: dict[PreparedScheduler, int]
+
+
+class ScheduleLengths(Extension):
+    """Compares the lengths of the prepared schedules with that of the training.
+
+    `World.epochs` says how many epochs there are. Of another loop it is known after two epochs, if
+    both passes ended at the same line of the same functions: the loop makes one pass in each of its
+    iterations, whose number is read from the script.
 
     Args:
-        schedulers: the prepared ones.
-        loaders: the prepared ones. Those whose length the script has not asked for do not count.
-        num_epochs: of the training.
+        schedulers: the prepared ones; more may be added later.
+        loaders: the prepared ones; more may be added later.
     """
-    for loader in loaders:
-        if loader.length_asked_at is None or loader.steps is None:
-            continue
+
+    def __init__(self, schedulers: Sequence[PreparedScheduler], loaders: Sequence[Loader]) -> None:
+        self._schedulers = schedulers
+        self._loaders = loaders
+        self._first_ends: dict[Loader, _EndOfPass] = {}
+        self._compared: set[Loader] = set()
+        self._warned_of: set[PreparedScheduler] = set()
+
+    def check_epochs(self, num_epochs: int) -> None:
+        """Warns of schedules that are as long as the micro-batches of so many epochs."""
+        for loader in self._loaders:
+            for scheduler in self._schedulers:
+                self._check_micro_batches(scheduler, loader, num_epochs)
+
+    def pass_ended(self) -> None:
+        """Compares the schedules when a loader was trained on twice."""
+        if not self._schedulers:
+            return
+        for loader in self._loaders:
+            if loader in self._compared or loader.trained == 0:
+                continue
+            end = _EndOfPass(
+                user_stack(),
+                {scheduler: scheduler.last_epoch for scheduler in self._schedulers},
+            )
+            if loader not in self._first_ends:
+                self._first_ends[loader] = end
+            elif loader.trained > 1:
+                self._compared.add(loader)
+                self._compare(loader, self._first_ends.pop(loader), end)
+
+    def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
+        """Checks the schedulers that have stepped once for each global batch of an epoch."""
+        if first.stack != second.stack:
+            return
+        num_epochs = epochs_of_loop()
+        if num_epochs is None:
+            return
+        for scheduler, steps in second.steps_of_scheduler.items():
+            steps_in_epoch = steps - first.steps_of_scheduler.get(scheduler, steps)
+            if steps_in_epoch == loader.steps:
+                self._check_micro_batches(scheduler, loader, num_epochs)
+                self._check_epochs_as_steps(scheduler, loader, num_epochs)
+
+    def _check_micro_batches(
+        self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
+    ) -> None:
+        """Warns if a schedule is as long as the micro-batches of the training.
+
+        Loaders whose length the script has not asked for do not count.
+        """
+        if loader.length_asked_at is None or loader.steps is None or scheduler in self._warned_of:
+            return
         length_of_epoch = loader.num_micro_batches_of_epoch()
         if length_of_epoch == loader.steps:
-            continue
-        for scheduler in schedulers:
-            state = scheduler.state_dict()
-            for name in LENGTH_ATTRIBUTES:
-                if state.get(name) == num_epochs * length_of_epoch:
-                    _warn(scheduler, name, loader, num_epochs)
+            return
+        length = num_epochs * length_of_epoch
+        state = scheduler.state_dict()
+        for name in LENGTH_ATTRIBUTES:
+            if state.get(name) != length:
+                continue
+            self._warned_of.add(scheduler)
+            steps = num_epochs * loader.steps
+            warn(
+                f"{type(scheduler.inner).__name__} with {name}={length} in a training of "
+                f"{num_epochs} epochs",
+                f"len(loader) is {length_of_epoch}, the micro-batches of an epoch, but the "
+                "scheduler steps once for each global batch: it makes at most "
+                f"{steps} of its {length} steps",
+                "compute its length before world.prepare, where len(loader) counts global "
+                "batches, or from loader.steps",
+                at=loader.length_asked_at,
+            )
 
-
-def _warn(scheduler: PreparedScheduler, name: str, loader: Loader, num_epochs: int) -> None:
-    kind = type(scheduler.inner).__name__
-    length_of_epoch = loader.num_micro_batches_of_epoch()
-    length = num_epochs * length_of_epoch
-    assert loader.steps is not None
-    steps = num_epochs * loader.steps
-    warn(
-        f"{kind} with {name}={length} in a training of {num_epochs} epochs",
-        f"len(loader) is {length_of_epoch}, the micro-batches of an epoch, but the scheduler steps "
-        f"once for each global batch: it makes at most {steps} of its {length} steps",
-        "compute its length before world.prepare, where len(loader) counts global batches, or from "
-        "loader.steps",
-        at=loader.length_asked_at,
-    )
+    def _check_epochs_as_steps(
+        self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
+    ) -> None:
+        """Warns if a cosine has as many steps as there are epochs, and more are made in each."""
+        steps = loader.steps
+        is_cosine = type(scheduler.inner) is CosineAnnealingLR
+        if not is_cosine or steps is None or steps < 2 or scheduler in self._warned_of:
+            return
+        if scheduler.state_dict()["T_max"] != num_epochs:
+            return
+        self._warned_of.add(scheduler)
+        warn(
+            f"CosineAnnealingLR with T_max={num_epochs} in a training of {num_epochs} epochs",
+            f"it has stepped {steps} times in an epoch, and its rate rises again after "
+            f"{num_epochs} steps",
+            "call scheduler.step() once in an epoch, after the loop over the loader, or build it "
+            "for all steps: T_max = the number of epochs * loader.steps",
+        )

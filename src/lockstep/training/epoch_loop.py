@@ -1,0 +1,114 @@
+"""Reads in a script how many epochs the loop makes that runs now.
+
+`for epoch in range(20)` does not tell anybody its length while it runs, so the script's source is
+parsed. Numbers, variables and attributes in it are looked up in the frame; nothing is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from lockstep.user_code import user_frames
+
+NAMES_OF_RANGE = ("range", "trange")
+
+
+def epochs_of_loop() -> int | None:
+    """Returns how many epochs the script's loop makes in all; None if that is not certain.
+
+    It is called at the end of a loop over a loader. It is certain if one other loop runs in the
+    script, and that is `for ... in range(n)`, perhaps in a progress bar, or in `world.epochs(n)`.
+    """
+    loops = []
+    for frame in user_frames():
+        loops_of_frame = _loops_around(frame)
+        if loops_of_frame is None:
+            return None
+        loops += [(loop, frame) for loop in loops_of_frame]
+    if len(loops) != 1:
+        return None
+    loop, frame = loops[0]
+    if isinstance(loop, ast.While):
+        return None
+    return _count(loop.iter, frame)
+
+
+def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] | None:
+    """Returns the loops of a function that its present line is in the body of; None: no source."""
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return None
+    if not lines:
+        return None
+    loops = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            continue
+        is_of_function = node.lineno >= frame.f_code.co_firstlineno
+        last_line = node.body[-1].end_lineno or 0
+        if is_of_function and node.body[0].lineno <= frame.f_lineno <= last_line:
+            loops.append(node)
+    return loops
+
+
+def _count(iterated: ast.expr, frame: FrameType) -> int | None:
+    """Returns how many epochs a loop over an expression makes, those before a restart included.
+
+    `range(start, n)` has n epochs if `start` is a variable, which a resumed run sets.
+    """
+    if not isinstance(iterated, ast.Call) or not iterated.args:
+        return None
+    called = iterated.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    if name in ("tqdm", "track"):  # a progress bar
+        return _count(iterated.args[0], frame)
+    numbers = [_evaluate(argument, frame) for argument in iterated.args]
+    if name == "epochs" and len(numbers) == 1:
+        return numbers[0]
+    if name not in NAMES_OF_RANGE or len(numbers) > 2:
+        return None
+    stop = numbers[-1]
+    if len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant):
+        start = numbers[0]
+        return None if start is None or stop is None else stop - start
+    return stop
+
+
+def _evaluate(node: ast.expr, frame: FrameType) -> int | None:
+    """Returns the whole number that an expression is; None if it is not certain."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        left = _evaluate(node.left, frame)
+        right = _evaluate(node.right, frame)
+        if left is None or right is None:
+            return None
+        return left + right if isinstance(node.op, ast.Add) else left - right
+    values = list(_look_up(node, frame))
+    if len(values) != 1 or type(values[0]) is not int:
+        return None
+    return values[0]
+
+
+def _look_up(node: ast.expr, frame: FrameType) -> Iterator[Any]:
+    """Yields what `20`, `epochs`, `args.epochs` or `config["epochs"]` is; nothing if unknown."""
+    if isinstance(node, ast.Constant):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        for names in (frame.f_locals, frame.f_globals):
+            if node.id in names:
+                yield names[node.id]
+                return
+    elif isinstance(node, ast.Attribute):
+        for owner in _look_up(node.value, frame):
+            attributes = getattr(owner, "__dict__", {})
+            if node.attr in attributes:
+                yield attributes[node.attr]
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        for owner in _look_up(node.value, frame):
+            if type(owner) is dict and node.slice.value in owner:
+                yield owner[node.slice.value]
