@@ -1,13 +1,13 @@
-"""The loader: hands out this rank's part of every global batch, on the device, in planned order.
+"""The loader that `prepare` returns: yields this rank's part of every global batch on its device.
 
-A *global batch* holds the samples of one optimizer step, over all ranks. A rank gets its part of it
-in one or more *micro-batches*. One iteration of a loop over a loader is a *pass*. A pass with
-gradients is an epoch; its position is two numbers, epoch and global batch, which are the same on
-all ranks and mean the same on any number of them. Passes without gradients are counted separately:
-evaluating over the loader that is trained on does not change its position.
+A *global batch* holds the samples of one optimizer step over all ranks. Each rank gets its part in
+one or more *micro-batches*. A *pass* is one iteration over the loader, from `iter()` to its end. A
+pass with gradients is an epoch. Its position consists of the epoch and the number of the global
+batch, so it is the same on all ranks and can be resumed on any number of them. Passes without
+gradients are counted separately: evaluating on the training loader does not change its position.
 
-A micro-batch is *planned* (`micro_batches`), then *read* (`fetch`), *scaled* if it is weighed by
-more than its samples (`weighing`), moved to the device, and handed out.
+A micro-batch is *planned* (which samples? `micro_batches`), then *read* (`fetch`), *scaled* (what
+factor does its loss get? `weighing`), moved to the device, and handed to the user's loop.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ from lockstep.settings import Choice, check_whole_number
 from lockstep.user_code import Location, user_location
 
 SHUFFLE_VERSION = 1
-"""Version of the order in which large datasets are shuffled (`shuffling`)."""
+"""Version of the algorithm that shuffles large datasets (`shuffling`)."""
 SOME_RANKS_SKIP = "in this pass some rank has no samples of some batch and skips it"
-"""Why collectives are refused in a pass without gradients."""
+"""The reason for refusing collectives during such an evaluation."""
 MAX_RANKS_IN_CHOICE = 8
+"""In the startup summary, the sizes of at most this number of ranks are listed."""
 
 
 @dataclass(eq=False)
 class _HandedOut:
-    """A micro-batch that a pass with gradients has handed out to the training loop."""
+    """A micro-batch that a training pass has handed to the user's loop."""
 
     epoch: int
     training_pass: TrainingPass
@@ -90,23 +91,24 @@ class EpochSetter:
 
 
 class Loader:
-    """Iterates this rank's micro-batches of an epoch.
+    """Iterates over this rank's micro-batches.
 
-    With gradients enabled every rank gets every micro-batch; one without samples is a batch of
-    shape `(0, *)`, because the other ranks need its backward pass. Under `torch.no_grad()` or
-    `torch.inference_mode()` nothing is exchanged (unless `evaluates_together`), so a rank skips a
-    batch of which it has no samples.
+    With gradients enabled, every rank gets every micro-batch, since all ranks must take part in the
+    backward pass. A rank without samples gets tensors of shape `(0, *)`. Under `torch.no_grad()` or
+    `torch.inference_mode()` the ranks do not depend on each other (unless `evaluates_together` is
+    set), so a rank skips micro-batches in which it has no samples.
 
     Args:
-        source: the data and its order.
-        plan: how its global batches are divided.
-        weight: returns what a batch weighs in the mean, instead of its number of samples.
-        sample_rng: give every sample random streams of its own.
-        seed: of the run.
-        collectives: of the run.
+        source: the dataset and the order in which it is read.
+        plan: divides global batches into micro-batches.
+        weight: computes the weight of a batch in the mean loss. By default a batch weighs its
+            number of samples.
+        sample_rng: True to give each sample random number generators of its own.
+        seed: the seed of the run.
+        collectives: the collectives of the run.
         step: the current optimizer step, which the loader keeps up to date while it is iterated.
-        evaluates_together: True if forward passes without gradients involve other ranks too. Then
-            every rank gets every micro-batch of an evaluation, even one without samples.
+        evaluates_together: True if a forward pass without gradients needs all ranks, as under FSDP.
+            Then every rank gets every micro-batch of an evaluation, even one without samples.
     """
 
     def __init__(
@@ -137,32 +139,32 @@ class Loader:
         self.current = MicroBatch()
         """The micro-batch that was handed out last."""
         self.trained = 0
-        """Passes in which an optimizer has stepped."""
+        """Number of passes in which an optimizer has stepped."""
         self.passes_begun = 0
-        """Passes on this rank, with and without gradients."""
+        """Number of passes that have begun on this rank, with and without gradients."""
         self.evaluated = 0
-        """Passes without an optimizer step that this rank has finished."""
+        """Number of finished passes in which no optimizer has stepped."""
         self.evaluated_at: Location | None = None
-        """The user's line that began the latest of these."""
+        """The user's line that started the latest of these passes."""
         self.length_asked_at: Location | None = None
-        """The user's line that was the last to ask for `len(loader)`."""
+        """The user's line that called `len(loader)` last."""
         self.start = 0
-        """Where the next pass with gradients begins: at this global batch of its epoch. It is not 0
-        if a checkpoint was resumed in the middle of an epoch."""
+        """The global batch with which the next training pass begins. It is 0 unless a checkpoint
+        was resumed in the middle of an epoch."""
         self._epochs_begun = 0
         self._is_resumed = False
-        """True from the moment that a position was loaded until the next pass with gradients."""
+        """True after `load_state_dict`, until the next training pass begins."""
         self._evaluations_begun = 0
         self._training_pass: TrainingPass | None = None
-        """The pass with gradients that is under way."""
+        """The training pass that is in progress."""
         self._position = 0
-        """The position of the global batch that is trained, in its epoch."""
+        """The number of the global batch that is being trained, within its epoch."""
         self._custom_plan: CustomPlan | None = None
-        """The order of the current or resumed epoch, if it is the user's own."""
+        """The order of the current or resumed epoch, if a sampler of the user's has given it."""
         self._one_sample_batch: Any = None
-        """A batch of one sample, of which batches without samples are made."""
+        """A batch with one sample, which serves as the template of batches without samples."""
         self._needs_empty_batches = False
-        """True if, in the latest pass, some rank has no samples of some micro-batch."""
+        """True if, in the latest pass, some rank has no samples in some micro-batch."""
 
     @property
     def dataset(self) -> Any:
@@ -171,7 +173,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """The number of samples of a global batch."""
+        """The number of samples in a global batch, over all ranks."""
         return self.source.batch_size
 
     @property
@@ -188,69 +190,74 @@ class Loader:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How a global batch is divided over the ranks: one whole number for each rank."""
+        """How a global batch is divided over the ranks: rank r gets `shares[r] / sum(shares)`."""
         return self._plan.shares
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of a global batch."""
+        """The number of micro-batches in a global batch."""
         return self._plan.num_micro_batches
 
     @property
     def steps(self) -> int | None:
-        """Global batches, and so optimizer steps, of an epoch; None: the length is not known."""
+        """The number of optimizer steps in an epoch, or None for a stream of unknown length."""
         return self.source.steps
 
     @property
     def epoch(self) -> int:
-        """The epoch that is trained on, or the next one."""
+        """The number of the current epoch, or between epochs that of the next one."""
         return self._epochs_begun - 1 if self._is_training else self._epochs_begun
 
     @property
     def mid_epoch(self) -> bool:
-        """True in the middle of an epoch, even one that a resumed run has not continued yet."""
+        """True in the middle of an epoch, also if a resumed run has yet to continue that epoch."""
         return self._is_training or self.start > 0
 
     @property
     def _is_training(self) -> bool:
-        """True while a pass with gradients goes on.
+        """True while the user's loop trains on batches of the current pass.
 
-        A loop that fetches batches ahead still trains on the last ones when the loader has ended.
+        That may last longer than the iteration: a loop that fetches batches ahead still has some
+        to train on when the loader is exhausted.
         """
         training_pass = self._training_pass
         if training_pass is None:
             return False
         if not training_pass.ended:
             return True
-        # `stepped`: an optimizer has stepped for the latest global batch. `untrained`: batches for
-        # which the loop has not called backward yet.
+
+        # `stepped` is True once an optimizer has stepped for the latest global batch, and
+        # `untrained` holds the batches on which the loop has not called backward yet.
         all_batches_are_trained = training_pass.stepped and not training_pass.untrained
         return not all_batches_are_trained
 
     @cached_property
     def fingerprint(self) -> Fingerprint | None:
-        """Identifies the data. It is read once, from some samples; None for a stream."""
+        """A hash of some samples, which shows whether data has changed; None for a stream."""
         return read_fingerprint(self.source, self.seed)
 
     @cached_property
     def _fingerprint_text(self) -> str | None:
-        """The fingerprint as a state has it, which may be asked for in every step."""
+        """The fingerprint as text for `state_dict`, cached as that may be called in every step."""
         return None if self.fingerprint is None else self.fingerprint.to_text()
 
     @property
     def first_samples_of_epoch(self) -> list[Any]:
-        """Digests of the first samples of the current epoch, for a stream; otherwise empty."""
+        """Hashes of the first samples of the current epoch. Only the loader of a stream has any."""
         return []
 
     def choice(self, number: int) -> Choice:
-        """Describes how the global batch is computed.
+        """Describes for the startup summary how a global batch is divided.
+
+        For example: "samples in a global batch, 32 on each of 4 ranks, in 2 micro-batches".
 
         Args:
-            number: of this loader, from 0.
+            number: the number of this loader, counted from 0.
         """
         sizes = split_sizes(self._plan.split(self.batch_size))  # shape (micro-batches, ranks)
         samples_of_rank = sizes.sum(axis=0).tolist()
         num_ranks = len(samples_of_rank)
+
         if num_ranks == 1:
             how = "in one process" if self._collectives.single_process else "by all ranks together"
         elif len(set(samples_of_rank)) == 1:
@@ -260,32 +267,37 @@ class Loader:
             if num_ranks > MAX_RANKS_IN_CHOICE:
                 how += " + ..."
             how += f" on ranks 0 to {num_ranks - 1}"
+
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
         if self._plan.request.is_open:
             how += "; how to divide it is measured in the first that is trained on"
         if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
+
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
 
     def __len__(self) -> int:
-        """Returns the number of micro-batches of an epoch: the iterations of a training loop.
+        """Returns the number of micro-batches in an epoch, i.e. of iterations of a training loop.
 
-        Until `micro_batch_size="auto"` was measured, each global batch counts as one.
+        With `micro_batch_size="auto"`, one micro-batch per global batch is assumed until the size
+        has been measured.
 
         Raises:
-            LengthUnknownError: the loader has a stream that does not know its length.
+            LengthUnknownError: the dataset is a stream of unknown length.
         """
         self.length_asked_at = user_location()
         return self.num_micro_batches_of_epoch()
 
     def num_micro_batches_of_epoch(self) -> int:
-        """Returns what `len()` returns, and does not note that the script has asked for it."""
+        """Returns the same number as `len()`, without recording that the script asked for it."""
         if self.source.batch_sampler is not None:
+            # Each batch of a batch sampler may have another size.
             plan = self.source.plan(self.seed, self.epoch)
             return sum(len(self._plan.split(len(batch))) for batch in plan.batches())
+
         num_full, size_of_last = divmod(self.source.length, self.batch_size)
         length = num_full * self.micro_batches
         if size_of_last and not self.source.drop_last:
@@ -294,28 +306,36 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.passes_begun += 1
+
         if torch.is_grad_enabled():
             if not self._step.in_training_loop:
-                self._step.extensions.batch_is_done()  # a loop may have left a pass by `break`
+                # If the previous loop ended by `break`, its last batch is still marked as in use.
+                self._step.extensions.batch_is_done()
             epoch = self._epochs_begun
             start = self.start
             self._epochs_begun += 1
             self.start = 0
             self._is_resumed = False
             return self._train(epoch, start)
+
         evaluation = self._evaluations_begun
         self._evaluations_begun += 1
         return self._evaluate(evaluation)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass with gradients, as `DistributedSampler.set_epoch` does.
+        """Sets the epoch of the next training pass, like `DistributedSampler.set_epoch`.
 
-        A loader counts its epochs itself, so a script need not call this. One that counts from
-        another epoch on, because it has resumed by itself, gets the order of that epoch. A sampler
-        of the user's that has `set_epoch` is told as well.
+        A loader counts its epochs itself, so a script does not need to call this. It matters for a
+        script that has resumed on its own and continues with another epoch than 0: the loader then
+        uses the order of that epoch. If the user's own sampler has a `set_epoch` method, that is
+        called as well.
+
+        Args:
+            epoch: the number of the epoch, counted from 0.
 
         Raises:
-            UsageError: another epoch is being trained on, or was resumed from a checkpoint.
+            UsageError: the loader is in the middle of another epoch, or has resumed another epoch
+                from a checkpoint.
         """
         was_set = f"set_epoch({epoch!r}) of a prepared loader"
         check_whole_number(was_set, epoch, 0, UsageError)
@@ -333,6 +353,7 @@ class Loader:
                 "loop over world.epochs(n), which continues there, or leave set_epoch out: the "
                 "loader counts its epochs itself",
             )
+
         if is_another_epoch:
             self._epochs_begun = epoch
         own_samplers: tuple[Any, Any] = (self.source.sampler, self.source.batch_sampler)
@@ -341,12 +362,13 @@ class Loader:
                 sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: the same on every rank, and meaningful on any number of them.
+        """Returns the position in the data, from which any number of ranks can resume.
 
-        The number of evaluations differs if only some ranks have evaluated, which is reported.
+        The state is the same on every rank. Only the number of evaluations differs if some ranks
+        have evaluated more often than others; saving a checkpoint reports that.
 
-        In the middle of an epoch it comes with the order of that epoch if a sampler of the user's
-        gave it, because the sampler may give another order when it is asked again.
+        In the middle of an epoch, the state also contains the order of that epoch if the user's own
+        sampler has given it, because the sampler may return another order the next time.
         """
         training_pass = self._training_pass
         if training_pass is None or not self._is_training:
@@ -358,6 +380,7 @@ class Loader:
             global_batch_is_trained = training_pass.micro_batch.last and training_pass.stepped
             if global_batch_is_trained:
                 step += 1
+
         state: dict[str, Any] = {
             "epoch": epoch,
             "step": step,
@@ -372,10 +395,11 @@ class Loader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up the position; the next pass begins there.
+        """Restores the position in the data; the next training pass starts from there.
 
         Raises:
-            CheckpointError: the data or the global batch are not those of the checkpoint.
+            CheckpointError: the checkpoint was saved with other data, another size of the global
+                batch, or another seed, so that its position would mean other samples.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -385,21 +409,28 @@ class Loader:
                     "continue with the same data, batch size, seed and Lockstep, or leave the "
                     "loader out",
                 )
-        if "data" in state and self.fingerprint is not None:  # an older checkpoint has none
+
+        # Checkpoints of older versions have no fingerprint of the data.
+        if "data" in state and self.fingerprint is not None:
             fingerprint_before = Fingerprint.from_text(state["data"])
             check_fingerprint(self.source, fingerprint_before, self.fingerprint)
+
         self._epochs_begun = state["epoch"]
         self.start = state["step"]
         self._is_resumed = True
         self._training_pass = None
-        # An older checkpoint has one count for epochs and evaluations.
+        # Checkpoints of older versions count epochs and evaluations together.
         self._evaluations_begun = state.get("evaluations", state["epoch"])
+
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
 
     def _identity(self) -> dict[str, int]:
-        """Returns what must be equal in a checkpoint for a position to mean the same samples."""
+        """Returns the values on which the meaning of a position depends.
+
+        A checkpoint can only be resumed by a loader for which they are the same.
+        """
         identity = {
             "length": self.source.length,
             "batch_size": self.batch_size,
@@ -411,36 +442,41 @@ class Loader:
         return identity
 
     def example(self) -> Any:
-        """Returns a batch of the first samples, as large as one micro-batch, on the CPU."""
+        """Returns a CPU batch of the dataset's first samples, with the size of a micro-batch."""
         return self._read_first(0, ceil_div(self.batch_size, self.micro_batches))
 
     def release(self) -> None:
-        """Ends persistent workers."""
+        """Shuts down persistent loader workers."""
         self._workers.release()
 
-    # A pass
+    # One pass over the data
 
     def _train(self, epoch: int, start: int) -> Iterator[Any]:
-        """Begins a pass with gradients.
+        """Starts a training pass.
 
         Args:
-            epoch: of the pass.
-            start: the position of its first global batch.
+            epoch: number of the epoch.
+            start: number of the first global batch, which is above 0 in a resumed epoch.
         """
         plan: Plan
-        is_resumed = start > 0
-        if is_resumed and self._custom_plan is not None:
-            # The checkpoint has the order of this epoch. The user's sampler may give another one.
+        resumes_mid_epoch = start > 0
+        if resumes_mid_epoch and self._custom_plan is not None:
+            # The checkpoint contains the order of this epoch. If the user's sampler were asked
+            # again, it might return another order.
             plan = self._custom_plan
         else:
             plan = self.source.plan(self.seed, epoch)
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
-        self._needs_empty_batches = False
+
+        # Under DiLoCo every replica of the model needs samples of each global batch, otherwise
+        # training is refused. So empty batches only occur elsewhere.
         virtual_ranks = self._plan.virtual_ranks
-        # Every copy of the model has samples of each global batch, or training on it is refused.
-        if virtual_ranks is None or not virtual_ranks.train_copies:
+        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
+        self._needs_empty_batches = False
+        if not trains_replicas:
             self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
+
         segments = self._plan.plan_training(plan, start, self._step.number)
         on_device = self._read_segments(epoch, segments)
         if self._plan.check_devices is not None:
@@ -448,19 +484,25 @@ class Loader:
         return self._run_pass(epoch, start, on_device, training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
-        """Begins a pass without gradients; `epoch` is its number among such passes."""
+        """Starts a pass without gradients.
+
+        Args:
+            epoch: the number of this pass among all passes without gradients.
+        """
         plan = self.source.plan(self.seed, epoch)
         planned = self._plan.plan_epoch(plan, start=0)
+
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
         if self._evaluates_together:
-            # Every rank gets every micro-batch: an empty batch, if it has no samples of it.
+            # Every rank gets every micro-batch. A rank without samples gets an empty batch.
             some_ranks_skip = False
             self._needs_empty_batches = some_ranks_lack_samples
         else:
-            # Each rank gets only those micro-batches of which it has samples.
+            # Each rank skips the micro-batches in which it has no samples.
             some_ranks_skip = some_ranks_lack_samples
             self._needs_empty_batches = False
             planned = (item for item in planned if item.micro_batch.local_rows > 0)
+
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
         on_device = to_device(read, self._collectives.device)
         return self._run_pass(epoch, 0, on_device, training=False, some_ranks_skip=some_ranks_skip)
@@ -474,23 +516,30 @@ class Loader:
         training: bool,
         some_ranks_skip: bool = False,
     ) -> Iterator[Any]:
-        """Hands out the batches of a pass. When it is left, the step is as it was before the pass.
+        """Yields the batches of a pass to the user's loop.
+
+        Before each batch it tells the current step which micro-batch the loop is about to process.
+        However the loop ends (also by `break` or by an exception), the state of the step is then
+        restored to what it was before the pass.
 
         Args:
-            epoch: of the pass.
-            start: the position of its first global batch.
-            on_device: the micro-batches, each with its batch on the device.
-            training: True for a pass with gradients.
-            some_ranks_skip: True if not all ranks get every batch. Collectives are then refused.
+            epoch: number of the epoch.
+            start: number of the first global batch.
+            on_device: yields the micro-batches, each with its batch on the device.
+            training: True for a training pass, False for an evaluation.
+            some_ranks_skip: True if some rank skips some micro-batch. Collectives are then refused,
+                because they would wait for that rank.
         """
         step = self._step
         training_pass = TrainingPass()
         begun_at = user_location()
         reading_phase = "data" if training else "evaluation"
         working_phase = "forward" if training else "evaluation"
+
         micro_batch_before = step.micro_batch_in_use
         blocked_before = self._collectives.blocked_reason
         phase_before = step.enter_phase(reading_phase)
+
         exhausted = False
         try:
             if training:
@@ -498,6 +547,7 @@ class Loader:
                 self._position = start
             elif some_ranks_skip:
                 self._collectives.blocked_reason = SOME_RANKS_SKIP
+
             with step.pass_opened(self, training=training):
                 for planned, batch in on_device:
                     self._set_current(planned.micro_batch)
@@ -505,11 +555,14 @@ class Loader:
                         batch = self._without_samples(batch)
                     if training:
                         self._hand_out(epoch, training_pass, planned, batch)
+
                     step.enter_phase(working_phase)
                     yield batch
                     step.enter_phase(reading_phase)
+
                     if training:
                         step.extensions.batch_is_done()
+
             exhausted = True
             if not training_pass.ever_stepped:
                 self.evaluated += 1
@@ -526,17 +579,17 @@ class Loader:
             step.enter_phase(phase_before)
 
     def _set_current(self, micro_batch: MicroBatch) -> None:
-        """Notes that the script works on this micro-batch from now on."""
+        """Records that the user's loop now works on this micro-batch."""
         self.current = micro_batch
         self._step.micro_batch_in_use = micro_batch
         self._step.latest_micro_batch = micro_batch
 
     def _without_samples(self, batch: Any) -> Any:
-        """Returns a batch without rows, for the training loop.
+        """Cuts a batch of one sample to a batch with no rows, which the user's loop gets.
 
-        It is a view of the one sample that a micro-batch without samples comes with. A prepared
-        model (`strategies.placeholder`), and functions that the loop calls (`batch.no_rows`), take
-        from it the row that they compute.
+        The result shares the memory of that sample. Where a function cannot process an empty batch,
+        the sample can therefore be recovered and processed instead, with weight 0: by the prepared
+        model (`strategies.placeholder`) and by loss functions (`batch.no_rows`).
         """
         if batch is None:  # the collate function left out the whole global batch
             return None
@@ -546,40 +599,43 @@ class Loader:
     def _hand_out(
         self, epoch: int, training_pass: TrainingPass, planned: PlannedMicroBatch, batch: Any
     ) -> None:
-        """Tells the step which batch the training loop is about to get.
+        """Records that the training loop is about to get a batch.
 
-        The extensions are told when training on it begins, which is later if the loop fetches
-        batches ahead.
+        Extensions are notified later, when training on the batch begins: a loop that fetches
+        batches ahead first finishes earlier ones.
 
         Args:
-            epoch: of the pass.
-            training_pass: the pass.
+            epoch: number of the epoch.
+            training_pass: the pass that the batch belongs to.
             planned: the micro-batch.
             batch: its batch, on the device.
         """
         samples = planned.indices
-        if planned.micro_batch.is_repeat:  # another micro-batch counts them
+        if planned.micro_batch.is_repeat:  # its samples are counted in the micro-batch it repeats
             samples = samples[:0]
         self.coverage.add(
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
+
         handed_out = _HandedOut(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, handed_out)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
-        # The step keeps the delivery and with it `handed_out`, which must not keep the batch alive:
-        # the step sees that the script has dropped a batch when its tensors are freed.
+
+        # The step detects that the script has dropped a batch by the release of its tensors. So
+        # `handed_out`, which the step holds on to, must not keep the batch alive.
         handed_out.batch = ()
 
     def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
-        """Notes that training on a batch begins, and tells the extensions of it.
+        """Records that training on a batch begins, and notifies the extensions.
 
         Args:
             handed_out: the batch.
-            micro_batch: how it is weighed.
+            micro_batch: its micro-batch, with the final factor of the loss.
         """
         position = handed_out.planned.position
         self._set_current(micro_batch)
+
         extensions = self._step.extensions
         if extensions.listeners["delivered"]:
             extensions.delivered(
@@ -593,29 +649,32 @@ class Loader:
                     counts=self._collectives.contributes and not micro_batch.is_repeat,
                 )
             )
-        # If another pass over this loader has begun meanwhile, the loader's position is in that.
+
+        # The loader's position is that of its latest pass. If another pass has begun since the
+        # batch was handed out, the position stays where it is.
         training_pass = handed_out.training_pass
         if self._training_pass is training_pass or self._training_pass is None:
             self._training_pass = training_pass
             self._position = position
 
-    # Checks of devices
+    # Checking devices (`check_devices`)
 
     def _insert_repeats(
         self, epoch: int, on_device: Generator[ReadMicroBatch, None, None]
     ) -> Generator[ReadMicroBatch, None, None]:
-        """Yields the micro-batches of a pass, and more of them where devices disagree.
+        """Yields the micro-batches of a pass, and inserts repeats where devices disagree.
 
-        In a checked global batch (`repeats`) the ranks compare what two of them have computed. If
-        two disagree about a virtual rank, all ranks compute it, and the majority is right.
+        In a checked global batch (`repeats`), each virtual rank is computed by two ranks, and their
+        results are compared. If two ranks disagree, all ranks compute that virtual rank again, and
+        the majority shows which device is wrong.
 
         Args:
-            epoch: of the pass.
-            on_device: the micro-batches, each with its batch on the device.
+            epoch: number of the epoch.
+            on_device: yields the micro-batches, each with its batch on the device.
         """
         with closing(on_device):
             for planned, batch in on_device:
-                # A loop that has not trained yet what it got before has nothing to be compared.
+                # If the loop fetches batches ahead, the results to compare do not exist yet.
                 if planned.compared_before and not self._has_untrained_batches:
                     dispute = self._step.find_dispute()
                     if dispute is not None:
@@ -624,18 +683,19 @@ class Loader:
 
     @property
     def _has_untrained_batches(self) -> bool:
-        """True if the loop has got micro-batches that no backward pass has followed yet."""
+        """True if the loop holds micro-batches on which it has not called backward yet."""
         return self._training_pass is not None and bool(self._training_pass.untrained)
 
     def _read_repeat(
         self, epoch: int, planned: PlannedMicroBatch, dispute: Dispute
     ) -> Iterator[ReadMicroBatch]:
-        """Yields the micro-batches of a virtual rank that all ranks compute, on the device.
+        """Yields the micro-batches of a disputed virtual rank, which every rank computes again.
 
         Args:
-            epoch: of the pass.
-            planned: a micro-batch of the same global batch.
-            dispute: says which virtual rank it is, and what its micro-batches weigh.
+            epoch: number of the epoch.
+            planned: any micro-batch of the same global batch.
+            dispute: the virtual rank on which two ranks disagree, and the factors of the losses of
+                its micro-batches.
         """
         assert planned.global_batch is not None
         repeats = self._plan.plan_repeat(
@@ -649,40 +709,47 @@ class Loader:
             read = [(counted.planned._replace(micro_batch=micro_batch), counted.batch)]
             yield from to_device(read, self._collectives.device)
 
-    # Reading
+    # Reading the data
 
     def _read_segments(
         self, epoch: int, segments: Generator[Segment, None, None]
     ) -> Generator[ReadMicroBatch, None, None]:
-        """Yields the micro-batches of a pass that trains, each with its batch on the device.
+        """Yields the micro-batches of a training pass, each with its batch on the device.
 
-        Nothing of a segment is read before the training loop is done with the segment before it.
+        A segment is only read when the training loop has finished the previous one, because what
+        autotuning measures in one segment decides how the next one is divided.
 
         Args:
-            epoch: of the pass.
-            segments: micro-batches that are planned and read together (`micro_batches.Segment`).
+            epoch: number of the epoch.
+            segments: groups of micro-batches that are planned and read together; see
+                `micro_batches.Segment`.
         """
-        # The weight of the micro-batch of the segment before, if it is of the same global batch.
+        # If autotuning has cut a global batch into two segments: the weight of the first of them.
         weight_before = 0.0
+
         with closing(segments):
             for planned, rest_of_global_batch in segments:
                 weighing = self._weighing(epoch)
-                if weighing.is_planned:  # the plan says what each micro-batch weighs
+                if weighing.is_planned:  # weights follow from the numbers of samples
                     read = self._read_planned(epoch, planned)
                     yield from to_device(read, self._collectives.device)
                     continue
-                # The scale of a micro-batch depends on the weight of its whole global batch, so all
-                # of that is read first.
+
+                # The factor of a micro-batch depends on the weight of its whole global batch, so
+                # the whole global batch is read first.
                 read = self._read_planned(epoch, chain(planned, rest_of_global_batch))
+
                 is_first_part = len(rest_of_global_batch) > 0
                 weight_of_first_part = 0.0
                 if is_first_part:
-                    # `planned` is the one micro-batch in which autotuning measures. The rest is
-                    # read for its weight alone; the next segment reads it again, to hand it out.
+                    # `planned` is the single micro-batch on which autotuning measures. The rest of
+                    # the global batch is read here only for its weight, and a second time by the
+                    # next segment, which hands it out.
                     read_global_batch = list(read)
                     first_planned, first_batch = read_global_batch[0]
                     weight_of_first_part = weighing.count_rows(first_planned, first_batch).weight
                     read = iter(read_global_batch)
+
                 scaled = scale_by_weight(
                     read,
                     weighing,
@@ -699,20 +766,22 @@ class Loader:
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields the micro-batches, each with its batch on the CPU.
+        """Yields planned micro-batches, each with its batch on the CPU.
 
-        A micro-batch without samples comes with a batch of one sample.
+        A micro-batch in which this rank has no samples comes with a batch of one sample; see
+        `_make_empty_batch`.
         """
-        # Workers are asked for batches ahead of those that are yielded here.
+        # Loader workers prefetch, so their requests are generated ahead of the loop below.
         planned, planned_for_workers = tee(planned)
 
-        def keys_of_batches() -> Iterator[tuple[int, Indices]]:
-            """Yields epoch and sample indices of each batch that has samples."""
+        def batches_to_read() -> Iterator[tuple[int, Indices]]:
+            """Yields the epoch and the sample indices of each batch that has samples."""
             for item in planned_for_workers:
                 if item.micro_batch.local_rows > 0:
                     yield epoch, item.indices
 
-        batches = self._workers.read(self._fetch, keys_of_batches())
+        batches = self._workers.read(self._fetch, batches_to_read())
+
         for item in planned:
             num_samples = item.micro_batch.local_rows
             if num_samples > 0:
@@ -723,7 +792,7 @@ class Loader:
             yield item, batch
 
     def _weighing(self, epoch: int) -> Weighing:
-        """Returns how the micro-batches of a pass are weighed."""
+        """Returns the object that computes the weights of this loader's micro-batches."""
         return Weighing(
             weight=self.weight,
             rows=self._rows,
@@ -731,10 +800,15 @@ class Loader:
         )
 
     def _count_rows(self, epoch: int, read: Iterator[ReadMicroBatch]) -> Iterator[ReadMicroBatch]:
-        """Yields the micro-batches of an evaluation with the number of rows that each batch has."""
-        if self._rows is None:  # torch's collate function makes one row of each sample, as planned
+        """Corrects the planned sizes of an evaluation's micro-batches by their actual rows.
+
+        A collate function of the user's may drop samples or make several rows of one.
+        """
+        has_default_collate = self._rows is None
+        if has_default_collate:  # one row per sample, so the planned sizes are right
             yield from read
             return
+
         weighing = Weighing(
             weight=None,
             rows=self._rows,
@@ -743,29 +817,32 @@ class Loader:
         for planned, batch in read:
             counted = weighing.count_rows(planned, batch)
             if self._evaluates_together:
-                # Other ranks need this rank's forward pass. If the collate function has left out
-                # all samples, `counted.batch` is one that the model can compute.
+                # All ranks must run the forward pass. If the collate function has dropped all
+                # samples of this rank, `counted.batch` is an empty batch for that purpose.
                 yield counted.planned, counted.batch
             else:
                 yield counted.planned, counted.collated
 
-    def _keep_one_sample(self, batch: Any, count: int) -> None:
-        """Keeps one sample of the first batch, of which batches without samples are made.
+    def _keep_one_sample(self, batch: Any, num_samples: int) -> None:
+        """Keeps a sample of the first batch that is read, as the template of empty batches.
+
+        Later calls do nothing.
 
         Args:
-            batch: as the collate function returned it.
-            count: samples of the batch.
+            batch: the batch that the collate function returned.
+            num_samples: the number of samples in the batch.
 
         Raises:
-            DataError: no sample can be taken out of it, and this pass needs that. It is raised
-                before the first step.
+            DataError: a single sample cannot be cut out of such a batch, although some rank needs
+                an empty batch in this pass. This is raised before the first step.
         """
         if self._one_sample_batch is not None:
             return
-        if batch is None:  # the collate function left out all samples
+        if batch is None:  # the collate function has dropped all samples
             return
+
         try:
-            self._one_sample_batch = cut_to_rows(batch, count, rows=1)
+            self._one_sample_batch = cut_to_rows(batch, num_samples, rows=1)
         except DataError as error:
             if self._needs_empty_batches:
                 raise DataError(
@@ -776,24 +853,26 @@ class Loader:
                 ) from error
 
     def _make_empty_batch(self, epoch: int) -> Any:
-        """Returns a batch of one sample, for a micro-batch of which this rank has no samples.
+        """Returns a batch for a micro-batch in which this rank has no samples.
 
-        When it is handed out, `_without_samples` makes a batch without rows of it.
+        The batch still has one sample. When the batch is handed to the user's loop,
+        `_without_samples` cuts it to zero rows.
 
         Args:
-            epoch: of the pass.
+            epoch: number of the epoch.
         """
         if self._one_sample_batch is None:
-            # A collate function of the user's may leave the first sample out, so it gets more.
+            # A collate function of the user's may drop the first sample, so it gets several.
             has_default_collate = self._rows is None
-            count = 1 if has_default_collate else self.batch_size
-            first_batch = self._read_first(epoch, count)
-            self._one_sample_batch = cut_to_rows(first_batch, count, rows=1)
-        # The user may write to what is handed out, so it is a copy.
+            num_samples = 1 if has_default_collate else self.batch_size
+            first_batch = self._read_first(epoch, num_samples)
+            self._one_sample_batch = cut_to_rows(first_batch, num_samples, rows=1)
+
+        # The user may modify the batch in place, so each call returns a copy.
         return map_tensors(self._one_sample_batch, Tensor.clone)
 
     def _read_first(self, epoch: int, count: int) -> Any:
-        """Returns a batch of the first `count` samples, on the CPU."""
+        """Returns a CPU batch of the dataset's first `count` samples."""
         indices = np.arange(min(count, self.source.length), dtype=np.int64)
         with preserve_rng_state():
             return self._fetch[epoch, indices]

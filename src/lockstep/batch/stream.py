@@ -1,14 +1,14 @@
-"""The loader of an iterable (a *stream*): this rank's part of every global batch.
+"""Loads an iterable dataset (a *stream*): gives each rank its part of every global batch.
 
-A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
-number in the epoch. How many there are is not known before the end of the stream. Each rank
-computes its part in one or more *micro-batches*. *Digests* are short values made of samples, by
-which these are compared.
+A *global batch* holds the samples of one optimizer step over all ranks, and its *position* is its
+number within the epoch. Each rank processes its part in one or more *micro-batches*. A *digest* is
+a short hash of a sample, so that ranks can compare samples without sending them.
 
-If every rank reads the whole stream, each knows what the others have. Nothing is exchanged except,
-now and then, a few bytes that show whether they read the same (`consistency`). If the stream is
-split over the ranks, they tell each other how many samples they have of every global batch: 8 bytes
-each, one global batch ahead, so no step waits for it.
+The length of a stream is unknown until it ends. If every rank reads the whole stream, each rank
+knows how many samples the others have, and the ranks only exchange a few bytes now and then to
+check that they read the same data (`stream_consistency`). If the stream is split over the ranks,
+each rank tells the others how many samples it has of every global batch. That takes 8 bytes per
+rank and is done one global batch ahead, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from lockstep.errors import CheckpointError, DataError, SettingError
 
 
 class IterableLoader(Loader):
-    """Iterates this rank's micro-batches of an iterable; see `Loader`.
+    """Iterates over this rank's micro-batches of an iterable dataset; see `Loader`.
 
     Args:
-        source: the iterable.
-        **options: of `Loader`.
+        source: the iterable dataset.
+        **options: the options of `Loader`.
 
     Raises:
-        SettingError: shares or micro-batches that an iterable which is split cannot have.
+        SettingError: the shares or micro-batches are not possible for a stream that is split over
+            the ranks.
     """
 
     source: IterableSource
@@ -62,29 +63,32 @@ class IterableLoader(Loader):
         self._iterable = IterableFetch(
             source, self.seed, sample_rng, self._collectives.data_parallel
         )
-        self._whole_batch: list[Any] = []
-        """All samples of the global batch in which something is measured."""
-        self._first_number = 0
-        """The number of the first of these samples."""
-        self._gave_samples = False
-        """True if some pass over the stream had samples."""
+        self._autotuning_samples: list[Any] = []
+        """All samples of the global batch on which autotuning measures the devices."""
+        self._first_autotuning_number = 0
+        """The number of the first of these samples in the stream."""
+        self._had_samples = False
+        """True if an earlier pass over the stream had samples."""
         self._steps_before_pass = 0
-        """Optimizer steps of the run before the first global batch of the epoch."""
+        """Number of optimizer steps in the run before the current epoch."""
         self._first_samples: dict[int, list[Any]] = {}
         """Digests of the first samples of the current epoch, by the position of a global batch."""
-        self._first_samples_before: list[Any] | None = None
-        """The digests in the checkpoint from which this epoch was resumed in its middle."""
+        self._first_samples_in_checkpoint: list[Any] | None = None
+        """The same digests from the checkpoint, if a run was resumed in the middle of an epoch."""
         self._check_options()
 
     def _check_options(self) -> None:
-        """Raises SettingError for options that an iterable which is split cannot have."""
-        if self.source.shard is not None and self._plan.request.is_open:
+        """Raises SettingError for options that a stream split over the ranks cannot have."""
+        is_split = self.source.shard is not None
+
+        if is_split and self._plan.request.is_open:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
-        if self.source.shard is not None and self._plan.virtual_ranks is not None:
+
+        if is_split and self._plan.virtual_ranks is not None:
             train_copies = self._plan.virtual_ranks.train_copies
             setting = "strategy='diloco'" if train_copies else "virtual_ranks"
             part_of = "replica" if train_copies else "virtual rank"
@@ -94,6 +98,8 @@ class IterableLoader(Loader):
                 "rank reads the whole stream",
                 "leave shard out",
             )
+
+        # A callable shard gives each rank every n-th sample.
         if callable(self.source.shard) and len(set(self.shares)) > 1:
             raise SettingError(
                 f"shares {':'.join(map(str, self.shares))} for a stream with shard=",
@@ -101,28 +107,36 @@ class IterableLoader(Loader):
                 "leave shares out for this loader (shares=(1, 1, ...)), or leave shard out",
             )
 
-    # The position
+    # Saving and resuming the position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up the position; the next pass begins there.
+        """Restores the position in the stream; the next pass starts from there.
 
         Raises:
-            CheckpointError: the stream or the global batch are not those of the checkpoint.
+            CheckpointError: the checkpoint was saved with another kind of dataset, or with another
+                size of the global batch.
         """
-        if "ranks" not in state:  # only the loader of a stream writes it
+        saved_by_stream_loader = "ranks" in state
+        if not saved_by_stream_loader:
             raise CheckpointError(
                 "resuming a loader of a stream",
                 "the checkpoint was made with a loader of a dataset with an index",
                 "continue with the data of the checkpoint, or leave the loader out",
             )
         super().load_state_dict(state)
+
         self._first_samples = {}
-        self._first_samples_before = None
-        if "beginning" in state and self.start > 0:  # in the middle of an epoch
-            self._first_samples_before = json.loads(state["beginning"])
+        self._first_samples_in_checkpoint = None
+        resumes_mid_epoch = self.start > 0
+        if resumes_mid_epoch and "beginning" in state:
+            self._first_samples_in_checkpoint = json.loads(state["beginning"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position. In the middle of an epoch it says what the stream began with."""
+        """Returns the position in the stream.
+
+        In the middle of an epoch the state also contains digests of the epoch's first samples. With
+        these a resumed run checks that the stream still starts with the same data.
+        """
         state = super().state_dict()
         first_samples = self.first_samples_of_epoch
         if self.mid_epoch and first_samples:
@@ -130,299 +144,361 @@ class IterableLoader(Loader):
         return state
 
     def _identity(self) -> dict[str, int]:
-        """Returns what must be equal in a checkpoint and in the run that resumes it."""
-        ranks = 0  # any number
-        if self.source.shard is False:  # the samples of a rank depend on the number of ranks
+        """Returns the settings that a run must share with the checkpoint that it resumes."""
+        ranks = 0  # 0: the checkpoint can be resumed on any number of ranks
+        stream_splits_itself = self.source.shard is False
+        if stream_splits_itself:  # then the samples of a rank depend on the number of ranks
             ranks = self._collectives.data_parallel.size
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
     @property
     def first_samples_of_epoch(self) -> list[Any]:
-        """Digests of the first samples that the stream gave in the current epoch.
+        """Digests of the first samples that the stream yielded in the current epoch.
 
-        A checkpoint holds those of rank 0, and a resumed run compares them with its own. In a run
-        that was resumed and has not read anything yet, they are those of the checkpoint.
+        A checkpoint contains the digests of rank 0, and a resumed run compares them with its own.
+        Until a resumed run has read any sample, this property returns those of the checkpoint.
         """
-        # Digests of the global batches 0, 1, 2, ..., up to the first that was not read.
+        # Only an unbroken sequence from global batch 0 on is comparable.
         digests_read: list[Any] = []
         for position in itertools.count():
             digests = self._first_samples.get(position)
             if digests is None:
                 break
             digests_read += digests
-        if not digests_read and self._first_samples_before is not None:
-            return self._first_samples_before
-        # If the ranks seek their samples, rank 0 of n ranks has the samples 0, n, 2 n, ...: only
-        # the first is the same on any number of ranks.
-        ranks_seek_samples = callable(self.source.shard)
-        num_compared = 1 if ranks_seek_samples else SAMPLES_COMPARED
+
+        if not digests_read and self._first_samples_in_checkpoint is not None:
+            return self._first_samples_in_checkpoint
+
+        # A callable shard gives rank 0 of n ranks the samples 0, n, 2 n, ... Only the first of them
+        # is the same for any number of ranks.
+        ranks_read_every_nth = callable(self.source.shard)
+        num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
 
     def _keep_first_samples(self, digests_by_position: Mapping[int, list[Any]]) -> None:
-        """Keeps digests of the samples with which the stream began in this epoch.
+        """Keeps the digests of the first `SAMPLES_COMPARED` samples of this epoch.
 
         Args:
-            digests_by_position: digests of the samples of some global batches, by their positions
-                in the epoch. Those of later samples are ignored.
+            digests_by_position: maps the position of a global batch to the digests of its samples.
+                Later global batches are ignored.
         """
         for position, digests in digests_by_position.items():
-            first_number = position * self.batch_size  # of the samples of this global batch
-            if first_number < SAMPLES_COMPARED:
+            number_of_first_sample = position * self.batch_size
+            if number_of_first_sample < SAMPLES_COMPARED:
                 self._first_samples[position] = digests
 
     def _check_beginning(self, epoch: int) -> None:
-        """Compares what the stream began with before and after a run was resumed. A collective.
+        """Checks that a resumed epoch starts with the same samples as before the interruption.
+
+        This is a collective: all ranks call it together.
 
         Raises:
-            CheckpointError: these are not the same samples; raised on all ranks.
+            CheckpointError: the samples differ; raised on all ranks.
         """
-        before = self._first_samples_before
-        if before is None:  # the pass was not resumed, or the checkpoint has no such samples
+        samples_in_checkpoint = self._first_samples_in_checkpoint
+        if samples_in_checkpoint is None:  # not resumed, or an epoch's start was resumed
             return
+
+        # The checkpoint contains what rank 0 read. If the stream is split, the other ranks read
+        # different samples and have nothing to compare.
+        every_rank_reads_all = self.source.shard is None
+        is_rank_0 = self._collectives.data_parallel.rank == 0
         differing_sample: int | None = None
-        # The checkpoint holds what rank 0 read. If every rank reads the whole stream, each compares
-        # that with its own; if the stream is split, only rank 0 can.
-        if self.source.shard is None or self._collectives.data_parallel.rank == 0:
-            differing_sample = first_differing_sample(before, self.first_samples_of_epoch)
+        if every_rank_reads_all or is_rank_0:
+            differing_sample = first_differing_sample(
+                samples_in_checkpoint, self.first_samples_of_epoch
+            )
+
         for sample in self._collectives.exchange(differing_sample):
             if sample is not None:
                 raise other_beginning_error(self.source, epoch, sample)
 
-    # A pass
+    # One pass over the stream
 
     def _train(self, epoch: int, start: int) -> Iterator[Any]:
+        """Starts a training pass at the global batch with position `start`."""
         self._first_samples = {}
         if start == 0:
-            self._first_samples_before = None
+            self._first_samples_in_checkpoint = None
         self._steps_before_pass = self._step.number - start
         on_device = self._read_pass(epoch, start, training=True)
         return self._run_pass(epoch, start, on_device, training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
+        """Starts an evaluation pass, which always covers the whole stream."""
         on_device = self._read_pass(epoch, 0, training=False)
         return self._run_pass(epoch, 0, on_device, training=False)
 
     def _read_pass(
         self, epoch: int, start: int, *, training: bool
     ) -> Generator[ReadMicroBatch, None, None]:
-        """Yields the micro-batches of a pass, each with its batch on the device.
+        """Yields this rank's micro-batches of a pass, each with its batch on the device.
 
         Args:
-            epoch: of the pass.
-            start: the position of its first global batch.
-            training: True for a pass with gradients.
+            epoch: number of the epoch.
+            start: position of the first global batch to read.
+            training: True for a training pass, False for an evaluation.
         """
         position = start
         try:
-            # While shares or the micro-batch size are to be measured, every rank reads the whole
-            # global batch, since it is not known yet which part will be its own.
+            # With shares="auto" or micro_batch_size="auto", training starts with global batches on
+            # which the devices are measured.
             while training and self._plan.request.is_open:
-                stream_has_ended = yield from self._read_measured(epoch, position)
+                stream_has_ended = yield from self._read_for_autotuning(epoch, position)
                 if stream_has_ended:
                     return
                 position += 1
-            read = self._read_rest(epoch, position, training)
-            # In training each micro-batch has a scale for its loss. It is planned by the numbers of
-            # samples, or follows from what the batches weigh.
+
+            micro_batches = self._read_from(epoch, position, training)
+
+            # In training, each micro-batch needs a factor for its loss. The plan has computed it
+            # from the numbers of samples, unless the user weighs batches by their contents.
             weighing = self._weighing(epoch)
             if not training:
-                read = self._count_rows(epoch, read)
+                micro_batches = self._count_rows(epoch, micro_batches)
             elif not weighing.is_planned:
-                read = scale_by_weight(
-                    read,
+                micro_batches = scale_by_weight(
+                    micro_batches,
                     weighing,
                     self._collectives,
                     epoch,
                     virtual_ranks=self._plan.virtual_ranks,
                 )
-            yield from to_device(read, self._collectives.device)
+
+            yield from to_device(micro_batches, self._collectives.device)
         finally:
             self._iterable.close()
 
-    def _read_measured(self, epoch: int, position: int) -> Generator[ReadMicroBatch, None, bool]:
-        """Yields the micro-batches of a global batch in which something is measured.
+    def _read_for_autotuning(
+        self, epoch: int, position: int
+    ) -> Generator[ReadMicroBatch, None, bool]:
+        """Yields the micro-batches of a global batch on which autotuning measures the devices.
 
-        Every rank reads all samples of it. They are kept in `_whole_batch`, from which
-        `_read_planned` takes those of this rank.
+        The measurements decide which part of the global batch each rank gets, so every rank reads
+        all of its samples. `_read_planned` then picks those of this rank from
+        `_autotuning_samples`.
 
         Returns:
-            True if the stream has no such global batch, and the pass ends.
+            True if the stream ended before this global batch.
         """
-        self._whole_batch = self._iterable.read_whole(epoch, position)
-        count = len(self._whole_batch)
+        self._autotuning_samples = self._iterable.read_whole(epoch, position)
+        count = len(self._autotuning_samples)
         is_short = count < self.batch_size
         if count == 0 or (is_short and self.source.drop_last):
             return True
-        self._first_number = position * self.batch_size
-        numbers = self._first_number + np.arange(count, dtype=np.int64)
-        segments = self._plan.plan_autotuning(position, numbers)
+
+        self._first_autotuning_number = position * self.batch_size
+        sample_numbers = self._first_autotuning_number + np.arange(count, dtype=np.int64)
+        segments = self._plan.plan_autotuning(position, sample_numbers)
         yield from self._read_segments(epoch, segments)
-        self._whole_batch = []
+
+        self._autotuning_samples = []
         return False
 
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields micro-batches of the global batch in `_whole_batch`, which is measured.
+        """Yields planned micro-batches of the global batch that autotuning measures.
 
         Args:
-            epoch: of the pass.
-            planned: this rank's micro-batches; their `indices` are the numbers of their samples.
+            epoch: number of the epoch.
+            planned: this rank's micro-batches; `indices` holds the numbers of their samples in the
+                stream.
         """
-        for item in planned:
+        for micro_batch in planned:
             samples = []
-            for number in item.indices.tolist():
-                samples.append(self._whole_batch[number - self._first_number])
+            for number in micro_batch.indices.tolist():
+                samples.append(self._autotuning_samples[number - self._first_autotuning_number])
+
             if samples:
-                yield item, self._iterable.collate(epoch, samples, item.indices)
-                continue
-            # This rank has no sample of the micro-batch. Its empty batch is made from the first
-            # sample of the global batch, which another rank computes.
-            with preserve_rng_state():
-                first_number = np.array([self._first_number])
-                batch = self._iterable.collate(epoch, self._whole_batch[:1], first_number)
-                self._keep_one_sample(batch, 1)
-            yield item, self._make_empty_batch(epoch)
+                batch = self._iterable.collate(epoch, samples, micro_batch.indices)
+            else:
+                batch = self._make_empty_autotuning_batch(epoch)
+            yield micro_batch, batch
 
-    def _read_rest(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
-        """Yields the micro-batches of a pass from a global batch on, each with its batch.
+    def _make_empty_autotuning_batch(self, epoch: int) -> Any:
+        """Makes a batch without samples, for a rank that has no part of a micro-batch.
 
-        In an evaluation a rank skips micro-batches of which it has no samples. Collectives are
-        refused while a batch is handed out that some rank may skip.
+        An empty batch needs a batch to take its structure from. It is collated from the first
+        sample of the global batch, although another rank processes that sample.
+        """
+        number_of_first_sample = np.array([self._first_autotuning_number])
+        with preserve_rng_state():
+            batch = self._iterable.collate(
+                epoch, self._autotuning_samples[:1], number_of_first_sample
+            )
+            self._keep_one_sample(batch, num_samples=1)
+        return self._make_empty_batch(epoch)
+
+    def _read_from(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
+        """Yields this rank's micro-batches from a global batch to the end of the stream.
+
+        In an evaluation, a rank skips micro-batches in which it has no samples. While the user
+        processes a batch that another rank may skip, collectives are refused, because they would
+        wait forever.
 
         Args:
-            epoch: of the pass.
-            start: the position of the first global batch.
-            training: True for a pass with gradients.
+            epoch: number of the epoch.
+            start: position of the first global batch to read.
+            training: True for a training pass, False for an evaluation.
         """
-        every_rank_gets_all = training or self._evaluates_together
+        no_rank_skips = training or self._evaluates_together
         blocked_before = self._collectives.blocked_reason
+
         for rank_batch in self._read_counted(epoch, start, training):
             if training:
                 self._plan.check_trained(int(rank_batch.counts.sum()))
+
+            # With `check_devices`, the states of the devices are compared after some of the steps.
             steps_before = self._steps_before_pass + rank_batch.position
             is_checked = self._plan.check_number(steps_before) is not None
+
             for planned, batch in self._divide(epoch, rank_batch):
                 if training and is_checked:
-                    # The state of the devices is compared; nothing is computed again.
                     micro_batch = replace(planned.micro_batch, checks_devices=True)
                     planned = planned._replace(micro_batch=micro_batch)
-                if every_rank_gets_all:
+
+                if no_rank_skips:
                     yield planned, batch
                     continue
-                if not planned.micro_batch.local_rows:  # this rank has no sample of it
+
+                this_rank_skips = planned.micro_batch.local_rows == 0
+                if this_rank_skips:
                     continue
-                # The counts of the other ranks are known only if every rank reads the whole stream.
-                if self.source.shard is None and planned.on_all_ranks:
+
+                # Only if every rank reads the whole stream does this rank know what others have.
+                knows_counts_of_all = self.source.shard is None
+                if knows_counts_of_all and planned.on_all_ranks:
                     self._collectives.blocked_reason = blocked_before
                 else:
                     self._collectives.blocked_reason = SOME_RANKS_SKIP
                 yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
-        """Yields this rank's micro-batches of a global batch, each with its batch.
+        """Divides this rank's part of a global batch into micro-batches and yields them.
 
         Args:
-            epoch: of the pass.
-            rank_batch: what this rank has read of the global batch, and how many samples each rank
-                has of it (`counts`).
+            epoch: number of the epoch.
+            rank_batch: the batches that this rank has read, and in `counts` how many samples each
+                rank has of the global batch.
         """
-        # At the end of the stream a rank may have fewer samples than are planned. Then its last
-        # micro-batches are short or empty. These arrays have the shape (micro-batches, ranks).
-        planned_sizes = rank_batch.planned_sizes
-        # What is planned for a rank in all micro-batches before this one.
-        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
-        remaining = rank_batch.counts - planned_before
-        sizes = np.clip(remaining, 0, planned_sizes)
-        # The indices of the micro-batches of which some rank has samples.
-        with_samples = np.flatnonzero(sizes.sum(axis=1))
-        micro_batches = self._plan.make_micro_batches(
-            sizes[with_samples], int(rank_batch.counts.sum())
-        )
-        # If another rank has one more virtual rank, it has more micro-batches than this one, and
-        # `with_samples` has an index for each of them.
-        for index, micro_batch in zip(with_samples, micro_batches, strict=False):
+        sizes = _micro_batch_sizes(rank_batch)
+
+        # A micro-batch in which no rank has samples is left out on all ranks.
+        indices = np.flatnonzero(sizes.sum(axis=1))
+        micro_batches = self._plan.make_micro_batches(sizes[indices], int(rank_batch.counts.sum()))
+
+        # With virtual ranks, another rank may have more micro-batches than this one. `indices` then
+        # has more entries than `micro_batches`, which only has those of this rank.
+        for index, micro_batch in zip(indices, micro_batches, strict=False):
             batch = rank_batch.batches[index]
-            # One sample of some batch is kept, from which batches without samples are made.
             if micro_batch.local_rows:
                 self._keep_one_sample(batch, micro_batch.local_rows)
             else:
+                # This rank has no samples here. It gets an empty batch with the structure of the
+                # sample that was kept last.
                 if rank_batch.one_sample_batch is not None:
-                    self._keep_one_sample(rank_batch.one_sample_batch, 1)
+                    self._keep_one_sample(rank_batch.one_sample_batch, num_samples=1)
                 batch = self._make_empty_batch(epoch)
-            numbers = rank_batch.indices[index]
+
+            sample_numbers = rank_batch.indices[index]
             on_all_ranks = bool(sizes[index].all())
-            yield PlannedMicroBatch(rank_batch.position, micro_batch, numbers, on_all_ranks), batch
+            planned = PlannedMicroBatch(
+                rank_batch.position, micro_batch, sample_numbers, on_all_ranks
+            )
+            yield planned, batch
 
     def _read_counted(self, epoch: int, start: int, training: bool) -> Iterator[RankBatch]:
-        """Yields what this rank has of each global batch, with the counts of all ranks.
+        """Yields this rank's part of each global batch until the stream ends on all ranks.
 
-        It ends with the stream. The ranks compare what they read on the way.
+        Each part comes with the sample counts of all ranks. On the way, the ranks check that they
+        read the same stream.
 
         Args:
-            epoch: of the pass.
-            start: the position of the first global batch.
-            training: True for a pass with gradients.
+            epoch: number of the epoch.
+            start: position of the first global batch to read.
+            training: True for a training pass, False for an evaluation.
         """
         source = self.source
-        alone = self._collectives.single_process
-        # How many samples the other ranks have. A rank that evaluates by itself need not know it. A
-        # rank that reads the whole stream knows it; otherwise it asks.
+        is_single = self._collectives.single_process
+
+        # How many samples do the other ranks have? A rank that evaluates on its own need not know.
+        # A rank that reads the whole stream can count them. Otherwise the ranks exchange counts.
         needs_counts = training or self._evaluates_together or source.drop_last
-        asks_for_counts = needs_counts and source.shard is not None and not alone
-        compares = training and not alone
-        num_samples = start * self.batch_size  # of the stream, up to the latest global batch
-        asked: deque[tuple[RankBatch, dist.Work | None]] = deque()
-        """Global batches that were read, and for whose counts the other ranks were asked."""
+        exchanges_counts = needs_counts and source.shard is not None and not is_single
+
+        compares_samples = training and not is_single
+        num_samples_read = start * self.batch_size  # over all ranks, since the epoch began
+
+        # Counts of a global batch are exchanged while the next one is read. This queue holds the
+        # global batches whose exchange has started; it has at most two entries.
+        in_flight: deque[tuple[RankBatch, dist.Work | None]] = deque()
+
         with closing(self._read_global_batches(epoch, start)) as read:
             for rank_batch in read:
                 if training:
                     self._keep_first_samples(rank_batch.digests)
                     if rank_batch.position == start:
                         self._check_beginning(epoch)
-                # A rank that asks goes on until all ranks have come to the end: they wait for its
-                # count, which is 0.
-                if rank_batch.ended and not asks_for_counts:
+
+                # If counts are exchanged, a rank whose stream has ended still takes part, with a
+                # count of 0, until the streams of all ranks have ended.
+                if rank_batch.ended and not exchanges_counts:
                     break
-                if compares and is_compared(rank_batch.position, start, self.batch_size):
-                    first = rank_batch.position * self.batch_size
+
+                if compares_samples and is_compared(rank_batch.position, start, self.batch_size):
+                    number_of_first_sample = rank_batch.position * self.batch_size
                     digests = rank_batch.digests.get(rank_batch.position, [])
-                    check_global_batch(self._collectives, source, epoch, first, digests)
-                work = self._ask_for_counts(rank_batch) if asks_for_counts else None
-                asked.append((rank_batch, work))
-                if asks_for_counts and len(asked) < 2:
-                    continue  # the answer arrives while the next global batch is read
-                rank_batch, work = asked.popleft()
+                    check_global_batch(
+                        self._collectives, source, epoch, number_of_first_sample, digests
+                    )
+
+                work = self._start_count_exchange(rank_batch) if exchanges_counts else None
+                in_flight.append((rank_batch, work))
+                if exchanges_counts and len(in_flight) < 2:
+                    continue  # the counts arrive while the next global batch is read
+                rank_batch, work = in_flight.popleft()
                 if work is not None:
                     work.wait()
+
                 count = int(rank_batch.counts.sum())
-                num_samples += count
+                num_samples_read += count
                 is_short = count < self.batch_size
                 if count == 0 or (is_short and source.drop_last):
                     break
                 yield rank_batch
-                # A stream that splits itself may give a rank its last samples early.
+                # A short global batch is the last one, unless the stream splits itself: then one
+                # rank may run out of samples earlier than others.
                 if is_short and source.shard is not False:
                     break
-            for _, work in asked:  # every rank has asked, so every rank waits
+
+            # Every rank has started these exchanges, so every rank must also finish them.
+            for _, work in in_flight:
                 if work is not None:
                     work.wait()
-            # The other workers come to the end as well; each then says how many samples it gave.
+
+            # Each loader worker reports at its end how many samples it read. This loop reads the
+            # reports of the workers that have not ended yet.
             num_other_workers = max(0, source.options["num_workers"] - 1)
             for _ in itertools.islice(read, num_other_workers):
                 pass
-        self._check_gives_samples_again(epoch, num_samples)
-        if compares and source.shard is None:
-            check_length(self._collectives, epoch, num_samples)
 
-    def _check_gives_samples_again(self, epoch: int, num_samples: int) -> None:
-        """Raises DataError if a pass had no samples although an earlier one had some.
+        self._check_stream_is_not_used_up(epoch, num_samples_read)
+        if compares_samples and source.shard is None:
+            check_length(self._collectives, epoch, num_samples_read)
 
-        Keeps for later passes whether this one had samples.
+    def _check_stream_is_not_used_up(self, epoch: int, num_samples: int) -> None:
+        """Raises DataError if a pass had no samples although an earlier pass had some.
+
+        That happens if the dataset returns the same iterator for every pass.
+
+        Args:
+            epoch: number of the epoch.
+            num_samples: number of samples in the pass that has ended.
         """
         if num_samples:
-            self._gave_samples = True
-        elif self._gave_samples:
+            self._had_samples = True
+        elif self._had_samples:
             raise DataError(
                 f"another pass (epoch {epoch}) over the stream {type(self.dataset).__name__}",
                 "it gave samples in an earlier pass and none in this one, as an iterator does that "
@@ -430,51 +506,63 @@ class IterableLoader(Loader):
                 "let its __iter__ begin with the first sample each time",
             )
 
-    def _ask_for_counts(self, rank_batch: RankBatch) -> dist.Work:
-        """Starts to gather how many samples each rank has of a global batch.
+    def _start_count_exchange(self, rank_batch: RankBatch) -> dist.Work:
+        """Starts an all-gather of the number of samples that each rank has of a global batch.
 
         Args:
-            rank_batch: what this rank has read. Its `counts` are replaced.
+            rank_batch: the part of the global batch that this rank has read. Its `counts` are
+                replaced by an array of shape `(ranks,)` that the all-gather fills.
 
         Returns:
-            The all-gather. When it is done, `rank_batch.counts` has the numbers of all ranks, shape
-            `(ranks,)`.
+            The handle of the all-gather. `rank_batch.counts` is valid once it has completed.
         """
         rank = self._collectives.data_parallel.rank
-        size = self._collectives.topology.size
+        world_size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.counts[rank])])
-        counts_of_all = torch.empty(size, 1, dtype=count.dtype)
-        # The new `counts` are a view of the memory that the numbers are gathered into. In a
-        # pipeline all stages read the same data. The ranks of the first stage have the lowest
-        # numbers, and only their samples count.
-        rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
+        counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
+
+        # `counts` shares the memory of the tensor that the all-gather writes to. In a pipeline all
+        # stages read the same data, so only the ranks of the first stage are counted; these have
+        # the lowest numbers.
+        num_data_parallel_ranks = len(rank_batch.counts)
+        rank_batch.counts = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
+
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work
 
     def _read_global_batches(self, epoch: int, start: int) -> Generator[RankBatch, None, None]:
-        """Yields what this rank has of each global batch from position `start` on.
+        """Yields this rank's part of each global batch from position `start` on, without end.
 
-        It does not end with the stream: after that come global batches without samples, until the
-        caller closes the generator. Raises DataError if loader workers read different samples.
+        After the end of the stream it yields global batches without samples, until the caller
+        closes the generator.
+
+        Raises:
+            DataError: loader workers of this rank read different samples.
         """
-        # Each worker process begins a pass of its own. If this process reads, it continues the pass
-        # in which it may already have read global batches that were measured.
+        # Loader workers start a new iterator of the stream. Without workers, this process goes on
+        # with its own iterator, from which it may already have read batches for autotuning.
         has_workers = self.source.options["num_workers"] > 0
         fetch = self._iterable.fresh() if has_workers else self._iterable
+
         comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
-        with closing(self._workers.read(fetch, self._keys(epoch, start))) as read:
+        with closing(self._workers.read(fetch, self._batch_keys(epoch, start))) as read:
             for rank_batch in read:
                 comparison.check(
                     rank_batch.worker, rank_batch.digests, rank_batch.num_samples_in_all
                 )
                 yield rank_batch
 
-    def _keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
-        """Yields the keys of the global batches from position `start` on, without end."""
+    def _batch_keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
+        """Yields requests for the global batches from position `start` on, without end.
+
+        A `GlobalBatchKey` tells the process that reads the stream which samples to read.
+        """
         plan = self._plan
-        num_micro_batches = plan.num_pieces(self.batch_size)  # see `GlobalBatchKey`
-        # After a run was resumed, the beginning of the epoch is read once for a comparison.
-        checks_beginning = self._first_samples_before is not None
+        num_micro_batches = plan.num_pieces(self.batch_size)
+        # In the middle of a resumed epoch, the epoch's first samples are read as well, so that they
+        # can be compared with those of the checkpoint.
+        checks_beginning = self._first_samples_in_checkpoint is not None
+
         for position in itertools.count(start):
             yield GlobalBatchKey(
                 epoch,
@@ -487,9 +575,14 @@ class IterableLoader(Loader):
             )
 
     def _read_first(self, epoch: int, count: int) -> Any:
-        """Returns a batch of the first `count` samples that this rank can read, on the CPU."""
+        """Returns a CPU batch of the first `count` samples that this rank can read.
+
+        Raises:
+            DataError: the stream has no samples for this rank.
+        """
         with preserve_rng_state():
             batch = self._iterable.read_first(epoch, count)
+
         if batch is None:
             raise DataError(
                 f"the stream {type(self.dataset).__name__}",
@@ -497,3 +590,15 @@ class IterableLoader(Loader):
                 "check what it reads, or use fewer processes",
             )
         return batch
+
+
+def _micro_batch_sizes(rank_batch: RankBatch) -> np.ndarray:
+    """Returns how many samples each rank has in each micro-batch, shape `(micro-batches, ranks)`.
+
+    A rank that has fewer samples than planned fills its micro-batches in order. With 4 planned
+    samples in each of 3 micro-batches and 6 samples left, its sizes are 4, 2 and 0.
+    """
+    planned_sizes = rank_batch.planned_sizes
+    planned_in_earlier_micro_batches = np.cumsum(planned_sizes, axis=0) - planned_sizes
+    samples_left = rank_batch.counts - planned_in_earlier_micro_batches
+    return np.clip(samples_left, 0, planned_sizes)
