@@ -1,9 +1,10 @@
-"""Decides which differences between two runs are accepted, because both train the same model.
+"""Decides which differences between two runs are accepted, because both runs train the same model.
 
-The *reference run* is on one process, the *parallel run* on several. Both are lists of `Update`s,
-one for each optimizer step, with a `RankUpdate` (the record) of every rank. If a script averages
-parameters instead of gradients, for example, its gradients differ and do not matter, so they are
-left out of both runs. What counts are the parameters with which the next forward pass begins.
+The *reference run* uses one process and the *parallel run* several. Each is a list of `Update`s,
+one for each optimizer step, which hold a `RankUpdate` (the record of one rank) for every rank. For
+example, a script may average parameters instead of gradients. Then the gradients of the ranks
+differ, but do not matter, so they are removed from both runs. What matters are the parameters that
+the next forward pass uses.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
 from lockstep.verify.training_record import LARGEST, SIZE, Update
 
 # For each rank, sums over its parameters after an update, by name. The *sums* of a tensor are two
-# numbers that change when any of its values does. Empty if a rank has not come to its end.
+# numbers that change when any of its values does. Empty for a rank that has not reached its end.
 SumsOfRanks = Sequence[Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
 class AcceptedDifference:
-    """Two runs without the values that differ and do not matter."""
+    """Two runs without the values that differ but do not matter."""
 
     reference_run: list[Update]
     parallel_run: list[Update]
-    # Describes for the user what differs and is accepted; empty if nothing is.
+    # Tells the user which difference is accepted; empty if there is none.
     text: str
 
 
@@ -39,21 +40,21 @@ def accept_differences(
     final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
 ) -> AcceptedDifference:
-    """Leaves out of both runs the values that differ although both train the same model.
+    """Removes values from both runs that differ although both runs train the same model.
 
-    Three kinds of differences are looked for, one after the other: parameters that the script
-    changes after a step, losses and learning rates that cancel out, and values that the optimizers
-    were given and did not use. The first one that is found decides what is left out.
+    Three kinds of differences are tried in order, and the first one found decides what is removed:
+    parameters that the script changes after a step, losses and learning rates that cancel out, and
+    values that the optimizers were given but did not use.
 
     Args:
-        reference_run: the updates of one process.
-        parallel_run: the updates of several processes.
-        final_sums: sums over the parameters after the last update, of the reference and of the
+        reference_run: updates of the run on one process.
+        parallel_run: updates of the run on several processes.
+        final_sums: sums over the parameters after the last update, of the reference run and of the
             parallel run.
-        tolerance: what counts as equal.
+        tolerance: tolerance within which values are equal.
 
     Returns:
-        Both runs with fewer values, or unchanged and without a text if nothing is accepted.
+        Both runs with fewer values, or unchanged and with an empty text if nothing is accepted.
     """
     accepted = _parameters_changed_after_steps(reference_run, parallel_run, tolerance)
     if accepted is not None:
@@ -80,53 +81,49 @@ def accept_differences(
 def _parameters_changed_after_steps(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
-    """Accepts parameters that differ after a step and agree before the next forward pass.
+    """Accepts parameters that differ right after a step but agree before the next forward pass.
 
-    This happens if a script averages parameters instead of gradients. In both runs such an update
+    This happens if a script averages parameters instead of gradients. In both runs, such an update
     gets the parameters of the next forward pass instead of its own, and loses its gradients.
 
     Returns:
-        Both runs with these updates replaced, or None if there is no such update.
+        Both runs with these updates replaced, or None if there are none.
     """
     pairs = list(zip(reference_run, parallel_run, strict=False))
-    # The updates that replace those of both runs, by number.
-    replaced: dict[int, tuple[Update, Update]] = {}
+    new_reference = list(reference_run)
+    new_parallel = list(parallel_run)
     accepted_optimizers: set[int] = set()
+
     for number, (expected, actual) in enumerate(pairs):
         if not tensor_differences("parameters", expected, actual, tolerance):
             continue
 
         optimizer = expected[0].optimizer
         next_pair = _first_pair_with_forward_pass(pairs[number + 1 :])
+
+        # No forward pass follows, so it is not known what the script does with the parameters. They
+        # are left out if an earlier step of this optimizer was accepted.
         if next_pair is None:
-            # No forward pass follows, so it is not known what the script made of the parameters.
-            # If an earlier step of this optimizer was accepted, those of this one are left out.
             if optimizer in accepted_optimizers:
-                replaced[number] = (
-                    _with_next_parameters(expected, next_update=None),
-                    _with_next_parameters(actual, next_update=None),
-                )
+                new_reference[number] = _with_next_parameters(expected, next_update=None)
+                new_parallel[number] = _with_next_parameters(actual, next_update=None)
             continue
 
+        # Some rank has only a part of the parameters.
         names = expected[0].parameters.keys()
         if not all(rank.parameters.keys() == names for rank in actual):
-            continue  # some rank has only a part of the parameters
+            continue
 
         next_expected, next_actual = next_pair
         new_expected = _with_next_parameters(expected, next_expected)
         new_actual = _with_next_parameters(actual, next_actual)
         if not tensor_differences("parameters", new_expected, new_actual, tolerance):
-            replaced[number] = new_expected, new_actual
+            new_reference[number] = new_expected
+            new_parallel[number] = new_actual
             accepted_optimizers.add(optimizer)
 
-    if not replaced:
+    if not accepted_optimizers:
         return None
-
-    new_reference = list(reference_run)
-    new_parallel = list(parallel_run)
-    for number, (new_expected, new_actual) in replaced.items():
-        new_reference[number] = new_expected
-        new_parallel[number] = new_actual
 
     return AcceptedDifference(
         new_reference,
@@ -139,13 +136,14 @@ def _parameters_changed_after_steps(
 def _first_pair_with_forward_pass(
     pairs: Sequence[tuple[Update, Update]],
 ) -> tuple[Update, Update] | None:
-    """Returns the first pair of updates before which both runs made a forward pass.
+    """Returns the first pair of updates in which both runs made a forward pass; None if there is
+    none.
 
-    Only there the parameters were recorded again. Between two steps without a forward pass, as of
-    two optimizers after one backward pass, they were not.
+    Parameters are recorded again only at forward passes. Two optimizers may step after one backward
+    pass, without a forward pass in between.
 
     Args:
-        pairs: the same update of the reference and of the parallel run.
+        pairs: the same updates of the reference run and the parallel run.
     """
     for expected, actual in pairs:
         if expected[0].began_with_forward and actual[0].began_with_forward:
@@ -154,13 +152,13 @@ def _first_pair_with_forward_pass(
 
 
 def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
-    """Returns an update without gradients, with the parameters before the next forward pass.
+    """Returns an update without gradients, and with the parameters before the next forward pass.
 
     Args:
-        update: the update; `RankUpdate.parameters` is what its step left.
-        next_update: the next one that begins with a forward pass. Its `rewritten_parameters` are
-            those that the script has changed since the last step. None if there is no next one:
-            then the parameters are not known and are left out.
+        update: the update, whose `parameters` are those right after its step.
+        next_update: the next update with a forward pass. Its `rewritten_parameters` are those that
+            the script has changed since the last step. None if there is no such update; then the
+            parameters are left out, because they are not known.
     """
     ranks = []
     for rank_number, rank in enumerate(update):
@@ -173,8 +171,8 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
                 else:
                     parameters[name] = array_after_step
 
-        # The sums are over the parameters before this update. If it began without a forward pass,
-        # they are what the step before it left, and that is not compared.
+        # Sums over the parameters before this update. Without a forward pass, these are the
+        # parameters right after the step before, which are not to be compared.
         parameter_sums: Mapping[str, Array] = {}
         if rank.began_with_forward:
             parameter_sums = rank.parameter_sums
@@ -198,13 +196,13 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
 def _losses_and_rates_that_cancel(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
-    """Accepts gradients and learning rates that differ and together give the same parameters.
+    """Accepts gradients and learning rates that both differ but result in the same parameters.
 
-    For example, the loss is half as large, and the learning rate twice as high.
+    For example, the loss is half as large and the learning rate twice as high.
 
     Returns:
         Both runs without gradients, losses and learning rates. None if parameters differ, or if
-        in no step both gradients and learning rates differ.
+        gradients and learning rates never differ in the same step.
     """
     some_cancel = False
     for expected, actual in zip(reference_run, parallel_run, strict=False):
@@ -242,25 +240,27 @@ def _optimizers_do_not_use_their_values(
     final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
 ) -> bool:
-    """Returns whether wrong gradients or parameters were recorded, but others were trained with.
+    """True if the optimizers were given wrong gradients or parameters, but the training is right.
 
     See `accept_differences` for the arguments.
     """
-    # If all ranks have the same values, they train with these.
+    # If the values are the same on all ranks, they are what the ranks train with.
     if not _optimizers_get_different_values(parallel_run):
         return False
-    # If the values are those of one process, there is nothing to accept.
+
+    # If the values are the same as on one process, there is nothing to accept.
     if not _steps_differ(reference_run, parallel_run, tolerance):
         return False
+
     return updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance)
 
 
 def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
-    """Returns whether the optimizers of the ranks were given different values in some update.
+    """True if the optimizers of the ranks were given different values in some update.
 
-    Then the recorded gradients or parameters are not what was trained with in the end. This happens
-    if gradients are averaged only inside of `optimizer.step()`, if the optimizer of each rank has a
-    slice of the parameters, or if some ranks leave a step to others.
+    Then the recorded gradients or parameters are not those that the ranks train with in the end.
+    This happens if gradients are averaged only inside `optimizer.step()`, if each rank's optimizer
+    has a slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:
         if not all(rank.stepped for rank in update):
@@ -283,7 +283,7 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
 def _steps_differ(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> bool:
-    """Returns whether gradients or parameters of some update are not those of one process."""
+    """True if gradients or parameters of some update differ from those on one process."""
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         for field_name in ("initial", "gradients", "parameters"):
             if tensor_differences(field_name, expected, actual, tolerance):
@@ -297,36 +297,38 @@ def updates_leave_same_parameters(
     final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
 ) -> bool:
-    """Returns whether every update has left the models, on every rank, as on one process.
+    """True if every update leaves the models on every rank as on one process.
 
-    What counts are the parameters with which the next forward pass begins, and the optimizer's
-    state where both runs have it under the same name. Parameters are compared by their sums: two
-    numbers for each, which change when any of its values does.
+    Compared are the parameters that the next forward pass uses, and the optimizer's state where
+    both runs have it under the same name. Parameters are compared by their sums: two numbers for
+    each tensor, which change when any of its values does.
 
     Args:
-        reference_run: the updates of one process.
-        parallel_run: the updates of several processes.
-        final_sums: sums over the parameters after the last update, of the reference and of the
+        reference_run: updates of the run on one process.
+        parallel_run: updates of the run on several processes.
+        final_sums: sums over the parameters after the last update, of the reference run and of the
             parallel run.
-        tolerance: what counts as equal.
+        tolerance: tolerance within which values are equal.
     """
+    # Some update could not be compared with anything.
     if not parallel_run or len(reference_run) != len(parallel_run):
-        return False  # there is nothing to compare some update with
+        return False
 
-    reference_final, parallel_final = final_sums
+    reference_final_sums, parallel_final_sums = final_sums
+
+    # If one process trains several replicas, the first replica is compared.
     expected_sums_after: list[Mapping[str, Array]] = []
-    for sums_of_replicas in _sums_after_updates(reference_run, reference_final):
-        # If one process trains several replicas, the first one counts.
+    for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
         expected_sums_after.append(sums_of_replicas[0] if sums_of_replicas else {})
 
-    sums_of_ranks_after = _sums_after_updates(parallel_run, parallel_final)
-
+    # Parameters after each update, on each rank.
+    sums_of_ranks_after = _sums_after_updates(parallel_run, parallel_final_sums)
     num_compared = 0
     for expected, sums_of_ranks in zip(expected_sums_after, sums_of_ranks_after, strict=True):
         expected_of_models = _arrays_of_models(expected)
         for sums in sums_of_ranks:
             actual_of_models = _arrays_of_models(sums)
-            if not actual_of_models:  # the rank had joined (`Join`), so nothing was recorded
+            if not actual_of_models:  # nothing was recorded on a rank that had joined (`Join`)
                 continue
             if not _are_equal(expected_of_models, actual_of_models, tolerance):
                 return False
@@ -336,7 +338,7 @@ def updates_leave_same_parameters(
         if not _optimizer_states_agree(expected_update, actual_update, tolerance):
             return False
 
-    # That all agree proves nothing if nothing was compared, or if training changes nothing.
+    # Equal parameters prove nothing if none were compared, or if the training changes none.
     sums_before_first_update = reference_run[0][0].parameter_sums
     return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
 
@@ -344,8 +346,8 @@ def updates_leave_same_parameters(
 def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[SumsOfRanks]:
     """Returns, for each update, the sums over the parameters that it left on each rank.
 
-    They are those before the next update. After the last update they are the final ones, which are
-    not known if the script has failed.
+    These are the sums before the next update. After the last update, they are the final sums, which
+    are not known if the script has failed.
     """
     sums_after: list[SumsOfRanks] = []
     for next_update in run[1:]:
@@ -355,21 +357,22 @@ def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[
 
 
 def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
-    """Returns whether optimizers have the state of one process, where it can be compared.
+    """True if the optimizers have the same state as on one process, as far as it can be compared.
 
-    Of a tensor of the state three numbers are recorded: a sum, the largest absolute value and the
-    size. A rank may have the whole tensor, of which all three are compared. Or each rank has a
-    slice of it: the sums of slices say nothing of the whole tensor, but the largest value does.
+    Three numbers are recorded for each tensor of the state: a sum, the largest absolute value, and
+    the size. All three are compared if a rank has the whole tensor. If each rank has a slice of it,
+    only the largest value can be compared.
     """
     for name, expected_state in expected[0].optimizer_state.items():
-        states = []  # of the ranks that have this tensor or a slice of it
+        # The three numbers of each rank that has this tensor, or a slice of it.
+        states = []
         for rank in actual:
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
 
+        # With `scale=0.0`, the tolerance depends only on the values of this tensor.
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
-            # `scale=0.0`: the tolerance depends on the values of this tensor alone.
             if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
 
@@ -383,14 +386,18 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
 
 
 def _arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Leaves out the arrays of parameters that are in no model and only an optimizer has."""
+    """Returns the arrays without those of parameters that belong to no model, only to an
+    optimizer.
+    """
     return {name: array for name, array in arrays.items() if not is_in_no_model(name)}
 
 
 def _are_equal(
     expected: Mapping[str, Array], actual: Mapping[str, Array], tolerance: Tolerance
 ) -> bool:
-    """Returns whether both have the same names, with values that are equal within the tolerance."""
+    """True if both have arrays with the same names, and values that are equal within the
+    tolerance.
+    """
     if expected.keys() != actual.keys():
         return False
     scale = scale_of(expected)
@@ -400,15 +407,15 @@ def _are_equal(
 def _parameters_change(
     sums_before: Mapping[str, Array], sums_after_updates: Sequence[Mapping[str, Array]]
 ) -> bool:
-    """Returns whether training changes the parameters. If it does not, they agree in any case.
+    """True if the training changes the parameters. Otherwise, they would be equal in any case.
 
     Args:
         sums_before: sums over the parameters before the first update.
-        sums_after_updates: the sums after each update; empty if they are not known.
+        sums_after_updates: sums after each update. An entry is empty if the sums are not known.
     """
+    # The sums after the last update are not known if the script has failed. Then the sums after the
+    # update before are used.
     last_sums = sums_before
-    # The sums after the last update are not known if the script has failed. Then those after the
-    # update before it count.
     for sums in sums_after_updates[-2:]:
         if sums:
             last_sums = sums
@@ -421,9 +428,10 @@ def _parameters_change(
 
 
 def _without_values_of_step(update: Update) -> Update:
-    """Returns an update without gradients and without the parameters right after the step.
+    """Returns an update without gradients, and without the parameters right after the step.
 
-    Parameters that only an optimizer has are left out everywhere, as they are values of the step.
+    Parameters that belong only to an optimizer are removed everywhere, since the optimizer may use
+    them as buffers during its step.
     """
     ranks = []
     for rank in update:
@@ -432,7 +440,7 @@ def _without_values_of_step(update: Update) -> Update:
                 rank,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
-                reduced_in_step={},  # those that collectives inside of the step left
+                reduced_in_step={},  # the gradients after collectives inside of the step
                 parameters={},
                 initial=_arrays_of_models(rank.initial),
                 parameter_sums=_arrays_of_models(rank.parameter_sums),

@@ -1,8 +1,9 @@
-"""Linear algebra on dictionaries of gradients: is one a multiple, a mean, or a sum of others?
+"""Linear algebra on gradients: is one gradient a multiple, a mean or a sum of others?
 
-All arrays of a dictionary are taken as one long vector (`flat`). If a vector is explained by others
-(`b` by `c * a`, say), the *remainder* is what the best explanation leaves of it, here `b - c * a`.
-It counts as rounding if its norm is at most `max_error` times the norm of the vector.
+Gradients are dictionaries of arrays by name. All arrays of one dictionary together are treated as
+one long vector (see `flat`). If a vector `b` is explained by others, for example as `c * a`, the
+*remainder* is what the best fit leaves, here `b - c * a`. It counts as rounding if its norm is at
+most `max_error` times the norm of `b`.
 """
 
 from __future__ import annotations
@@ -15,53 +16,54 @@ import numpy as np
 
 from lockstep.verify.tolerance import Array
 
-# A least-squares fit with too few equations for each unknown could succeed by chance.
+# A least-squares fit with too few values for each weight could succeed by chance.
 MIN_VALUES_PER_WEIGHT = 4
 
 
 def constant_ratio(
     reference: Mapping[str, Array], tensors: Mapping[str, Array], max_error: float = 1e-7
 ) -> float | None:
-    """Returns `c` if each tensor is `c` times the reference's, or None if there is no such number.
+    """Returns the number `c` for which `tensors = c * reference`; None if there is no such number.
 
     Args:
         reference: tensors by name.
         tensors: other tensors with the same names.
-        max_error: the largest remainder, relative to `tensors`, that counts as rounding.
+        max_error: largest remainder, relative to `tensors`, that counts as rounding.
     """
     a = flat(reference)
     b = flat(tensors)
     if a.shape != b.shape:
         return None
 
-    # The c for which the norm of b - c * a is the smallest: c = (a . b) / (a . a).
+    # The norm of b - c * a is smallest for c = (a . b) / (a . a).
     square = float(a @ a)
     if square == 0.0:
         return None
 
     ratio = float(a @ b) / square
-    if ratio == 0.0:  # b is zero, or has nothing of a
+    if ratio == 0.0:  # b is zero, or orthogonal to a
         return None
 
     remainder = norm(b - ratio * a)
-    is_rounding = remainder <= max_error * norm(b)  # False for NaN
+    is_rounding = remainder <= max_error * norm(b)  # False if b contains NaN
     return ratio if is_rounding else None
 
 
 def weights(
     target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], max_error: float = 1e-7
 ) -> tuple[float, ...] | None:
-    """Returns the weights with which `parts` add up to `target`: `target = w1 * part1 + ...`.
+    """Returns the weights with which `parts` add up to `target`: `target = w1 * part1 + w2 *
+    part2`.
 
     Args:
         target: a gradient, as tensors by name.
-        parts: gradients that may be its parts, such as what each backward pass left. A tensor that
-            a part lacks counts as zero.
-        max_error: the largest remainder, relative to `target`, that counts as rounding.
+        parts: gradients that may be its parts, such as those of each backward pass. If a part lacks
+            a tensor, the tensor is taken as zero.
+        max_error: largest remainder, relative to `target`, that counts as rounding.
 
     Returns:
-        One weight for each part, by least squares; 0 for a part that is zero. None if there is no
-        such sum, or if it could fit by chance.
+        One weight for each part, found by least squares; 0 for a part that is zero. None if there
+        is no such sum, or if it could fit by chance.
     """
     goal = flat(target)
     if not parts or goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
@@ -69,7 +71,7 @@ def weights(
 
     columns = []
     for part in parts:
-        tensors_of_part = {}  # those of the target, in the same order
+        tensors_of_part = {}  # the same names as in the target, in the same order
         for name, array in target.items():
             tensors_of_part[name] = part.get(name, np.zeros_like(array))
         columns.append(flat(tensors_of_part))
@@ -80,9 +82,8 @@ def weights(
     if not is_nonzero.any():
         return None
 
-    # Solve goal = normalized @ solution, where each column is a part divided by its norm. Parts may
-    # be of very different sizes, and columns that are small beside the largest one would not count
-    # for the rank of the matrix.
+    # Solve goal = normalized @ solution, where each column is a part divided by its norm. Without
+    # this normalization, small parts would not count for the rank of the matrix.
     nonzero_norms = column_norms[is_nonzero]
     normalized = matrix[:, is_nonzero] / nonzero_norms
     solution, _, matrix_rank, _ = np.linalg.lstsq(normalized, goal, rcond=1e-10)
@@ -94,25 +95,25 @@ def weights(
     if remainder > max_error * norm(goal):
         return None
 
-    # goal = matrix @ weights, so the weights are those of the normalized columns divided by norms.
+    # The weights of the parts themselves, and not of their normalized columns.
     weights_of_parts = np.zeros(len(parts))
     weights_of_parts[is_nonzero] = solution / nonzero_norms
     return tuple(weights_of_parts.tolist())
 
 
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Returns whether two lists of numbers are multiples of each other."""
+    """True if one list of numbers is a multiple of the other."""
     ratio = constant_ratio({"": np.array(first)}, {"": np.array(second)}, max_error=1e-5)
     return ratio is not None
 
 
 def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Returns, for each name, the mean of the arrays of all ranks.
+    """Returns the mean over all ranks, for each array by name.
 
-    An array that a rank lacks counts as zero.
+    An array that a rank lacks is taken as zero.
 
     Args:
-        ranks: the arrays of each rank by name.
+        ranks: arrays of each rank, by name.
     """
     arrays_by_name: dict[str, list[Array]] = defaultdict(list)
     for arrays in ranks:
@@ -127,37 +128,37 @@ def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def near(first: float, second: float, max_error: float = 1e-6) -> bool:
-    """Returns whether two numbers are equal within a relative error."""
+    """True if two numbers are equal within a relative error."""
     return math.isclose(first, second, rel_tol=max_error)
 
 
 def all_near(values: Sequence[float], max_error: float) -> bool:
-    """Returns whether all numbers equal the first one within a relative error, at least 1e-6."""
+    """True if all numbers are equal to the first one, within a relative error of at least 1e-6."""
     return all(near(values[0], value, max(max_error, 1e-6)) for value in values)
 
 
 def flat(arrays: Mapping[str, Array]) -> Array:
-    """Returns all values of the arrays as one float64 vector."""
-    vectors = [np.zeros(0)]  # `np.concatenate` needs at least one
+    """Returns the values of all arrays as one float64 vector."""
+    vectors = [np.zeros(0)]  # `np.concatenate` needs at least one vector
     for array in arrays.values():
         vectors.append(array.ravel().astype(np.float64))
     return np.concatenate(vectors)
 
 
 def norm(values: Array) -> float:
-    """Returns the Euclidean norm."""
+    """Returns the Euclidean norm of a vector."""
     return float(np.linalg.norm(values))
 
 
 def sum_of_passes(passes: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
-    """Returns the sum of each gradient over all backward passes.
+    """Returns the sum of each gradient over all backward passes, by name.
 
     Args:
-        passes: the gradients that each backward pass left, by name.
-        names: the names of the gradients that are summed.
+        passes: gradients of each backward pass, by name.
+        names: names of the gradients to be summed.
 
     Returns:
-        The sums by name; an empty mapping if no pass has left one of the gradients.
+        The sums by name; empty if no backward pass has computed one of the gradients.
     """
     sums = {}
     for name in names:

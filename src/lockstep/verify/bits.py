@@ -1,9 +1,9 @@
-"""The verdict on a run that is compared bit by bit with one process.
+"""Compares a run bit by bit with a run on one process, and gives the verdict.
 
-The *reference* is the run on one process, the *parallel* run the one that is judged. Both compute
-with the same *virtual ranks* (parts of every global batch that are computed each by itself), so
-that nothing may differ, not in one bit: neither dropout nor the order of sums depends on the number
-of processes. Both have recorded hashes (`lockstep.verify.recording.bits`), which are compared in
+The *reference* is the run on one process, and the *parallel* run is the one that is judged. Both
+use the same *virtual ranks*: parts of every global batch that are computed by themselves. So not a
+single bit may differ, because neither dropout nor the order of sums depends on the number of
+processes. Both runs have recorded hashes (`lockstep.verify.recording.bits`), which are compared in
 the order in which values follow from each other.
 """
 
@@ -21,8 +21,8 @@ from lockstep.verify.run_record import RunRecord
 from lockstep.verify.training_record import Update
 from lockstep.wording import count_noun, format_ranks
 
-# What is compared of an update, in the order in which values follow from each other, in words.
-# Those of `KINDS_OF_PARTS` belong to virtual ranks.
+# The kinds of values that are compared, in the order in which they follow from each other, with a
+# description. Values of the kinds in `KINDS_OF_PARTS` belong to virtual ranks.
 KINDS = {
     "before": "the parameters before the step",
     "samples": "the samples",
@@ -44,14 +44,14 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class BitDifference:
-    """Values of one kind that differ in an update."""
+    """Values of one kind whose bits differ in an update."""
 
     # A key of `KINDS`.
     kind: str
-    # Names of what differs, in the order of the reference.
+    # Names of the values that differ, in the order of the reference.
     names: Sequence[str]
     num_compared: int
-    # The ranks of the parallel run that have other bits.
+    # Ranks of the parallel run whose bits differ.
     ranks: Sequence[int]
 
     @property
@@ -68,12 +68,12 @@ class FirstDifference:
     step: int
     # Number of the optimizer, from 1; None if there is only one.
     optimizer: int | None
-    # All kinds that differ in this update; the first one is the first that parted.
+    # All kinds that differ in this update; the others may follow from the first one.
     differences: Sequence[BitDifference]
 
     @property
     def place(self) -> str:
-        """Where the bits part: "gradients (1 of 4), step 2"."""
+        """Where the bits first differ: "gradients (1 of 4), step 2"."""
         text = f"{self.differences[0].text}, step {self.step}"
         if self.optimizer is not None:
             text += f" of optimizer {self.optimizer}"
@@ -82,14 +82,14 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class BitVerdict:
-    """What a comparison of all bits with the reference has found."""
+    """The result of comparing all bits of a run with the reference."""
 
     reference: RunRecord
     # The parallel run.
     parallel: RunRecord
     # None if all bits are equal.
     first: FirstDifference | None = None
-    # What is worth knowing although the bits do not differ by it.
+    # Findings that are worth knowing, although they make no bits differ.
     notes: Sequence[Finding] = ()
 
     @property
@@ -99,7 +99,9 @@ class BitVerdict:
         return "DIFFERENT" if self.first is not None or numbers_differ else "EQUAL"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the verdict in plain values, with the keys of `Verdict.as_json` that it has."""
+        """Returns the verdict as plain values, with the keys of `Verdict.as_json` that apply to
+        bits.
+        """
         findings = [note.as_json() for note in self.notes]
         if self.first is not None:
             difference = self.first.differences[0]
@@ -128,7 +130,7 @@ class BitVerdict:
         }
 
     def lines(self) -> list[str]:
-        """Returns the verdict in lines for people."""
+        """Returns the lines of the verdict that are printed for the user."""
         head = verdict_head(self.word, self.parallel.config.name)
         if self.word == "EQUAL":
             compared = translate(_describe_compared(self.reference))
@@ -146,10 +148,10 @@ class BitVerdict:
         return lines
 
     def _lines_of_difference(self, head: str) -> list[str]:
-        """Returns the lines for runs with other bits.
+        """Returns the lines of a verdict on runs whose bits differ.
 
         Args:
-            head: how the first line begins: "DIFFERENT  2 processes".
+            head: beginning of the first line, such as "DIFFERENT  2 processes".
         """
         if self.first is None:
             steps = (
@@ -175,7 +177,7 @@ class BitVerdict:
 
     @property
     def _virtual_ranks_text(self) -> str:
-        """Which virtual ranks there were, and who has set them."""
+        """The number of virtual ranks, and whether the script or `verify` has set it."""
         number = self.reference.virtual_ranks
         if self.reference.virtual_ranks_are_own:
             return f"virtual_ranks={number}, as set for the script"
@@ -186,11 +188,11 @@ class BitVerdict:
 
 
 def judge_bits(reference: RunRecord, parallel: RunRecord) -> BitVerdict:
-    """Compares two runs bit by bit, which both have come to their end.
+    """Compares two completed runs bit by bit.
 
     Args:
-        reference: the run on one process.
-        parallel: the run on several processes.
+        reference: record of the run on one process.
+        parallel: record of the run on several processes.
     """
     return BitVerdict(
         reference, parallel, first=find_first_difference(reference.updates, parallel.updates)
@@ -202,7 +204,7 @@ def find_first_difference(
 ) -> FirstDifference | None:
     """Returns the first update in which bits differ; None if there is none.
 
-    Updates that only one of the runs has are not looked at.
+    Updates that only one of the runs has are ignored.
     """
     num_optimizers = len({update[0].optimizer for update in reference_run})
     for expected, actual in zip(reference_run, parallel_run, strict=False):
@@ -219,15 +221,19 @@ def find_first_difference(
 
 
 def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference | None:
-    """Returns what differs in the hashes of one kind; None if nothing does.
+    """Compares the hashes of one kind in one update.
 
-    What belongs to virtual ranks is spread over the ranks, each of which computes some of them. All
-    other values are the same on every rank, so each rank is compared with the reference.
+    Values of virtual ranks are spread over the ranks, because each rank computes some of the
+    virtual ranks. All other values are the same on every rank, so each rank is compared with the
+    reference.
 
     Args:
         kind: a key of `KINDS`.
-        expected: the update of the reference.
+        expected: update of the reference.
         actual: the same update of the parallel run.
+
+    Returns:
+        The values that differ, or None if there are none.
     """
     expected_hashes = expected[0].bits.get(kind, {})
     is_spread = kind in KINDS_OF_PARTS
@@ -238,34 +244,37 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     for number, rank in enumerate(actual):
         hashes = rank.bits.get(kind, {})
         hashes_of_all |= hashes
+
         names = _names_that_differ(expected_hashes, hashes)
-        if not is_spread:
+        if not is_spread:  # then every rank must have all values
             names |= expected_hashes.keys() - hashes.keys()
+
         if names:
             names_that_differ |= names
             ranks_that_differ.append(number)
 
-    missing = expected_hashes.keys() - hashes_of_all.keys()
-    names_that_differ |= missing
+    # Values that no rank has.
+    names_that_differ |= expected_hashes.keys() - hashes_of_all.keys()
     if not names_that_differ:
         return None
 
+    # In the order of the reference, followed by names that only the parallel run has.
     all_names = [*expected_hashes, *sorted(hashes_of_all.keys() - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
+    # If a value is only missing, no particular rank is to blame.
     ranks = ranks_that_differ or list(range(len(actual)))
-
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 
 def _names_that_differ(expected: Mapping[str, str], actual: Mapping[str, str]) -> set[str]:
-    """Returns the names of what a rank has with other bits than the reference."""
+    """Returns the names of a rank's values that the reference does not have with the same bits."""
     return {name for name, text in actual.items() if expected.get(name) != text}
 
 
 def _describe_compared(reference: RunRecord) -> str:
     """Lists what was compared: "the first 3 optimizer steps, 8 samples each, losses, ..."."""
     updates = reference.updates
-    first = updates[0]  # stands for all: later ones have the same tensors
+    first = updates[0]  # later updates have the same tensors
     compared = count_noun(len(updates), "optimizer step")
     values = [f"the first {compared}" if reference.stopped_at else f"all {compared}"]
 
@@ -288,14 +297,15 @@ def _describe_compared(reference: RunRecord) -> str:
 
 
 def reason_without_bits(run: RunRecord) -> str:
-    """Returns why a run cannot be compared bit by bit; empty if it can.
+    """Returns why a run cannot be compared bit by bit; empty if it can be.
 
     Args:
-        run: with virtual ranks.
+        run: record of a run with virtual ranks.
     """
     name = run.config.name
     if run.error:
-        # "SettingError: virtual_ranks=2 with strategy='pipeline'", then "  found: ..."
+        # The error is a text such as "SettingError: virtual_ranks=2 with strategy='pipeline'",
+        # followed by lines such as "  found: ...".
         first_line, *other_lines = run.error.splitlines()
         found = ""
         for line in other_lines:

@@ -1,8 +1,9 @@
-"""The catalogue of findings: what can make N processes compute other numbers than one, by code.
+"""The catalogue of findings: every known reason why several processes compute other numbers than
+one.
 
-An *entry* has a code, such as LS303, a title, a cause, and a cure. Every error or warning that
-belongs to an entry carries its code. `lockstep explain CODE` prints the entry, and docs/findings.md
-holds all of them. The texts are in `catalogue.toml`.
+An *entry* has a code, such as LS303, a title, a cause and a cure. Errors and warnings that belong
+to an entry contain its code. `lockstep explain CODE` prints the entry, and docs/findings.md lists
+all of them. The texts are in `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lockstep.language import ENGLISH, InLanguage, chinese_catalogue, in_english
 
 _TEXTS = tomllib.loads(files("lockstep.verify").joinpath("catalogue.toml").read_text("utf-8"))
 
-# What the beginning of a code means, such as "LS1".
+# Headings of the groups, by the beginning of their codes, such as "LS1".
 GROUPS: dict[str, str] = _TEXTS["groups"]
 
-# A comment in a line of code, behind its "# ".
+# The text of a comment in a line of code, without its "# ".
 COMMENT = re.compile(r"(?<=\s# ).*")
-MAX_WIDTH = 90  # of a translated paragraph in a verdict, in columns
+MAX_WIDTH = 90  # width of a translated paragraph in a verdict, in columns
 
 # The beginning of docs/findings.md.
 _PAGE_HEAD = """\
@@ -48,25 +49,25 @@ the script, by rank 0, or by another rank if only that rank sees the problem;
 
 @dataclass(frozen=True)
 class Entry:
-    """One finding: what is seen, how it comes about, and what to write instead."""
+    """One finding: its symptom, how it comes about, and what to write instead."""
 
     # "LS" and three digits; the first digit is that of the group.
     code: str
     # One line.
     title: str
-    # What happens inside of torch, and why nobody notices it.
+    # What happens inside torch, and why nobody notices.
     cause: str
     # What to do. Lines of code are indented by four spaces.
     cure: str
 
     @property
     def text(self) -> str:
-        """All texts of the entry, for searching."""
+        """All texts of the entry together, for searching."""
         return f"{self.code} {self.title} {self.cause} {self.cure}"
 
 
 def _read_entries() -> dict[str, Entry]:
-    """Returns the entries of `catalogue.toml` by code."""
+    """Reads the entries of `catalogue.toml`, by code."""
     entries = {}
     for fields in _TEXTS["entries"]:
         stripped = {name: text.strip("\n") for name, text in fields.items()}
@@ -79,14 +80,14 @@ ENTRIES = _read_entries()
 
 
 def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> list[str]:
-    """Returns the lines of an entry's cure for one kind of script.
+    """Returns the lines of an entry's cure that apply to a script.
 
-    A paragraph that begins with "With Lockstep" or "With plain DDP" is for one kind only. What
-    follows belongs to it, up to the next such paragraph.
+    A paragraph that begins with "With Lockstep" or "With plain DDP" applies only to such scripts,
+    and so do the paragraphs after it, up to the next one with such a beginning.
 
     Args:
-        entry: the entry.
-        in_language: in which language.
+        entry: entry of the catalogue.
+        in_language: function that translates a text.
         by_lockstep: whether the script uses Lockstep.
     """
     has_advice_for_ddp = "With plain DDP" in entry.cure
@@ -94,7 +95,7 @@ def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> l
     is_for_this_script = True
     for paragraph in entry.cure.split("\n\n"):
         if paragraph.startswith("With Lockstep"):
-            # Scripts without Lockstep get this advice too if the entry has no other.
+            # Without advice for plain DDP, this advice is for all scripts.
             is_for_this_script = by_lockstep or not has_advice_for_ddp
         elif paragraph.startswith("With plain DDP"):
             is_for_this_script = not by_lockstep
@@ -105,7 +106,10 @@ def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> l
 
 
 def _lines_of_paragraph(paragraph: str, in_language: InLanguage) -> list[str]:
-    """Returns a paragraph of a cure in lines, which are those of the catalogue in English."""
+    """Returns the lines of a cure's paragraph. In English, they are the lines of the catalogue.
+
+    A translated paragraph is wrapped anew, unless it is code.
+    """
     (one_line,) = paragraphs_of(paragraph)
     translated = translate_paragraph(one_line, in_language)
     if translated == one_line:
@@ -114,7 +118,7 @@ def _lines_of_paragraph(paragraph: str, in_language: InLanguage) -> list[str]:
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """Returns the paragraphs of an entry's text: prose in one line, or lines of code."""
+    """Splits an entry's text into paragraphs: prose as one line each, and code with its lines."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
         paragraphs.append(paragraph if is_code(paragraph) else " ".join(paragraph.split()))
@@ -122,12 +126,12 @@ def paragraphs_of(text: str) -> list[str]:
 
 
 def is_code(paragraph: str) -> bool:
-    """Returns whether a paragraph consists of lines of code, which are indented."""
+    """True if a paragraph is code, whose lines are indented."""
     return paragraph.startswith("    ")
 
 
 def paragraphs_to_translate(text: str) -> Iterator[str]:
-    """Yields the messages in an entry's text: paragraphs of prose, and comments in code."""
+    """Yields the texts to be translated: paragraphs of prose, and comments in code."""
     for paragraph in paragraphs_of(text):
         if is_code(paragraph):
             yield from (comment for comment in COMMENT.findall(paragraph))
@@ -136,20 +140,20 @@ def paragraphs_to_translate(text: str) -> Iterator[str]:
 
 
 def translate_paragraph(paragraph: str, in_language: InLanguage) -> str:
-    """Returns a paragraph in a language; of code the comments."""
+    """Translates a paragraph of prose, or the comments in a paragraph of code."""
     if not is_code(paragraph):
         return in_language(paragraph)
     return COMMENT.sub(lambda match: in_language(match[0]), paragraph)
 
 
 def find(words: str) -> list[Entry]:
-    """Returns the entries that are meant: by code, by words in their texts, or by similar words.
+    """Returns the entries that match a search by code or by words.
 
     Args:
-        words: a code (`LS303`, `303`), the beginning of one (`LS3`), or words; empty for all
-            entries, since a text without words fits every entry.
+        words: a code (`LS303` or `303`), the beginning of a code (`LS3`), or words to search for.
+            An empty text matches every entry.
     """
-    # One to three digits, with or without LS before them.
+    # One to three digits, with or without "LS" in front.
     code = re.fullmatch(r"(?:LS)?(\d{1,3})", words.strip(), re.IGNORECASE)
     if code is not None:
         return _find_by_code(f"LS{code[1]}")
@@ -157,7 +161,9 @@ def find(words: str) -> list[Entry]:
 
 
 def _find_by_code(beginning: str) -> list[Entry]:
-    """Returns the entries whose codes begin like this, or at most two with similar codes."""
+    """Returns the entries whose codes begin like this; if there are none, up to two similar
+    ones.
+    """
     entries = [entry for entry in ENTRIES.values() if entry.code.startswith(beginning)]
     if entries:
         return entries
@@ -165,17 +171,22 @@ def _find_by_code(beginning: str) -> list[Entry]:
 
 
 def _find_by_words(words: list[str]) -> list[Entry]:
-    """Returns the entries that have all of the words, in lower case.
+    """Returns the entries that contain all of the words.
 
-    The words are looked for in the titles first, then in the texts. If no entry has them, the texts
-    are searched for words of the catalogue that are spelled similarly.
+    Titles are searched first, then all texts. If no entry matches, the texts are searched for words
+    that are spelled similarly.
+
+    Args:
+        words: words in lower case.
     """
+    # Titles and texts by code, in English and in the language of the user.
     titles = {code: f"{e.title} {translate(e.title)}".lower() for code, e in ENTRIES.items()}
     texts = {code: f"{e.text} {_translated_text(e)}".lower() for code, e in ENTRIES.items()}
 
-    # Words of at least four letters, such as "batchnorm" and "no_sync".
+    # All words in the catalogue with at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
-    # For each word, a list of its spellings. A text has the word if it has any of them.
+
+    # A list of spellings for each word. A text contains the word if it contains any of them.
     exact_spellings = [[word] for word in words]
     similar_spellings = [_similar(word, catalogue_words) for word in words]
     attempts = (
@@ -196,13 +207,13 @@ def _find_by_words(words: list[str]) -> list[Entry]:
 
 
 def _translated_text(entry: Entry) -> str:
-    """Returns all texts of an entry in the language of this process, for searching."""
+    """Returns the cause and the cure of an entry in the user's language, for searching."""
     paragraphs = [*paragraphs_of(entry.cause), *paragraphs_of(entry.cure)]
     return " ".join(translate_paragraph(paragraph, translate) for paragraph in paragraphs)
 
 
 def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
-    """Returns whether a text has, for every word, at least one of its spellings."""
+    """True if a text contains at least one spelling of every word."""
     for spellings in spellings_of_words:
         if not any(spelling in text for spelling in spellings):
             return False
@@ -210,12 +221,12 @@ def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
 
 
 def _similar(word: str, known_words: Iterable[str]) -> list[str]:
-    """Returns at most two known words that are spelled like the word, the most similar first."""
+    """Returns up to two known words with a similar spelling, the most similar first."""
     return difflib.get_close_matches(word, list(known_words), n=2, cutoff=0.75)
 
 
 def as_markdown(language: str) -> str:
-    """Returns the text of docs/findings.md or, in Chinese, of docs/findings.zh.md."""
+    """Returns the text of docs/findings.md, or of docs/findings.zh.md in Chinese."""
     if language == ENGLISH:
         in_language = in_english
         full_stop = "."
@@ -227,27 +238,28 @@ def as_markdown(language: str) -> str:
     for group, heading in GROUPS.items():
         page += f"\n## {in_language(heading)}\n"
         for entry in ENTRIES.values():
-            if not entry.code.startswith(group):  # a group is the beginning of its codes: "LS1"
+            if not entry.code.startswith(group):  # "LS303" belongs to the group "LS3"
                 continue
+
             title = in_language(entry.title)
-            title = title[0].upper() + title[1:]
+            capitalized_title = title[0].upper() + title[1:]
             cause = _markdown_text(entry.cause, in_language)
             cure = _markdown_text(entry.cure, in_language)
-            page += f"\n### {entry.code}\n\n**{title}{full_stop}**\n{cause}\n"
+            page += f"\n### {entry.code}\n\n**{capitalized_title}{full_stop}**\n{cause}\n"
             page += f"\n*{in_language('What to do')}{full_stop}* {cure}\n"
 
     return page
 
 
 def page_head_to_translate() -> list[str]:
-    """Returns the messages in the beginning of the page: its title, and its paragraphs."""
+    """Returns the texts at the beginning of the page that are to be translated."""
     title, *paragraphs = _PAGE_HEAD.strip().split("\n\n")
     prose = [" ".join(each.split()) for each in paragraphs if not each.startswith("```")]
     return [title.removeprefix("# "), *prose]
 
 
 def _page_head(in_language: InLanguage) -> str:
-    """Returns the beginning of the page; the Chinese one leads to the English one."""
+    """Returns the beginning of the page. In Chinese, it also links to the English page."""
     if in_language is in_english:
         return _PAGE_HEAD
 
@@ -261,7 +273,7 @@ def _page_head(in_language: InLanguage) -> str:
 
 
 def _markdown_text(text: str, in_language: InLanguage) -> str:
-    """Returns a text of an entry, with the lines that it has in the catalogue if it is English."""
+    """Returns a text of an entry for the page. In English, its lines stay as in the catalogue."""
     if in_language is in_english:
         return text
     paragraphs = [translate_paragraph(each, in_language) for each in paragraphs_of(text)]

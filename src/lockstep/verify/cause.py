@@ -1,7 +1,7 @@
-"""The cause of a difference between two runs, and how its evidence is put into words.
+"""The cause of a difference between two runs, and helpers that put its evidence into words.
 
-A `Cause` is a code of the catalogue (`lockstep.verify.catalogue`) with the evidence for it, one
-sentence each. LS210 means that the cause is not known.
+A `Cause` is a code of the catalogue of findings (`lockstep.verify.catalogue`) together with the
+evidence for it, one sentence each. The code LS210 means that the cause is not known.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from dataclasses import dataclass, replace
 
 MAX_ITEMS_IN_TEXT = 6
 
-# What wrappers put before the names of parameters: "module.layer.weight" is "layer.weight".
+# Prefixes that wrappers add to the names of parameters, as in "module.layer.weight".
 _WRAPPER_PREFIX = re.compile(r"^((_forward_module|_orig_mod|module|_fsdp_wrapped_module)\.)+")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What explains a difference best."""
+    """The best explanation of a difference."""
 
     # The code of the catalogue.
     code: str
-    # What was found in the records, a sentence each.
+    # Facts from the records that support the cause, one sentence each.
     evidence: tuple[str, ...]
-    # The tensors that the cause is about; empty if these are all that differ.
+    # The tensors that the cause is about; empty for all tensors that differ.
     names: tuple[str, ...] = ()
-    # The ratio of gradients or learning rates to those of one process, if it is one number.
+    # The ratio of gradients or learning rates to those of one process, if it is a single number.
     ratio: float | None = None
-    # Replaces the title of the catalogue's entry if less is known than that title says.
+    # Replaces the title of the catalogue's entry if that title says more than is known.
     title: str = ""
 
     def with_evidence(self, *sentences: str) -> Cause:
-        """Returns the same cause with more evidence at the end."""
+        """Returns a copy of the cause with further evidence at the end."""
         return replace(self, evidence=(*self.evidence, *sentences))
 
 
 def format_items(items: Sequence[object]) -> str:
-    """Joins the first items with commas: "a, b and 3 more".
+    """Lists the first items of a sequence: "a, b and 3 more".
 
     Args:
-        items: texts, numbers, or tuples. A tuple, such as a sample by (loader, epoch, index), is
-            shown by its last element.
+        items: strings, numbers, or tuples. A tuple, such as a sample as (loader, epoch, index), is
+            represented by its last element.
     """
     words = []
     for item in items[:MAX_ITEMS_IN_TEXT]:
@@ -58,10 +58,10 @@ def format_items(items: Sequence[object]) -> str:
 
 
 def script_names(names: Iterable[str]) -> list[str]:
-    """Returns tensor names as the script knows them: "Net/module.fc.weight" is "fc.weight"."""
+    """Returns tensor names as the script knows them: "Net/module.fc.weight" becomes "fc.weight"."""
     short_names = []
     for name in names:
-        name_in_model = name.partition("/")[2] or name  # a name may have no model in front
+        name_in_model = name.partition("/")[2] or name  # some names have no model in front
         short_names.append(_WRAPPER_PREFIX.sub("", name_in_model))
     return short_names
 
@@ -70,13 +70,14 @@ def format_by_process(values: Sequence[object], *, with_reference: bool = True) 
     """Says which processes have which value: "0.1 on one process and rank 0, 0.2 on rank 1".
 
     Args:
-        values: the value on one process, then that on each rank; they may be numbers or texts.
-        with_reference: False if there is no value of one process before those of the ranks.
+        values: value of the one process, followed by the values of the ranks; numbers or strings.
+        with_reference: False if `values` only holds the values of the ranks.
     """
-    num_ranks = len(values) - 1 if with_reference else len(values)
-    processes = [f"rank {rank}" for rank in range(num_ranks)]
     if with_reference:
-        processes.insert(0, "one process")
+        num_ranks = len(values) - 1
+        processes = ["one process", *(f"rank {rank}" for rank in range(num_ranks))]
+    else:
+        processes = [f"rank {rank}" for rank in range(len(values))]
 
     processes_by_value: dict[object, list[str]] = defaultdict(list)
     for process, value in zip(processes, values, strict=True):

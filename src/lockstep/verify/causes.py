@@ -1,11 +1,12 @@
-"""Finds the likely cause of each difference between two runs, by rules that are tried in order.
+"""Finds the most likely cause of each difference between two runs, by trying rules in order.
 
 `KINDS` lists the rules for each kind of difference (`Divergence.kind`). A rule is a function in
-`lockstep.verify.rules` whose docstring says what it needs, when it applies, what it cannot tell
-from its cause, and which evidence it gives. The first rule that returns a cause wins, so rules that
-are certain come before those that guess, and the last rule of each kind always applies.
+`lockstep.verify.rules`, whose docstring says what the rule needs, when it applies, what it cannot
+distinguish from its cause, and which evidence it gives. The first rule that returns a cause wins.
+So rules that are certain come before rules that guess, and the last rule of each kind always
+applies.
 
-To add a cause, write a rule, put it into a list here, and describe its code in `catalogue.toml`.
+To add a cause, write a rule, add it to a list here, and describe its code in `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Kind:
 
 
 def explain_gradient_values(case: Divergence) -> Cause:
-    """Explains gradients by their values, as the last rule: it always returns a cause."""
+    """Explains a difference in gradients by their values. It is the last rule and always
+    applies.
+    """
     # The kind is the field that differs: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
@@ -152,10 +155,10 @@ KINDS: dict[str, Kind] = {
 
 
 def cause_of(case: Divergence) -> Cause:
-    """Returns the cause of a difference, by the first rule that applies.
+    """Returns the cause of a difference, from the first rule that applies.
 
-    Its evidence ends with tests of the script, such as an `if`, that went another way for the first
-    time.
+    Tests of the script, such as an `if`, that had another outcome for the first time are added as
+    evidence.
     """
     for rule in KINDS[case.kind].rules:
         cause = rule(case)

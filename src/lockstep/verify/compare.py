@@ -1,10 +1,10 @@
 """Finds where two recorded trainings of the same script differ.
 
-The *reference run* is on one process, the *parallel run* on several. Both are lists of `Update`s
-(optimizer steps, with a `RankUpdate` of every rank), which are compared one by one, in the order in
-which values follow from each other: initial parameters, samples, gradients and loss, learning
-rates, parameters, buffers. The result is a list of `Divergence`s, which `lockstep.verify.causes`
-explains.
+The *reference run* uses one process and the *parallel run* several. Each is a list of `Update`s:
+optimizer steps, with a `RankUpdate` (record) of every rank. Updates are compared one by one, in the
+order in which values follow from each other: initial parameters, samples, gradients and loss,
+learning rates, parameters, buffers. The result is a list of `Divergence`s, which
+`lockstep.verify.causes` explains.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from lockstep.verify.tolerance import FLOAT64, Tolerance, scale_of, tolerance_for_dtype
 from lockstep.verify.training_record import RankUpdate, Sample, Update
 
-# If two runs differed by this share of the tolerance in the step before they exceed it, then
-# rounding has grown from step to step. A real difference appears from one step to the next.
+# Rounding errors grow from step to step, while a real difference appears from one step to the next.
+# Runs that differ by more than this fraction of the tolerance, in the step before they exceed it,
+# differ by rounding.
 MIN_SHARE_OF_GROWING_ROUNDING = 1e-2
 
-# All kinds of differences that follow from a difference in what was trained before.
+# Kinds of differences that follow from a difference in earlier training.
 _TRAINED_VALUES = {
     "replicas",
     "kept",
@@ -33,7 +34,7 @@ _TRAINED_VALUES = {
     "buffers",
 }
 
-# If a kind differs in an update, these kinds follow from it and are not reported as well.
+# The kinds of differences that follow from each kind, and are then not reported.
 _KINDS_THAT_FOLLOW = {
     "initial": _TRAINED_VALUES,
     "replicas": _TRAINED_VALUES,
@@ -49,7 +50,7 @@ _KINDS_THAT_FOLLOW = {
 
 @dataclass(frozen=True)
 class Divergence:
-    """One difference between two runs, with everything that may explain it."""
+    """One difference between two runs, together with everything that may explain it."""
 
     reference_run: Sequence[Update]
     parallel_run: Sequence[Update]
@@ -78,29 +79,29 @@ class Divergence:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the parallel run; 0 if they made no update that can be compared."""
+        """Number of ranks of the parallel run; 0 if it has no update to compare."""
         if not self.parallel_run:
             return 0
         return len(self.parallel_run[0])
 
     @property
     def num_optimizers(self) -> int:
-        """Number of the optimizers that step on one process."""
+        """Number of optimizers that step in the reference run."""
         return len({update[0].optimizer for update in self.reference_run})
 
     @property
     def max_error(self) -> float:
-        """The share of a gradient's norm that may be left unexplained, and counts as rounding.
+        """Largest fraction of a gradient's norm that counts as rounding when others explain it.
 
-        It is for rules that explain a gradient by others, as by a multiple of the reference's. Such
-        a rule computes with several rounded values, so more is allowed than for a single one.
+        Rules that explain a gradient by other gradients, for example as a multiple of one, compute
+        with several rounded values, so more rounding is allowed than in a direct comparison.
         """
         return max(1e-7, 10 * self.tolerance.relative)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference in one update; see `Divergence` for the fields."""
+    """One difference in one update. See `Divergence` for the fields."""
 
     kind: str
     names: Sequence[str] = ()
@@ -109,42 +110,42 @@ class Difference:
 
 def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
     """Returns the tolerance for the lowest precision that any rank of the runs computed in."""
+    # The `dtype` of an update is the lowest precision so far, so the last update is enough.
     dtypes = set()
     for updates in runs:
         if updates:
-            # `dtype` is that of the lowest precision so far, so the last update tells all.
             dtypes |= {rank.dtype for rank in updates[-1]}
 
-    tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
     # The lowest precision has the largest tolerance.
+    tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
     return max(tolerances, key=lambda tolerance: tolerance.relative, default=FLOAT64)
 
 
 def num_comparable_updates(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> int:
-    """Returns how many updates can be compared before rounding grows beyond the tolerance.
+    """Returns how many updates can be compared before rounding errors exceed the tolerance.
 
-    Rounding grows from update to update: where it exceeds the tolerance, the runs were nearly as
-    far apart in the update before. A real difference appears at once, after updates that were
-    almost equal. So the first update that exceeds the tolerance says which of the two it is.
+    Rounding grows from update to update: if it exceeds the tolerance, the runs were nearly as far
+    apart in the update before. A real difference appears suddenly, after updates that were almost
+    equal. So the first update that exceeds the tolerance tells which of the two it is.
     """
     all_updates = max(len(reference_run), len(parallel_run))
-    # The largest difference in the update before, as a share of what the tolerance allows.
+
+    # The largest difference in an update, as a fraction of what the tolerance allows.
     share_before = 0.0
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         share = _largest_used_share(expected, actual, tolerance)
         if share > 1:
-            if share_before > MIN_SHARE_OF_GROWING_ROUNDING:
-                return number  # it is rounding: the comparison ends before this update
-            return all_updates  # it is a real difference, which the comparison will find
+            is_rounding = share_before > MIN_SHARE_OF_GROWING_ROUNDING
+            return number if is_rounding else all_updates
         share_before = share
 
     return all_updates
 
 
 def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) -> float:
-    """Returns the largest difference of two updates, as a share of what the tolerance allows."""
+    """Returns the largest difference of two updates, as a fraction of what the tolerance allows."""
     largest_share = 0.0
     for field_name in ("gradients", "parameters", "buffers"):
         expected_arrays = expected.merged(field_name)
@@ -161,14 +162,15 @@ def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) 
 def find_divergences(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> list[Divergence]:
-    """Returns the differences of two runs in their order, each kind once.
+    """Returns the differences of two runs in the order in which they appear, one of each kind.
 
-    What only follows from an earlier difference is left out: once gradients differ, so do the
-    parameters after that step, and everything that is trained later. Samples and learning rates do
-    not depend on what was trained before, so they are compared in all updates.
+    Differences that only follow from an earlier one are left out: if gradients differ, so do the
+    parameters after the step and everything that is trained later. Samples and learning rates do
+    not depend on the training so far, so they are compared in all updates.
     """
     divergences: dict[str, Divergence] = {}  # by kind
-    kinds_that_follow: set[str] = set()  # from differences that were found
+    kinds_that_follow: set[str] = set()  # kinds that follow from differences found so far
+
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         for difference in _differences(expected, actual, tolerance):
             kind = difference.kind
@@ -186,8 +188,8 @@ def find_divergences(
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
 
-        # All values that are trained later follow from any difference so far, except from a
-        # different loss alone: with equal gradients the training goes on in the same way.
+        # After any difference, all values that are trained later differ too. The exception is the
+        # loss: with equal gradients, the training continues in the same way.
         more_than_the_loss_differs = bool(divergences.keys() - {"loss"})
         if more_than_the_loss_differs:
             kinds_that_follow |= _TRAINED_VALUES
@@ -202,7 +204,7 @@ def find_divergences(
 
 
 def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iterator[Difference]:
-    """Yields what differs in an update. Causes come before what follows from them."""
+    """Yields the differences in one update. Causes come before their consequences."""
     yield from tensor_differences("initial", expected, actual, tolerance)
 
     replica_names = actual.replicas_that_differ()
@@ -213,22 +215,10 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if difference_of_samples is not None:
         yield difference_of_samples
 
-    # Parameters before the step ("kept"), by their sums. Only those that both runs recorded are
-    # compared: a rank has no sums of parameters of which it holds a part.
-    expected_sums = expected.merged("parameter_sums")
-    actual_sums = actual.merged("parameter_sums")
-    scale = scale_of(expected_sums)
-    names_before_step = []
+    yield from _differences_before_step(expected, actual, tolerance)
 
-    for name, sums in expected_sums.items():
-        if name in actual_sums and tolerance.differ(sums, actual_sums[name], scale):
-            names_before_step.append(name)
-
-    if names_before_step:
-        yield Difference("kept", names_before_step, len(expected_sums))
-
-    # Gradients before clipping are compared too if all ranks clip the same ones. If a script clips
-    # before it averages, each rank clips its own.
+    # Gradients before clipping are compared only if they are the same on all ranks. In a script
+    # that clips before it averages, each rank clips its own gradients.
     is_clipped = bool(expected.clips or actual.clips)
     if is_clipped and not actual.ranks_that_differ("unclipped", tolerance):
         yield from tensor_differences("unclipped", expected, actual, tolerance)
@@ -245,22 +235,45 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     yield from tensor_differences("buffers", expected, actual, tolerance)
 
 
-def _compare_samples(expected: Update, actual: Update) -> Difference | None:
-    """Returns how the samples of an update differ: in which they are (`samples`), or in content.
+def _differences_before_step(
+    expected: Update, actual: Update, tolerance: Tolerance
+) -> Iterator[Difference]:
+    """Yields the difference in the parameters before the step ("kept"), if there is one.
 
-    Returns None if they do not differ, or if it is not known.
+    Parameters are compared by their sums, which a rank has only for parameters that it holds as a
+    whole.
+    """
+    expected_sums = expected.merged("parameter_sums")
+    actual_sums = actual.merged("parameter_sums")
+    scale = scale_of(expected_sums)
+
+    names = []
+    for name, sums in expected_sums.items():
+        if name in actual_sums and tolerance.differ(sums, actual_sums[name], scale):
+            names.append(name)
+
+    if names:
+        yield Difference("kept", names, len(expected_sums))
+
+
+def _compare_samples(expected: Update, actual: Update) -> Difference | None:
+    """Compares which samples an update was trained on, and their contents.
+
+    Returns:
+        A difference of the kind "samples" (other samples) or "contents" (the same samples with
+        other contents). None if there is no difference, or if it is not known.
     """
     same_indices, same_contents = same_samples(expected, actual)
     if same_contents is True:
         return None
 
+    # Samples with the same indices may have other contents, because of random augmentation.
     if same_indices is True:
-        # The same indices may stand for other contents, as with random augmentation.
         if contents_that_differ(expected, actual):
             return Difference("contents")
         return None
 
-    # Without the same indices, the samples differ if either is known to.
+    # Otherwise, the samples differ if their indices or their contents are known to differ.
     if same_indices is False or same_contents is False:
         return Difference("samples", num_compared=expected.samples)
 
@@ -273,14 +286,14 @@ def tensor_differences(
     """Compares the arrays of one field of `RankUpdate`, such as "gradients".
 
     Returns:
-        A list with one difference, which names all arrays that differ on any rank; or an empty
+        A list with one difference, which names all arrays that differ on any rank, or an empty
         list.
     """
     expected_arrays = expected.merged(field_name)
     actual_arrays = actual.merged(field_name)
     scale = scale_of(expected_arrays)
 
-    # Arrays that only one of the runs has differ in any case.
+    # An array that only one of the runs has counts as different.
     names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
     for rank in actual:
         for name, array in getattr(rank, field_name).items():
@@ -290,24 +303,25 @@ def tensor_differences(
     if not names_that_differ:
         return []
 
-    # In the order of the reference; then those that only the parallel run has.
+    # In the order of the reference, followed by names that only the parallel run has.
     all_names = [*expected_arrays, *sorted(actual_arrays.keys() - expected_arrays.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
     return [Difference(field_name, ordered_names, len(all_names))]
 
 
 def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
-    """Returns whether the loss of one process is neither the mean nor the sum of the ranks' losses.
+    """True if the loss of one process is neither the mean nor the sum of the losses of the ranks.
 
-    Which of the two it should be depends on whether the script averages gradients or adds them up.
+    Which of the two it should be depends on whether the script averages or adds up gradients.
     """
     expected_loss = expected.loss
     losses_of_ranks = actual.losses
-    if expected_loss is None or not losses_of_ranks:  # not recorded, so nothing can be said
+    if expected_loss is None or not losses_of_ranks:  # not recorded
         return False
 
     total = sum(losses_of_ranks)
     mean = total / len(losses_of_ranks)
+
     scale = max(1.0, abs(expected_loss))
     expected_array = np.array(expected_loss)
     is_mean = not tolerance.differ(expected_array, np.array(mean), scale)
@@ -317,7 +331,7 @@ def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bo
 
 
 def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
-    """Returns whether a rank's learning rates are not those of one process."""
+    """True if a rank's learning rates differ from those of one process."""
     expected_rates = expected[0].learning_rates
     for rank in actual:
         if not rank.stepped:  # it leaves the step to other ranks
@@ -333,18 +347,18 @@ def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance
 def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | None]:
     """Compares the samples of two updates by their indices and by their contents.
 
-    Where both are known the contents should decide: ranks may have different datasets, in which the
-    same index means different samples.
+    If both are known, the contents should decide: ranks may have different datasets, in which the
+    same index stands for different samples.
 
     Returns:
-        Whether the indices are the same, and whether the contents are; None where it is not known.
+        Whether the indices are the same, and whether the contents are. Either is None if it is not
+        known.
     """
     same_indices = _same_counts(expected.indices(), actual.indices())
+    # Contents can be compared only if all samples have one shape. If batches are padded to their
+    # longest sample, one and the same sample may have several shapes.
     batches_of_both = Update((*expected, *actual)).batches
     shapes = {batch.shape for batch in batches_of_both if batch.contents}
-
-    # Contents can be compared only if all samples have one shape. If batches are padded to their
-    # longest sample, the same sample has several.
     if len(shapes) != 1:
         return same_indices, None
 
@@ -352,14 +366,14 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
 
 
 def _same_counts(expected: list[Sample] | None, actual: list[Sample] | None) -> bool | None:
-    """Returns whether both have each sample equally often; None if some samples are not known."""
+    """True if both contain each sample equally often; None if some samples are not known."""
     if expected is None or actual is None:
         return None
     return Counter(expected) == Counter(actual)
 
 
 def contents_that_differ(expected: Sequence[RankUpdate], actual: Sequence[RankUpdate]) -> list[int]:
-    """Returns the indices of samples whose content is not the reference's under the same index.
+    """Returns the indices of samples whose contents differ from the reference under the same index.
 
     Only samples of the same shape are compared.
     """
@@ -375,15 +389,16 @@ def contents_that_differ(expected: Sequence[RankUpdate], actual: Sequence[RankUp
 def _digests_by_index(
     update: Sequence[RankUpdate],
 ) -> Mapping[tuple[int, int, str, int], set[str]]:
-    """Returns the digests of the samples of all ranks by loader, epoch, shape and index.
+    """Returns the digests of all samples, by loader, epoch, shape and index.
 
     A sample has several digests if it was read several times with different contents.
     """
     digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
     for rank in update:
         for batch in rank.batches:
+            # Otherwise, it is not known which digest belongs to which index.
             if batch.ids is None or len(batch.ids) != len(batch.contents):
-                continue  # it is not known which digest is of which index
+                continue
             for index, digest in zip(batch.ids, batch.contents, strict=True):
                 digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
 

@@ -1,10 +1,10 @@
-"""Runs a script in all ways that were asked for, and compares each with one process.
+"""Runs a script in each requested configuration, and compares every run with a run on one process.
 
-A script that uses Lockstep is compared *by bits* first: all runs compute with virtual ranks, in the
-script's own precision, and not one bit may differ. Then, *within a tolerance*, in float64 and
-without virtual ranks unless the script sets some: whether the parts of a batch add up to the batch
-as a whole, which runs that are all divided alike cannot show, and what has caused other bits.
-Scripts without Lockstep are compared within the tolerance alone.
+A *way* is one such configuration, for example "2 processes". A script that uses Lockstep is first
+compared *by bits*: all runs use virtual ranks and the script's own precision, and not a single bit
+may differ. Then it is compared *within a tolerance*, in float64 and without virtual ranks (unless
+the script sets some). This shows whether the parts of a batch add up to the whole batch, and why
+bits differ. Scripts without Lockstep are only compared within the tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.verdict import Verdict, judge
 
-# With --same-samples the run on several processes comes first, and has no limit of time.
+# With --same-samples, the run on several processes comes first and has no time limit.
 DEFAULT_STEPS_WITH_SAME_SAMPLES = 10
 
 Start = Callable[[Path, RunConfig], str]
@@ -34,22 +34,24 @@ Start = Callable[[Path, RunConfig], str]
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison."""
+    """The result of one comparison."""
 
     verdict: Verdict | BitVerdict
-    # Lines for people that follow those of the verdict.
+    # Lines that are printed after the verdict.
     notes: Sequence[str] = ()
 
 
 class Comparison:
-    """Runs a script and compares.
+    """Runs a script and compares the runs.
 
     Args:
-        plan: what is compared.
-        folder: for the records of the runs.
-        start: starts the processes of a run, and returns what they printed.
-        check_reference: raises UsageError if a run on one process gives nothing to compare with.
-        expect_runs: called if there will be more runs than it seemed, with their number.
+        plan: the runs to compare, and how.
+        folder: folder for the records of the runs.
+        start: function that starts the processes of a run and returns what they printed.
+        check_reference: function that raises UsageError if a run on one process gives nothing to
+            compare with.
+        expect_runs: function that is called with the number of additional runs, if there will be
+            more than expected.
     """
 
     def __init__(
@@ -67,19 +69,19 @@ class Comparison:
         self._expect_runs = expect_runs
         self._num_runs = 0
         self._reference: RunRecord | None = None
-        """The run on one process that is compared within the tolerance, once it is recorded."""
+        """The run on one process for comparisons within the tolerance; None until it has run."""
         self._bit_reference: RunRecord | None = None
-        """The run on one process that is compared by bits; None: it cannot be."""
+        """The run on one process for comparisons by bits; None if bits cannot be compared."""
         self._has_looked_for_noise = False
         self.reason_without_bits = ""
-        """Why a script that uses Lockstep, or one way of running it, is not compared by bits."""
+        """Why the script, or one way of running it, is not compared by bits; empty if it is."""
 
     def results(self) -> Iterator[Result]:
-        """Yields the comparisons, one after the other.
+        """Runs all comparisons, and yields their results one by one.
 
         Raises:
-            UsageError: there is nothing to compare with.
-            SettingError: the script has fewer virtual ranks than there are to be processes.
+            UsageError: There is nothing to compare with.
+            SettingError: The script has fewer virtual ranks than there are processes.
         """
         plan = self._plan
         if plan.same_samples:
@@ -97,6 +99,7 @@ class Comparison:
                     continue
 
             verdict_within_tolerance = self._compare_within_tolerance(way)
+
             notes = []
             reason = self.reason_without_bits or plan.reason_without_bits
             if reason and verdict_within_tolerance.reference.uses_lockstep:
@@ -106,7 +109,7 @@ class Comparison:
             yield Result(verdict_within_tolerance, notes)
 
     def _record(self, config: RunConfig) -> RunRecord:
-        """Runs the script once more, and returns what was recorded."""
+        """Runs the script in a folder of its own, and returns the record of the run."""
         folder = self._folder / str(self._num_runs)
         self._num_runs += 1
         return run_record.record_run(config, folder, self._start)
@@ -114,7 +117,7 @@ class Comparison:
     # By bits
 
     def _uses_lockstep(self) -> bool:
-        """Returns whether the script uses Lockstep, as its source or a first run says."""
+        """True if the script uses Lockstep, according to its source or to a first run."""
         if self._plan.source_uses_lockstep:
             return True
         if not self.reference().uses_lockstep:
@@ -123,10 +126,10 @@ class Comparison:
         return True
 
     def _record_bit_reference(self) -> None:
-        """Runs the script on one process with virtual ranks, if it can have them.
+        """Runs the script on one process with virtual ranks, if it supports them.
 
         Raises:
-            SettingError: the script has fewer virtual ranks than there are to be processes.
+            SettingError: The script has fewer virtual ranks than there are processes.
         """
         number = max(least_virtual_ranks(way) for way in self._plan.ways)
         config = replace(self._plan.reference, virtual_ranks=number)
@@ -136,7 +139,9 @@ class Comparison:
             return
 
         self._bit_reference = reference
-        number = reference.virtual_ranks or number  # the script may have set another one
+
+        # The script may have set another number of virtual ranks.
+        number = reference.virtual_ranks or number
         most_processes = max(way.nproc for way in self._plan.ways)
         if most_processes > number:
             raise SettingError(
@@ -149,10 +154,14 @@ class Comparison:
             )
 
     def _compare_bits(self, reference: RunRecord, way: RunConfig) -> BitVerdict | None:
-        """Runs the script in one way with virtual ranks, and compares it by bits.
+        """Runs the script in one way with virtual ranks, and compares the run by bits.
+
+        Args:
+            reference: run on one process with virtual ranks.
+            way: configuration of the run.
 
         Returns:
-            None if it cannot have virtual ranks in this way.
+            The verdict, or None if the script does not support virtual ranks in this way.
         """
         config = replace(
             way, virtual_ranks=reference.config.virtual_ranks, steps=self._steps_after(reference)
@@ -161,7 +170,7 @@ class Comparison:
         verdict = judge_bits(reference, other)
         self.reason_without_bits = reason_without_bits(other)
 
-        # If bits differ before the script ends with an error, that says more than the error.
+        # If bits differ before the script ends with an error, the difference says more.
         if self.reason_without_bits and verdict.first is None:
             return None
 
@@ -169,14 +178,15 @@ class Comparison:
         return replace(verdict, notes=self._find_rounding_noise(reference))
 
     def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
-        """Yields a comparison by bits, and that within the tolerance, if it can say more.
+        """Yields the result of a comparison by bits, followed by a comparison within the tolerance.
 
-        It cannot if the script itself sets virtual ranks and all bits are equal: what was compared
-        is then what the script computes.
+        The second one is left out if it could not say more: if all bits are equal, and the script
+        itself sets virtual ranks, then the comparison by bits covers exactly what the script
+        computes.
 
         Args:
-            verdict: by bits.
-            way: how the script was run.
+            verdict: verdict of the comparison by bits.
+            way: configuration of the run.
         """
         is_complete = verdict.word == "EQUAL" and verdict.reference.virtual_ranks_are_own
         if self._plan.bits_alone or is_complete:
@@ -196,15 +206,18 @@ class Comparison:
         yield Result(self._compare_within_tolerance(replace(way, name=name)))
 
     def _find_rounding_noise(self, reference: RunRecord) -> list[Finding]:
-        """Returns LS408 in a list, if an optimizer steps by rounding alone.
+        """Returns the finding LS408 in a list, if an optimizer takes steps from nothing but
+        rounding.
 
-        It is about the run on one process, so it is returned once.
+        The finding is about the run on one process, so it is returned only once.
+
+        Args:
+            reference: run on one process that was compared by bits.
         """
         if self._plan.bits_alone or self._has_looked_for_noise:
             return []
 
         self._has_looked_for_noise = True
-
         if not may_have_noise(reference.updates):
             return []
 
@@ -218,10 +231,11 @@ class Comparison:
     # Within a tolerance
 
     def reference(self) -> RunRecord:
-        """Returns the run on one process that is compared within the tolerance.
+        """Returns the run on one process for comparisons within the tolerance; the first call runs
+        it.
 
         Raises:
-            UsageError: it failed, or gives nothing to compare with.
+            UsageError: The run has failed, or gives nothing to compare with.
         """
         if self._reference is None:
             self._reference = self._record(self._plan.reference)
@@ -229,39 +243,42 @@ class Comparison:
         return self._reference
 
     def _compare_within_tolerance(self, way: RunConfig) -> Verdict:
-        """Runs the script in one way, and compares it within the tolerance."""
+        """Runs the script in one way, and compares the run within the tolerance."""
         reference = self.reference()
         config = replace(way, steps=self._steps_after(reference))
+
+        # If the strategy trains several replicas, one process must train them too.
         if config.trains_replicas:
-            # A run whose strategy trains several replicas has a reference of its own.
             reference = self._record(config.reference())
             self._check_reference(reference)
+
         return judge(reference, self._record(config))
 
     def _steps_after(self, reference: RunRecord) -> int:
-        """Returns after how many steps the other runs are stopped.
+        """Returns the number of steps after which the other runs are stopped.
 
-        If the reference came to its end, the others run to theirs: they may make more steps.
+        If the reference was not stopped but has reached its end, the other runs also run to their
+        end, and may make more steps.
         """
         if reference.stopped_at:
             return reference.steps
         return self._plan.ways[0].steps
 
     def _compare_with_same_samples(self, way: RunConfig) -> Verdict:
-        """Runs the script on several processes, and then one process on the same batches."""
+        """Runs the script on several processes, and then on one process with the same batches."""
         config = replace(
             way,
             batches_folder=self._folder / "batches",
             steps=self._plan.steps or DEFAULT_STEPS_WITH_SAME_SAMPLES,
         )
         other = self._record(config)
+
         reference_config = replace(
             self._plan.reference,
             batches_folder=config.batches_folder,
-            seconds=None,  # the number of steps is known
+            seconds=None,  # no time limit, since the number of steps is known
         )
-
-        if other.stopped_at:  # so the reference is stopped after as many steps
+        if other.stopped_at:  # the reference is stopped after the same number of steps
             reference_config = replace(reference_config, steps=other.steps)
 
         reference = self._record(reference_config)
@@ -273,10 +290,12 @@ _NAMES_OF_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def least_virtual_ranks(way: RunConfig) -> int:
-    """Returns the smallest number of virtual ranks of which every process gets at least one."""
+    """Returns the smallest number of virtual ranks that gives every process at least one of
+    them.
+    """
     try:
         shares = initial_shares(way.overrides.get("shares"), way.nproc)
-    except LockstepError:  # the run will say what is wrong with them
+    except LockstepError:  # the run itself will report what is wrong with the shares
         return way.nproc
 
     number = way.nproc

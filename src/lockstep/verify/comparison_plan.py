@@ -1,6 +1,6 @@
-"""What `lockstep verify` compares: which runs, and whether by bits or within a tolerance.
+"""Describes what `lockstep verify` compares: which runs, and whether by bits or within a tolerance.
 
-It stands in a file of its own so that the command can plan before torch is imported.
+This is a module of its own, so that the command can make its plan before it imports torch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from lockstep.verify.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """What is compared."""
+    """What `lockstep verify` compares."""
 
-    # The run on one process, and those that are compared with it.
+    # The run on one process, and the runs that are compared with it.
     reference: RunConfig
     ways: Sequence[RunConfig]
-    # The number of steps that the user has asked for; None: see `reference`.
+    # The number of steps that the user has requested; None to use that of `reference`.
     steps: int | None = None
     # Whether one process trains on the batches of all ranks.
     same_samples: bool = False
     # Whether a script that uses Lockstep is compared by bits.
     by_bits: bool = False
-    # Whether it is compared in no other way.
+    # Whether it is compared by bits only.
     bits_alone: bool = False
-    # Why a script that uses Lockstep is not compared by bits, if the user's options say so.
+    # Why a script that uses Lockstep is not compared by bits; empty if the user's options allow it.
     reason_without_bits: str = ""
-    # Whether the script's source says that it uses Lockstep. If not, a first run finds out.
+    # Whether the source of the script mentions Lockstep. If not, a first run finds out.
     source_uses_lockstep: bool = False

@@ -1,11 +1,11 @@
-"""Gives one process the batches that several processes trained on, for `--same-samples`.
+"""Lets one process train on the batches that several processes trained on, for `--same-samples`.
 
-The ranks of the run on several processes write each batch that a DataLoader of torch gives them to
-train on. On one process, every DataLoader then gives, batch by batch, those of all ranks, joined in
-the order of the ranks. A *pass* is one iteration over a DataLoader. It is named by the number of
-the loader, in the order in which they were built, and the number of the pass: `0-1`, `0-2`, ...
+In the run on several processes, each rank writes the batches that torch's DataLoaders hand out for
+training. In the run on one process, every DataLoader then yields these batches instead, those of
+all ranks joined. So everything else can be compared, even if samplers or augmentation differ.
 
-So everything else can be compared even if samplers or augmentation differ.
+A *pass* is one iteration over a DataLoader. It is named by the number of the loader, in the order
+of construction, and the number of the pass: `0-1`, `0-2`, ...
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS_FILE = "lengths.json"
 
 
 class LoadedBatch(NamedTuple):
-    """A batch, and the indices of its samples in the dataset; None if they are not known."""
+    """A batch, and the indices of its samples in the dataset, or None if they are not known."""
 
     batch: Any
     ids: list[int] | None
@@ -36,25 +36,27 @@ class _PassNames:
     """Numbers a script's DataLoaders and names the passes over them."""
 
     def __init__(self) -> None:
-        self._loaders: list[Any] = []  # in the order of their numbers
-        self._passes_of_loader: Counter[int] = Counter()  # how many have begun, by loader number
+        self._loaders: list[Any] = []  # in the order of construction
+        self._passes_of_loader: Counter[int] = Counter()  # number of passes, by loader number
 
     def add_loader(self, loader: Any) -> None:
-        """Numbers a DataLoader that was built."""
+        """Adds a DataLoader that was constructed; its number is the next one."""
         self._loaders.append(loader)
 
     def number_of(self, loader: Any) -> int | None:
-        """Returns the number of a loader; None if it was built before loaders were watched."""
+        """Returns the number of a loader; None if it was constructed before loaders were
+        watched.
+        """
         for number, known_loader in enumerate(self._loaders):
             if known_loader is loader:
                 return number
         return None
 
     def begin_pass(self, loader: Any) -> str:
-        """Counts a pass over a loader that begins, and returns its name, such as `0-2`."""
+        """Counts a pass that begins, and returns its name, such as `0-2`."""
         number = self.number_of(loader)
         if number is None:
-            number = -1  # all loaders that were not numbered count as one
+            number = -1  # loaders without a number share this one
         self._passes_of_loader[number] += 1
         return f"{number}-{self._passes_of_loader[number]}"
 
@@ -63,8 +65,8 @@ class BatchWriter(_PassNames):
     """Writes the batches of one rank.
 
     Args:
-        folder: for the batches of all ranks.
-        rank: the rank.
+        folder: folder for the batches of all ranks.
+        rank: number of the rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -73,15 +75,15 @@ class BatchWriter(_PassNames):
         self._folder.mkdir(parents=True)
 
     def write(self, name_of_pass: str, number: int, batch: LoadedBatch) -> None:
-        """Writes a batch of a pass into a file of its own.
+        """Writes a batch into a file of its own.
 
         Args:
-            name_of_pass: as `begin_pass` returned it.
-            number: of the batch in the pass, from 0.
+            name_of_pass: name of the pass, from `begin_pass`.
+            number: number of the batch in the pass, from 0.
             batch: the batch.
 
         Raises:
-            UsageError: it contains something that cannot be pickled.
+            UsageError: The batch contains something that cannot be pickled.
         """
         try:
             data = pickle.dumps(batch)
@@ -102,14 +104,15 @@ class BatchWriter(_PassNames):
                 lengths[number] = len(loader)
             except TypeError:  # its dataset is a stream, which has no length
                 continue
+
         (self._folder / LENGTHS_FILE).write_text(json.dumps(lengths))
 
 
 class BatchReader(_PassNames):
-    """Reads and joins the batches that the ranks of another run have written.
+    """Reads the batches that the ranks of another run have written, and joins those of all ranks.
 
     Args:
-        folder: with the batches of all ranks.
+        folder: folder with the batches of all ranks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,23 +120,24 @@ class BatchReader(_PassNames):
         self._folders = sorted(folder.glob("rank*"), key=_rank_of_folder)
 
     def batches(self, name_of_pass: str) -> Iterator[LoadedBatch]:
-        """Yields the batches of a pass: the first ones of all ranks joined, and so on.
+        """Yields the batches of a pass. Each one joins the n-th batches of all ranks.
 
-        A rank that has no more batches is left out.
+        A rank without an n-th batch is skipped.
 
         Raises:
-            UsageError: the batches of the ranks cannot be joined.
+            UsageError: The batches of the ranks cannot be joined.
         """
         number = 0
         while True:
             parts: list[LoadedBatch] = []
             for folder in self._folders:
                 path = folder / f"{name_of_pass}-{number}.pickle"
+                # Unpickling is safe: the file was written by `lockstep verify` itself, in a folder
+                # that only this user can enter.
                 if path.exists():
-                    # Our own processes have written it, in a folder that only this user can enter.
                     parts.append(pickle.loads(path.read_bytes()))
 
-            if not parts:  # the pass of every rank has ended
+            if not parts:  # the pass has ended on every rank
                 return
 
             batch = join([part.batch for part in parts])
@@ -141,10 +145,10 @@ class BatchReader(_PassNames):
             number += 1
 
     def length(self, loader: Any) -> int | None:
-        """Returns how many batches a loader had on the ranks of the other run.
+        """Returns the number of batches that a loader had in the other run; None if it is not
+        known.
 
-        Returns None if it is not known. If the ranks had different numbers, that of the first one
-        counts.
+        If the ranks had different numbers, the number of the first rank is returned.
         """
         number = self.number_of(loader)
         if number is None:
@@ -155,19 +159,19 @@ class BatchReader(_PassNames):
             if not path.exists():
                 continue
             length_of_loader: dict[str, int] = json.loads(path.read_text())
-            if str(number) in length_of_loader:  # keys are texts in JSON
+            if str(number) in length_of_loader:  # JSON turns keys into strings
                 return length_of_loader[str(number)]
 
         return None
 
 
 def _rank_of_folder(folder: Path) -> int:
-    """Returns 12 for a folder named `rank12`."""
+    """Returns the rank that a folder belongs to: 12 for `rank12`."""
     return int(folder.name.removeprefix("rank"))
 
 
 def _joined_ids(parts: Sequence[LoadedBatch]) -> list[int] | None:
-    """Returns the indices of all ranks; None if those of some rank are not known."""
+    """Returns the sample indices of all ranks; None if those of some rank are not known."""
     joined = []
     for part in parts:
         if part.ids is None:
@@ -177,13 +181,13 @@ def _joined_ids(parts: Sequence[LoadedBatch]) -> list[int] | None:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Joins the batches of the ranks to one batch: tensors and lists one behind the other.
+    """Joins the batches of several ranks into one batch: tensors and lists are concatenated.
 
     Args:
-        parts: the batches, one for each rank. They may be nested, but all in the same way.
+        parts: batches of the ranks, which may be nested, all in the same way.
 
     Raises:
-        UsageError: tensors have different shapes.
+        UsageError: Tensors have different shapes.
     """
     first = parts[0]
     if isinstance(first, Tensor):
@@ -193,22 +197,21 @@ def join(parts: Sequence[Any]) -> Any:
         joined = {key: join([part[key] for part in parts]) for key in first}
         if type(first) is dict:
             return joined
-        # A mapping of a library, such as `BatchEncoding` of transformers.
+        # The mapping class of a library, such as `BatchEncoding` of transformers.
         return type(first)(joined)  # type: ignore[call-arg]
 
     if isinstance(first, list | tuple):
         return _join_sequences(parts)
 
-    # Numbers and texts belong to the batch, not to a sample. They should be the same on all ranks.
+    # Numbers and strings belong to the batch as a whole, so they should be the same on all ranks.
     return first
 
 
 def _join_sequences(parts: Sequence[Any]) -> Any:
-    """Joins the lists or tuples of all ranks to one.
+    """Joins lists or tuples of several ranks.
 
-    Those that hold tensors, such as `[inputs, labels]`, have a field for each kind of value and are
-    joined field by field. Others, such as a list of texts, have a value for each sample and are
-    joined one behind the other.
+    Sequences with tensors, such as `[inputs, labels]`, are joined field by field. Others, such as a
+    list of strings, have one value for each sample and are concatenated.
     """
     first = parts[0]
     is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
@@ -216,8 +219,10 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
         joined_fields = []
         for values_of_ranks in zip(*parts, strict=True):
             joined_fields.append(join(values_of_ranks))
-        # A named tuple takes its fields as separate arguments.
-        return type(first)(*joined_fields) if is_named_tuple else type(first)(joined_fields)
+
+        if is_named_tuple:  # it takes its fields as separate arguments
+            return type(first)(*joined_fields)
+        return type(first)(joined_fields)
 
     all_values: list[Any] = []
     for part in parts:
@@ -227,12 +232,13 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
 
 
 def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """Joins tensors along their first dimension, which counts the samples.
+    """Concatenates tensors along their first dimension, which is that of the samples.
 
     Raises:
-        UsageError: the other dimensions differ.
+        UsageError: The other dimensions differ.
     """
-    if not parts[0].dim():  # a number, such as the temperature of a schedule: it has no samples
+    # A single number, such as a temperature, does not belong to a sample.
+    if not parts[0].dim():
         return parts[0]
 
     shapes_of_sample = {part.shape[1:] for part in parts}

@@ -1,8 +1,8 @@
-"""A finding of `lockstep verify`: a cause, and where the runs differ by it, in words and as JSON.
+"""A finding of `lockstep verify`: why two runs differ and where, as text and as JSON.
 
 A *cause* explains a difference by a code of the catalogue, such as LS205, and by evidence. A *case*
-(`Divergence`) is the difference: which values, and in which update (optimizer step) of both runs.
-Steps are counted from 1 here, as people do.
+(`Divergence`) is the difference itself: which values differ, and in which update (optimizer step)
+of both runs. Here, steps are counted from 1, as users do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Finding:
     """A cause, and the difference that it explains."""
 
     cause: Cause
-    # None if the script ended with an error, or if it is wrong whatever a reference says.
+    # None if the script ended with an error, or if it is wrong even without a difference.
     case: Divergence | None = None
 
     @property
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """What is wrong, in one line; empty if the cause is not in the catalogue."""
+        """What is wrong, in one line; empty if the code of the cause is not in the catalogue."""
         entry = ENTRIES.get(self.cause.code)
         if entry is None:
             return ""
@@ -50,7 +50,7 @@ class Finding:
     def place(self) -> str:
         """Where the runs differ: "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)".
 
-        It is empty if the finding stands for no difference between the runs.
+        Empty if the finding is not about a difference between the runs.
         """
         case = self.case
         if case is None:
@@ -74,16 +74,16 @@ class Finding:
 
     @property
     def step(self) -> int | None:
-        """The step of the optimizer in which the runs differ, from 1; None if there is no case."""
+        """The optimizer step in which the runs differ, from 1; None if there is no difference."""
         case = self.case
         if case is None:
             return None
-        if case.kind == "length":  # one of the runs has no such update, so they are only counted
+        if case.kind == "length":  # one of the runs has no such update, so its number is used
             return case.update_index + 1
         return case.expected[0].step + 1
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the finding in plain values."""
+        """Returns the finding as plain values."""
         values: dict[str, Any] = {
             "code": self.cause.code,
             "title": self.title,
@@ -99,12 +99,12 @@ class Finding:
         return values
 
     def lines(self, heading: str = "", *, by_lockstep: bool | None = None) -> list[str]:
-        """Returns the finding in lines for people.
+        """Returns the lines of the finding that are printed for the user.
 
         Args:
-            heading: the label of the line with the code; by default "cause", translated.
-            by_lockstep: whether the script uses Lockstep, which decides what it is told to write
-                instead; None: the lines only point at the catalogue.
+            heading: label of the line with the code; by default "cause", translated.
+            by_lockstep: whether the script uses Lockstep, which decides what kind of advice is
+                printed. With None, no advice is printed, only a reference to the catalogue.
         """
         lines = []
         entry = ENTRIES.get(self.cause.code)
@@ -138,23 +138,23 @@ class Finding:
 
 
 def verdict_head(word: str, name: str) -> str:
-    """Returns how the first line of a verdict begins: "DIFFERENT  2 processes".
+    """Returns the beginning of a verdict's first line: "DIFFERENT  2 processes".
 
     Args:
-        word: the verdict in one word. It is English in every language, with a translation, so that
-            it is found in any log.
-        name: the name of the run on several processes.
+        word: verdict in one word. Its translation keeps the English word, so that it can be found
+            in any log.
+        name: name of the run on several processes.
     """
     return f"{pad(translate(word), 9)}  {translate(name)}"
 
 
 def labelled(label: str, text: str) -> str:
-    """Returns a line of a verdict: a label in a column of its own, and a text."""
+    """Formats a line of a verdict: a label in a column of its own, followed by a text."""
     return f"  {pad(label, 7)} {text}"
 
 
 def _with_label(label: str, texts: list[str]) -> list[str]:
-    """Returns the lines of a text, with a label before the first and the others indented."""
+    """Formats several lines of a verdict: a label before the first, and the others indented."""
     first, *others = texts
     lines = [labelled(label, first)]
     for text in others:
@@ -163,7 +163,7 @@ def _with_label(label: str, texts: list[str]) -> list[str]:
 
 
 def _describe_optimizer(update: RankUpdate) -> str:
-    """Names an optimizer by its class and the models that it trains: "SGD of Net and Head"."""
+    """Describes an optimizer by its class and the models that it trains: "SGD of Net and Head"."""
     models: dict[str, None] = {}  # each once, in their order
     for name in (*update.gradients, *update.parameters):
         model = name.partition("/")[0]

@@ -1,12 +1,11 @@
-"""Describes which lines of a script made two runs differ: its tests, and its writes to tensors.
+"""Describes the lines of a script that may have made two runs differ: its tests and its writes.
 
-A *test* is an `if` or a `while` of the script, known by its `Place`: file, first line, last line of
-its body. Each rank records for each update (optimizer step) whether a test was true (1), false (2)
-or both (3), in `branch_outcomes`. A *case* is where a run on several ranks first differs from that
-on one process: the update `case.actual`, with a record of each rank, from `case.expected`.
-
-A test whose outcome differs there for the first time, or a line that wrote to a tensor on some
-ranks only, is worth a look.
+A *test* is the condition of an `if` or `while`, identified by its `Place`: file, first line and
+last line of the statement. For each update (optimizer step), each rank records in `branch_outcomes`
+whether a test was true (1), false (2) or both (3). A *case* is the first difference between two
+runs: the update `case.actual` on several ranks, and `case.expected` on one process. Worth a look
+are tests whose outcome differs there for the first time, and lines that wrote to a tensor on some
+ranks only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
 from lockstep.wording import format_ranks
 
 NOT_REACHED = 0
-"""The outcome of a test that a rank has not recorded."""
+"""The outcome of a test that a rank did not reach."""
 OUTCOME_WORDS = {
     NOT_REACHED: "not reached",
     WAS_TRUE: "true",
@@ -30,31 +29,34 @@ OUTCOME_WORDS = {
 }
 MAX_SHOWN_TESTS = 2
 NOT_KNOWN_CODE = "LS210"
-"""The code of a difference whose cause is not known."""
+"""The code for a difference whose cause is not known."""
 
 Outcomes = Mapping[Place, int]
-"""The outcomes of tests on one rank in one update, added up bit by bit."""
+"""The outcomes of tests on one rank in one update, combined as bits."""
 Location = tuple[str, int]
 """A file and a line."""
 
 
 def new_branches(case: Divergence, cause: Cause) -> list[str]:
-    """Describes tests of the script whose outcome is not that of one process for the first time.
+    """Describes tests of the script whose outcome differs from one process for the first time.
 
     Args:
-        case: where the runs part.
-        cause: what is said of it already; tests on lines that it names are left out.
+        case: the difference between the runs.
+        cause: cause of the difference. Tests on lines that it already mentions are left out.
 
     Returns:
         A sentence for each test, at most `MAX_SHOWN_TESTS`.
     """
+    # The ranks of a run were compared with each other, and not with one process.
     if case.reference_run is case.parallel_run:
-        return []  # its ranks were compared with each other, and not with one process
-    if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
-        return []  # the runs differ in their lengths, and one has no such update
+        return []
 
-    # In the first step, all outcomes that differ do so for the first time. That is weak evidence,
-    # so it is given only if the cause is not known.
+    # The runs differ in their lengths, and one of them has no such update.
+    if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
+        return []
+
+    # In the first step, every difference in outcomes is new. This is weak evidence, so it is only
+    # given if the cause is not known.
     is_first_step = case.update_index == 0
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
@@ -62,8 +64,8 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     places = []
     for place in case.expected[0].branch_outcomes:
         line = _line_of(place)
-        is_named_already = any(line in text for text in cause.evidence)
-        if not is_named_already and _is_new_difference(case, place):
+        is_mentioned = any(line in text for text in cause.evidence)
+        if not is_mentioned and _is_new_difference(case, place):
             places.append(place)
 
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
@@ -77,9 +79,10 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
 
 
 def _is_new_difference(case: Divergence, place: Place) -> bool:
-    """Returns whether a test ends otherwise than on one process in this update, and in none before.
+    """True if the outcome of a test differs from one process in this update, but in no earlier one.
 
-    Tests that some rank did not reach are left out: the test that led there differs as well.
+    Tests that some rank did not reach are left out, because the test that led there differs as
+    well.
     """
     if not all(place in rank.branch_outcomes for rank in case.actual):
         return False
@@ -90,14 +93,15 @@ def _is_new_difference(case: Divergence, place: Place) -> bool:
 
 
 def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
-    """Returns whether a test ended on the ranks of an update otherwise than on one process.
+    """True if the outcome of a test in an update differs between the ranks and one process.
 
-    The outcomes of all ranks together count, as each rank sees other data: if a test is true on one
-    rank and false on another, that is the same as both on one process.
+    The outcomes of all ranks are combined, since each rank sees other data: a test that is true on
+    one rank and false on another agrees with a test that is both on one process.
     """
-    outcome_of_ranks = NOT_REACHED  # 0, to which 1 (true) and 2 (false) are added bit by bit
+    outcome_of_ranks = NOT_REACHED  # 0, with which 1 (true) and 2 (false) are combined as bits
     for rank in case.parallel_run[update_index]:
         outcome_of_ranks |= rank.branch_outcomes.get(place, NOT_REACHED)
+
     one_process = case.reference_run[update_index][0]
     return outcome_of_ranks != one_process.branch_outcomes.get(place, NOT_REACHED)
 
@@ -106,8 +110,7 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
     """Describes the last tests that were true on some ranks and false on the others.
 
     Args:
-        outcomes_of_ranks: the outcomes of tests on each rank, in the order in which they were
-            reached.
+        outcomes_of_ranks: outcomes of tests on each rank, in the order in which they were reached.
 
     Returns:
         A sentence for each test, at most `MAX_SHOWN_TESTS`.
@@ -133,15 +136,16 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     """Describes the lines that last wrote to tensors outside of optimizer steps.
 
     Args:
-        case: where the runs part.
-        names: of the tensors. On each rank the first one that was written to counts.
+        case: the difference between the runs.
+        names: names of the tensors. For each rank, the first of them that was written to is used.
 
     Returns:
         If all ranks wrote, a text for each line: "ranks 0-1 last wrote to them by train.py:7:
         weight.zero_()". If only some ranks wrote, one text with all lines and with the ranks that
-        did not write, and another one if a test around the line tells why. Empty if no rank wrote.
+        did not write, and another one if a test around the line explains it. Empty if no rank
+        wrote.
     """
-    # The frames of the script in which each rank wrote, the innermost first.
+    # The frames of the script at the write of each rank, the innermost first.
     stack_of_rank = _stacks_of_writes(case, names)
     if not stack_of_rank:
         return []
@@ -167,7 +171,7 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     texts.append(f"of {format_ranks(ranks_without_write)} no write was seen")
     descriptions = ["; ".join(texts)]
 
-    # Some ranks wrote and others did not: a test around the line may tell why.
+    # Some ranks wrote and others did not, perhaps because of a test around the line.
     outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
     place = _splitting_test_around(first_stack, outcomes_of_ranks)
@@ -179,10 +183,10 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
 
 
 def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple[Location, ...]]:
-    """Returns, by rank, the frames of the script in its last write to one of these tensors.
+    """Returns the frames of the script at the last write of each rank to one of the tensors.
 
-    The innermost frame comes first. If a rank wrote to several of the tensors, the one that `names`
-    has first counts. Ranks that wrote to none of them are left out.
+    The innermost frame comes first. If a rank wrote to several of the tensors, the first one in
+    `names` is used. Ranks that wrote to none of them are left out.
     """
     stack_of_rank = {}
     for number, rank in enumerate(case.actual):
@@ -196,16 +200,17 @@ def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple
 def _splitting_test_around(
     stack: Sequence[Location], outcomes_of_ranks: Sequence[Outcomes]
 ) -> Place | None:
-    """Returns a test with different outcomes on the ranks that decides about a line of a stack.
+    """Finds a test around a line of a stack whose outcome differs between the ranks.
 
     Args:
-        stack: frames of the script, the innermost first. Tests around it are preferred.
-        outcomes_of_ranks: the outcomes of tests on each rank.
+        stack: frames of the script, the innermost first. Tests around inner frames are preferred.
+        outcomes_of_ranks: outcomes of tests on each rank.
 
     Returns:
-        None if there is no such test.
+        The place of the test, or None if there is none.
     """
-    places: dict[Place, None] = {}  # in the order in which tests were reached
+    # All tests that some rank reached, in the order in which they were reached.
+    places: dict[Place, None] = {}
     for outcomes in outcomes_of_ranks:
         places |= dict.fromkeys(outcomes)
 
@@ -223,18 +228,18 @@ def _splitting_test_around(
 def _describe_test(
     place: Place, outcomes_of_runs: Sequence[Outcomes], *, only_ranks: bool = False
 ) -> str:
-    """Describes a test as `train.py:7: if rank == 0: true on rank 0, false on rank 1`.
+    """Describes a test: `train.py:7: if rank == 0: true on rank 0, false on rank 1`.
 
     Args:
-        place: of the test.
-        outcomes_of_runs: the outcomes of tests on one process, and then on each rank.
-        only_ranks: True if they are only those of the ranks.
+        place: place of the test.
+        outcomes_of_runs: outcomes of tests on one process, followed by those on each rank.
+        only_ranks: True if `outcomes_of_runs` only holds the outcomes of the ranks.
     """
     words = [OUTCOME_WORDS[outcomes.get(place, NOT_REACHED)] for outcomes in outcomes_of_runs]
     return f"{_line_of(place)}: {format_by_process(words, with_reference=not only_ranks)}"
 
 
 def _line_of(place: Place) -> str:
-    """Returns the first line of a test, as "train.py:7: if rank == 0", without its colon."""
+    """Returns the first line of a test without its colon: "train.py:7: if rank == 0"."""
     file, first_line, _ = place
     return format_source_line(file, first_line).rstrip(":")

@@ -1,9 +1,9 @@
-"""Lines up the optimizer steps of all ranks, so that steps which belong together form an `Update`.
+"""Aligns the optimizer steps of all ranks, so that steps that belong together form an `Update`.
 
-A `Step` is what one rank recorded of one optimizer step: a list of `RankUpdate`s, usually of one.
-Usually step 1 of rank 0 belongs to step 1 of rank 1. But ranks may leave steps to others, as with a
-probe that is trained on rank 0 and sent to the others. Such a rank has *missed* the step, and gets
-a `RankUpdate` that says so. A *shared* optimizer is one with which all ranks step.
+A `Step` is the record of one rank of one optimizer step: a list of `RankUpdate`s, usually with one
+element. Usually, the n-th steps of all ranks belong together. But some ranks may leave steps to
+others, for example if a probe is trained on rank 0 and sent to the other ranks. These have *missed*
+the step, and get a `RankUpdate` that says so. A *shared* optimizer is one that all ranks step with.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import group_by_key
 
-# What a rank has recorded of one step of one optimizer: one record, or one for each replica if it
-# trains several replicas in turn.
+# The record of a rank of one step of one optimizer. It has one element, or one for each replica if
+# the rank trains several replicas in turn.
 Step = list[RankUpdate]
 
-# The number of an optimizer, and of its step.
+# The number of an optimizer, and the number of its step.
 StepKey = tuple[int, int]
 
 
 def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
-    """Returns the steps that a rank has made, in their order.
+    """Groups the records of a rank by optimizer step, in order.
 
     Args:
-        updates: the records of the rank. Those of one step have the same numbers of optimizer and
-            step.
+        updates: records of the rank. The records of one step have the same optimizer and step
+            number.
     """
     pairs = [((update.optimizer, update.step), update) for update in updates]
     return list(group_by_key(pairs).values())
 
 
 def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Returns the updates that the steps of all ranks form.
+    """Returns the updates that the steps of all ranks form together.
 
-    If all ranks step with the same optimizers, their n-th steps form an update. If some rank never
-    steps with some optimizer, the steps of this optimizer are updates which that rank has missed.
-    They stand after the step of a shared optimizer (one with which all ranks step) that came before
-    them.
+    If all ranks step with the same optimizers, their n-th steps form an update. Otherwise, steps
+    with an optimizer that only some ranks have become updates that the other ranks have missed.
+    They are placed after the last step of a shared optimizer before them.
 
     Args:
-        ranks: the steps of each rank.
+        ranks: steps of each rank.
     """
     if _have_same_optimizer_classes(ranks):
         return _line_up_in_order(ranks)
@@ -60,8 +59,8 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     shared_optimizers = set.intersection(*optimizers_of_ranks)
     all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
 
-    # If all optimizers are shared, the n-th steps of all ranks belong together. If none is, nothing
-    # shows which steps belong together, and the n-th ones are taken, too.
+    # If all optimizers are shared, the n-th steps of all ranks belong together. If none is shared,
+    # nothing tells which steps belong together, so the same is assumed.
     if not shared_optimizers or all_are_shared:
         return _line_up_in_order(ranks)
 
@@ -71,28 +70,30 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
 def _line_up_at_shared_steps(
     ranks: Sequence[list[Step]], shared_optimizers: set[int]
 ) -> list[Update]:
-    """Returns the updates of ranks some of which do not make all steps.
+    """Returns the updates of ranks that do not all make every step.
 
-    For example, if `A` is a step of a shared optimizer and `b` one of rank 0's own, then rank 0
-    with `A b A` and rank 1 with `A A` make three updates, of which rank 1 has missed the second.
+    For example, let `A` be a step of a shared optimizer and `b` a step that only rank 0 makes. Rank
+    0 with `A b A` and rank 1 with `A A` form three updates, of which rank 1 has missed the second.
 
     Args:
-        ranks: the steps of each rank.
-        shared_optimizers: the numbers of the optimizers with which all ranks step.
+        ranks: steps of each rank.
+        shared_optimizers: numbers of the optimizers that all ranks step with.
     """
-    # Each section begins with a step of a shared optimizer, except the first, which has the steps
-    # before all of those.
+    # The steps of each rank are split into sections. The first section holds the steps before any
+    # step of a shared optimizer; each later one begins with such a step.
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
-    # Up to the rank that made the fewest steps of shared optimizers.
-    num_sections = min(len(sections) for sections in sections_of_ranks)
+
     first_sections = [sections[0] for sections in sections_of_ranks]
     updates = _line_up_steps_of_some_ranks(first_sections)
 
+    # Sections beyond those of the rank with the fewest shared steps are left out.
+    num_sections = min(len(sections) for sections in sections_of_ranks)
     for number in range(1, num_sections):
         section_of_rank = [sections[number] for sections in sections_of_ranks]
-        # Each section begins with a shared step; the steps of some ranks follow.
+
         shared_step_of_rank = [section[0] for section in section_of_rank]
         _append_shared_update(updates, Update(chain(*shared_step_of_rank)))
+
         other_steps_of_rank = [section[1:] for section in section_of_rank]
         updates += _line_up_steps_of_some_ranks(other_steps_of_rank)
 
@@ -100,11 +101,11 @@ def _line_up_at_shared_steps(
 
 
 def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
-    """Appends an update that all ranks have made, and corrects the one before it if needed.
+    """Appends an update that all ranks have made, and corrects the update before it if necessary.
 
-    Some ranks may have made both updates after one backward pass, and the others only the shared
-    one. These others have recorded their inputs with the shared update, but the inputs belong to
-    the backward pass, and so to the first of the two updates.
+    Some ranks may have made both updates after one backward pass, while the others have only made
+    the shared one. The others have then recorded their inputs with the shared update, although the
+    inputs belong to the first of the two.
     """
     if updates and _share_a_backward_pass(updates[-1], shared_update):
         updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
@@ -113,7 +114,9 @@ def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
 
 
 def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Returns an update of the n-th steps of all ranks, for each n that all ranks have reached."""
+    """Returns one update for the n-th steps of all ranks, for each n that all ranks have
+    reached.
+    """
     updates = []
     for step_of_rank in zip(*ranks, strict=False):
         updates.append(Update(chain(*step_of_rank)))
@@ -124,14 +127,14 @@ def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
     """Returns the record of the first step of each optimizer of a rank, by optimizer number."""
     first_updates: dict[int, RankUpdate] = {}
     for step in steps:
-        update = step[0]  # the records of several replicas are of the same optimizer
+        update = step[0]  # records of further replicas have the same optimizer
         if update.optimizer not in first_updates:
             first_updates[update.optimizer] = update
     return first_updates
 
 
 def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
-    """Returns whether an optimizer of the same number has the same class on all ranks.
+    """True if the optimizers with the same number have the same class on all ranks.
 
     Each rank numbers its optimizers in the order of their first steps.
     """
@@ -141,6 +144,7 @@ def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
         for number, update in _first_updates(steps).items():
             classes[number] = update.optimizer_class
         classes_of_ranks.append(classes)
+
     return all(classes == classes_of_ranks[0] for classes in classes_of_ranks)
 
 
@@ -148,76 +152,78 @@ def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
 
 
 def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
-    """Returns the steps of all ranks, with the same number for the same optimizer on each rank.
+    """Returns the steps of all ranks, in which the same optimizer has the same number on each rank.
 
-    Each rank has numbered its optimizers in the order of their first steps, so ranks that step with
-    different ones have different numbers.
+    Each rank has numbered its optimizers in the order of their first steps, so the numbers differ
+    between ranks that step with different optimizers.
     """
-    # The first record of every optimizer that has a shared number, by that number.
-    known: dict[int, RankUpdate] = {}
+    # The first record of every optimizer so far, by its shared number.
+    known_optimizers: dict[int, RankUpdate] = {}
     renumbered_ranks = []
     for steps in ranks:
-        new_numbers = _match_optimizers(_first_updates(steps), known)
-        renumbered = []
+        shared_numbers = _match_optimizers(_first_updates(steps), known_optimizers)
+
+        renumbered_steps = []
         for step in steps:
-            renumbered.append(
-                [replace(update, optimizer=new_numbers[update.optimizer]) for update in step]
+            renumbered_steps.append(
+                [replace(update, optimizer=shared_numbers[update.optimizer]) for update in step]
             )
-        renumbered_ranks.append(renumbered)
+        renumbered_ranks.append(renumbered_steps)
 
     return renumbered_ranks
 
 
 def _match_optimizers(
-    first_updates: dict[int, RankUpdate], known: dict[int, RankUpdate]
+    first_updates: dict[int, RankUpdate], known_optimizers: dict[int, RankUpdate]
 ) -> dict[int, int]:
     """Finds the shared number of each optimizer of a rank, by the number that the rank gave it.
 
-    Optimizers are the same if they hold the same parameters; of several such, the most alike. If
-    each rank's optimizer holds a part of the parameters, they have none in common; then they are
-    the same if they have the same number and class. All others get new numbers.
+    Optimizers are the same if they hold the same parameters. If each rank's optimizer holds another
+    part of the parameters, optimizers are the same if they have the same number and class. All
+    other optimizers get new numbers.
 
     Args:
-        first_updates: the first record of each optimizer of the rank, by the rank's number.
-        known: the first record of each optimizer of the ranks before, by shared number. Optimizers
-            with new numbers are added to it.
+        first_updates: first record of each optimizer of the rank, by the rank's own number.
+        known_optimizers: first record of each optimizer of the previous ranks, by shared number.
+            Optimizers with new numbers are added to it.
     """
-    shared_numbers = _match_by_parameters(first_updates, known)
+    shared_numbers = _match_by_parameters(first_updates, known_optimizers)
     for number, update in first_updates.items():
         if number in shared_numbers:
             continue
 
-        # No other optimizer of this rank has this shared number.
-        is_free = number in known and number not in shared_numbers.values()
-        if is_free and _may_have_same_class(known[number], update):
+        is_free = number in known_optimizers and number not in shared_numbers.values()
+        if is_free and _may_have_same_class(known_optimizers[number], update):
             shared_numbers[number] = number
         else:
-            new_number = max(known, default=-1) + 1
+            new_number = max(known_optimizers, default=-1) + 1
             shared_numbers[number] = new_number
-            known[new_number] = update
+            known_optimizers[new_number] = update
 
     return shared_numbers
 
 
 def _match_by_parameters(
-    first_updates: dict[int, RankUpdate], known: dict[int, RankUpdate]
+    first_updates: dict[int, RankUpdate], known_optimizers: dict[int, RankUpdate]
 ) -> dict[int, int]:
-    """Finds the shared numbers of those optimizers that have parameters in common with a known one.
+    """Finds the shared numbers of optimizers that have parameters in common with known ones.
 
-    See `_match_optimizers` for the arguments and the result.
+    If several known optimizers have parameters in common, the most similar one is chosen. See
+    `_match_optimizers` for the arguments and the result.
     """
-    pairs = []  # (how alike they are, shared number, number on the rank)
+    pairs = []  # (similarity, shared number, number on the rank)
     for number, update in first_updates.items():
-        for shared_number, known_update in known.items():
-            num_parameters = len(update.parameters.keys() & known_update.parameters.keys())
-            if num_parameters:
-                likeness = (num_parameters, *_likeness(update, known_update))
-                pairs.append((likeness, shared_number, number))
+        for shared_number, known_update in known_optimizers.items():
+            num_common_parameters = len(update.parameters.keys() & known_update.parameters.keys())
+            if num_common_parameters:
+                similarity = (num_common_parameters, *_similarity(update, known_update))
+                pairs.append((similarity, shared_number, number))
 
-    # The most alike pairs come first, and among equally alike ones the lowest numbers. Python's
-    # sorting keeps the order of equal elements, so the less important key is sorted by first.
+    # The most similar pairs come first, and equally similar ones in the order of their numbers.
+    # Sorting is stable, so the less important key is sorted first.
     pairs.sort(key=lambda pair: (pair[1], pair[2]))
     pairs.sort(key=lambda pair: pair[0], reverse=True)
+
     shared_numbers: dict[int, int] = {}
     for _, shared_number, number in pairs:
         if number not in shared_numbers and shared_number not in shared_numbers.values():
@@ -227,24 +233,25 @@ def _match_by_parameters(
 
 
 def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
-    """Returns whether two optimizers have the same class, or the class of one is not known.
+    """True if two optimizers have the same class, or if the class of one of them is not known.
 
-    It is not known on a rank that has no optimizer and is sent what others have updated.
+    The class is not known on a rank without an optimizer, which receives its parameters from
+    others.
     """
     if not first.optimizer_class or not second.optimizer_class:
         return True
     return first.optimizer_class == second.optimizer_class
 
 
-def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
-    """Returns in what the first steps of two optimizers are alike, the most important first.
+def _similarity(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
+    """Returns how similar the first steps of two optimizers are, for comparison with other pairs.
 
-    A rank may train the same parameters by several optimizers of one class, such as one for
+    A rank may train the same parameters with several optimizers of one class, for example one for
     pretraining. Ranks that train together have the same parameters after a step.
 
     Returns:
-        Whether the classes are the same, the parameters after the step, and the options. Such
-        tuples are compared to find the most alike optimizers.
+        Whether both have the same class, the same parameters after the step, and the same options;
+        the most important one first.
     """
     same_class = first.optimizer_class == second.optimizer_class
     same_parameters = True
@@ -258,8 +265,8 @@ def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
 
 
 def _are_close(first: Array, second: Array) -> bool:
-    """Returns whether two arrays are equal within float32's rounding."""
-    if first.shape != second.shape:  # numpy would broadcast them
+    """True if two arrays are equal within the rounding of float32."""
+    if first.shape != second.shape:  # numpy would broadcast the arrays
         return False
     return np.allclose(first, second, rtol=1e-6, equal_nan=True)
 
@@ -270,8 +277,8 @@ def _are_close(first: Array, second: Array) -> bool:
 def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> list[list[Step]]:
     """Splits the steps of a rank before each step of a shared optimizer.
 
-    If `A` is a step of a shared optimizer, `b A b b A` becomes `[b]`, `[A b b]`, `[A]`. The first
-    section is empty if a rank begins with `A`.
+    If `A` is a step of a shared optimizer, `b A b b A` becomes `[b]`, `[A b b]`, `[A]`. If the
+    steps begin with `A`, the first section is empty.
     """
     sections: list[list[Step]] = [[]]
     for step in steps:
@@ -282,34 +289,34 @@ def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> 
 
 
 def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Returns updates that only some ranks have made; the others have missed them.
+    """Returns updates that only some ranks have made, and that the others have missed.
 
     Args:
-        ranks: the steps of each rank between two updates that all have made.
+        ranks: steps of each rank between two updates that all ranks have made.
     """
-    # Steps of several ranks belong together if optimizer and step have the same numbers. For each
-    # such pair of numbers (the key), the steps of the ranks that made it.
-    step_by_rank_of_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
+    # Steps of several ranks belong together if both the optimizer and the step have the same
+    # number. Each entry holds the steps of one such group, by rank.
+    groups: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
             key = (step[0].optimizer, step[0].step)
-            step_by_rank_of_key[key][rank] = step
+            groups[key][rank] = step
 
     updates = []
-    for step_by_rank in step_by_rank_of_key.values():
-        some_step = next(iter(step_by_rank.values()))
+    for step_of_rank in groups.values():
+        some_step = next(iter(step_of_rank.values()))
         missed_step = [missed_by(some_step[0])]
-        steps_of_all_ranks = [step_by_rank.get(rank, missed_step) for rank in range(len(ranks))]
+        steps_of_all_ranks = [step_of_rank.get(rank, missed_step) for rank in range(len(ranks))]
         updates.append(Update(chain(*steps_of_all_ranks)))
 
     return updates
 
 
 def missed_by(update: RankUpdate) -> RankUpdate:
-    """Returns the record of a rank that has not made a step that another rank has made.
+    """Returns the record for a rank that has missed a step that another rank has made.
 
     Args:
-        update: the record of the rank that has made it.
+        update: record of the rank that has made the step.
     """
     return RankUpdate(
         optimizer=update.optimizer,
@@ -322,17 +329,17 @@ def missed_by(update: RankUpdate) -> RankUpdate:
 
 
 def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> list[Update]:
-    """Adds ranks that have missed all updates.
+    """Returns the updates with records for ranks that have missed all of them.
 
     Args:
-        updates: what the ranks recorded that trained. In these, ranks are numbered without the
-            idle ones.
-        idle_ranks: the numbers of the ranks that recorded nothing.
+        updates: updates of the ranks that have trained.
+        idle_ranks: numbers of the ranks that have recorded nothing. The ranks in `updates` are
+            numbered without them.
     """
     new_updates = []
     for update in updates:
         ranks = list(update)
-        # In ascending order, so that all lower ranks are there when one is inserted.
+        # In ascending order, so that all lower ranks are present when a rank is inserted.
         for idle_rank in sorted(idle_ranks):
             ranks.insert(idle_rank, missed_by(update[0]))
         new_updates.append(Update(ranks))
@@ -344,29 +351,31 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
 
 
 def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
-    """Returns whether some ranks made two updates after one backward pass.
+    """True if some ranks made two updates after one backward pass.
 
-    Those ranks step with an optimizer of their own and then with a shared one, without another
-    backward pass in between, so they record the same losses for both.
+    Such ranks step first with an optimizer of their own and then with a shared one, without another
+    backward pass in between, so they record the same losses for both updates.
 
     Args:
         earlier: an update that some ranks may have missed.
-        later: the next one, which all ranks have made.
+        later: the next update, which all ranks have made.
     """
     some_missed_it = any(not rank.stepped for rank in earlier)
     if not some_missed_it or len(earlier) != len(later):
         return False
+
     for before, after in zip(earlier, later, strict=True):
         if before.stepped and before.losses and before.losses == after.losses:
             return True
+
     return False
 
 
 def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     """Returns the earlier of two updates after one backward pass, with the inputs of all ranks.
 
-    The ranks that missed the update had inputs too, which they recorded for the later one. Losses
-    are left out, since it is not known to which of the two updates a loss belongs.
+    Ranks that missed the earlier update have recorded their inputs with the later one. Losses are
+    removed, since it is not known which of the two updates they belong to.
     """
     ranks = []
     for before, after in zip(earlier, later, strict=True):
@@ -388,10 +397,10 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
 
 
 def _without_losses_and_parameter_sums(update: Update) -> Update:
-    """Returns the later of two updates after one backward pass, without what may not be its own.
+    """Returns the later of two updates after one backward pass, without losses and parameter sums.
 
-    The losses may be those of the earlier update. The sums over the parameters before the update
-    were moved to the earlier one, for ranks that missed it.
+    The losses may belong to the earlier update. The sums over the parameters before the update were
+    moved to the earlier one, for ranks that missed it.
     """
     return Update(replace(rank, losses=[], parameter_sums={}) for rank in update)
 
@@ -402,7 +411,7 @@ def _without_losses_and_parameter_sums(update: Update) -> Update:
 def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
     """Returns the updates with the initial parameters of every rank in the first one.
 
-    A rank records them with its own first step, which may be part of a later update.
+    A rank records its initial parameters with its own first step, which may be in a later update.
     """
     new_updates = []
     for number, update in enumerate(updates):
@@ -418,21 +427,22 @@ def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
 
 
 def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
-    """Returns the parameters with which a rank began, by name; empty if it recorded none.
+    """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
 
-    A rank may have recorded its parameters only after other ranks had trained them and sent it the
-    new values. Then the values with which the others began are taken instead. If the rank recorded
-    nothing at the first update, parameters that no other rank had then are left out.
+    A rank may record its parameters only after other ranks have trained them and sent it the new
+    values. For these parameters, the initial values of the other ranks are returned. If the rank
+    recorded nothing at the first update, parameters that no other rank had then are left out.
     """
     initial_of_others = updates[0].merged("initial")
-    trained_names: set[str] = set()  # by other ranks, before this rank recorded anything
+    trained_names: set[str] = set()  # trained by other ranks before this rank recorded anything
+
     for number, update in enumerate(updates):
         recorded = update[rank_number].initial
         if not recorded:
             trained_names |= update.merged("parameters").keys()
             continue
 
-        if number == 0:  # nothing was trained before
+        if number == 0:  # nothing was trained yet
             return dict(recorded)
 
         initial = {}

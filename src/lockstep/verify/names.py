@@ -1,10 +1,10 @@
-"""Gives the tensors of one run the names that the same tensors have in another run of the script.
+"""Renames the tensors of one run so that they have the same names as in another run of the script.
 
-A tensor is named by its model and its place inside, as `Net/layer.weight`. The part before the "/"
-is the *root*: the class of the model, with a number if there are several, as `Net#2`. A wrapper
-that a script uses on several processes only may change the place (`Net/module.layer.weight`), and
-models of one class may have been met in another order. A run is a list of `Update`s (optimizer
-steps), each with a `RankUpdate` of every rank.
+The name of a tensor consists of its *root* (the class of its model, with a number if there are
+several, such as `Net#2`) and its *path* in the model: `Net/layer.weight`. A wrapper that the script
+uses only on several processes may change the path (`Net/module.layer.weight`), and models of one
+class may be numbered in another order. A run is a list of `Update`s (optimizer steps), which hold a
+`RankUpdate` of every rank.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ MAPPINGS_FROM_NAMES = (
     "unclipped",
     "write_stacks",
 )
-"""Fields of `RankUpdate` that are mappings from names of tensors."""
+"""Fields of `RankUpdate` that are mappings with names of tensors as keys."""
 LISTS_OF_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
 """Fields of `RankUpdate` that are lists of names."""
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
-"""Fields that hold whole tensors; of a tensor that several have, the last one counts."""
+"""Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
 
 
 def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
-    """Returns the other run's updates with the reference's names for the same tensors.
+    """Returns the updates of another run, with the names that the reference uses for the same
+    tensors.
 
-    A tensor whose name the reference does not know gets one of the reference's names that the other
-    run does not know, if the tensors may be the same.
+    A tensor whose name does not exist in the reference gets an unused name of the reference, if
+    both may be the same tensor.
     """
-    # First the models: those of one class may be numbered in another order.
+    # Models of one class may be numbered in another order.
     new_roots = _roots_in_other_order(reference, other)
     if new_roots:
         other = _renamed_run(other, lambda name: _with_root(name, new_roots))
@@ -54,7 +55,7 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     reference_tensors = _first_values(reference)
     other_tensors = _first_values(other)
 
-    # Then the tensors. Free are those of the reference whose names the other run does not know.
+    # Tensors of the reference whose names do not exist in the other run.
     free_tensors = {}
     for name, array in reference_tensors.items():
         if name not in other_tensors:
@@ -76,9 +77,9 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
 
 
 def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
-    """Returns every tensor of a run by name, as it was when it was recorded first."""
+    """Returns the first recorded values of every tensor of a run, by name."""
     tensors: dict[str, Array] = {}
-    for update in reversed(updates):  # earlier updates replace the values of later ones
+    for update in reversed(updates):  # values of earlier updates replace those of later ones
         for field_name in FIELDS_WITH_VALUES:
             tensors.update(update.merged(field_name))
     return tensors
@@ -87,16 +88,16 @@ def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
 def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> str | None:
     """Returns the name of the candidate that is the same tensor under another name.
 
-    It has the same shape, and its name has the same end. If there are several, it is the first with
-    the same values, or else the first.
+    Candidates must have the same shape, and a path with the same ending. Among several, one with
+    the same values is preferred.
 
     Args:
-        name: of a tensor.
-        array: its values.
-        candidates: tensors of the other run by their names.
+        name: name of the tensor.
+        array: values of the tensor.
+        candidates: tensors of the other run by name.
 
     Returns:
-        None if no candidate has this shape and such a name.
+        The name, or None if no candidate fits.
     """
     fitting = []
     for candidate, candidate_array in candidates.items():
@@ -111,27 +112,27 @@ def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> st
 
 
 def _end_alike(one: str, other: str) -> bool:
-    """Returns whether the place of one tensor in its model is the end of the other's.
+    """True if the path of one tensor in its model is the end of the other's path.
 
     For example, `Net/a.b` and `Wrapper/module.a.b` end alike.
     """
     # With a dot in front, so that `xb` does not end like `b`.
-    one_place = "." + one.partition("/")[2]
-    other_place = "." + other.partition("/")[2]
-    return one_place.endswith(other_place) or other_place.endswith(one_place)
+    one_path = "." + one.partition("/")[2]
+    other_path = "." + other.partition("/")[2]
+    return one_path.endswith(other_path) or other_path.endswith(one_path)
 
 
 def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
-    """Returns updates with other names for the tensors, as `rename_tensors` does for one rank."""
+    """Returns updates in which the tensors of all ranks are renamed by `rename_tensors`."""
     return [Update(rename_tensors(rank, change) for rank in update) for update in updates]
 
 
 def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
-    """Returns a rank's update with other names for the tensors.
+    """Returns the record of a rank with other names for its tensors.
 
     Args:
-        rank: the update on one rank.
-        change: returns the new name for a name, which may be the same.
+        rank: record of the rank.
+        change: function that returns the new name for a name.
     """
     fields: dict[str, Any] = {}
     for field_name in MAPPINGS_FROM_NAMES:
@@ -139,14 +140,14 @@ def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate
 
     for field_name in LISTS_OF_NAMES:
         new_names = [change(name) for name in getattr(rank, field_name)]
-        fields[field_name] = list(dict.fromkeys(new_names))  # each once, in the same order
+        fields[field_name] = list(dict.fromkeys(new_names))  # without duplicates, in the same order
 
     local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
     return replace(rank, **fields, local_gradients=local_gradients)
 
 
 def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a mapping whose keys, the names of tensors, are changed."""
+    """Returns a mapping in which the keys, which are names of tensors, are renamed."""
     return {change(name): value for name, value in values.items()}
 
 
@@ -155,87 +156,82 @@ def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> d
 
 @dataclass
 class _FirstState:
-    """A model before the first update."""
+    """The state of a model before the first update."""
 
-    # By their place in the model, such as "layer.weight".
+    # Parameters by their path in the model, such as "layer.weight".
     parameters: dict[str, Array] = field(default_factory=dict)
-    # The places of parameters that do not require gradients.
+    # The paths of parameters that do not require gradients.
     frozen: set[str] = field(default_factory=set)
 
 
 def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
-    """Returns the reference's name (root) for each model of the other run, if some are swapped.
+    """Returns the reference's root for each model of the other run, if some of them are swapped.
 
-    Models of one class are told apart by their first parameters, then by what is frozen. If both
-    are the same in several models, a model keeps its name where it can.
+    Models of one class are told apart by their first parameters, then by which of them are frozen.
+    If both are the same for several models, a model keeps its name if possible.
 
     Returns:
-        An empty mapping if no name changes, or if some model has no counterpart.
+        The new roots by old root. Empty if no root changes, or if some model has no counterpart.
     """
-    free_models = _first_states(reference)  # those to which no model of `other` was assigned yet
+    free_models = _first_states(reference)  # models of the reference without a counterpart so far
     other_models = _first_states(other)
-    if free_models.keys() != other_models.keys():
-        return {}  # the runs have different models
+    if free_models.keys() != other_models.keys():  # the runs have different models
+        return {}
 
-    new_names: dict[str, str] = {}
-    for name, state in other_models.items():
+    new_roots: dict[str, str] = {}
+    for root, state in other_models.items():
         candidates = []
-        for free_name, free_state in free_models.items():
-            is_same_class = _class_of(free_name) == _class_of(name)
+        for free_root, free_state in free_models.items():
+            is_same_class = _class_of(free_root) == _class_of(root)
             if is_same_class and _are_equal(free_state.parameters, state.parameters):
-                candidates.append(free_name)
+                candidates.append(free_root)
 
         if not candidates:
             return {}
 
-        with_same_frozen = []
-        for candidate in candidates:
-            if free_models[candidate].frozen == state.frozen:
-                with_same_frozen.append(candidate)
-
-        if with_same_frozen:
-            candidates = with_same_frozen
-
-        best = name if name in candidates else candidates[0]
-        new_names[name] = best
+        # Prefer models in which the same parameters are frozen, and among these the same root.
+        with_same_frozen = [each for each in candidates if free_models[each].frozen == state.frozen]
+        preferred = with_same_frozen or candidates
+        best = root if root in preferred else preferred[0]
+        new_roots[root] = best
         del free_models[best]
 
-    if all(name == new_name for name, new_name in new_names.items()):
+    if all(root == new_root for root, new_root in new_roots.items()):
         return {}
 
-    return new_names
+    return new_roots
 
 
 def _class_of(root: str) -> str:
-    """Returns `Net` for the root `Net#2`."""
+    """Returns the class of a root: `Net` for `Net#2`."""
     return root.split("#")[0]
 
 
 def _with_root(name: str, new_roots: Mapping[str, str]) -> str:
-    """Returns a tensor's name with the new root of its model, if that has one."""
-    root, _, place = name.partition("/")
-    return f"{new_roots.get(root, root)}/{place}"
+    """Returns the name of a tensor with the new root of its model, if there is one."""
+    root, _, path = name.partition("/")
+    return f"{new_roots.get(root, root)}/{path}"
 
 
 def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
-    """Returns what each model was like before the first update, by its root."""
+    """Returns the state of each model before the first update, by root."""
     states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:
         return states
 
     first = updates[0]
     for name, array in first.merged("initial").items():
-        root, _, place = name.partition("/")
+        root, _, path = name.partition("/")
         state = states[root]
-        state.parameters[place] = array
+        state.parameters[path] = array
         if name in first[0].frozen:
-            state.frozen.add(place)
+            state.frozen.add(path)
 
     return states
 
 
 def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Returns whether two mappings have the same names and values."""
+    """True if two mappings have the same names and values."""
     if one.keys() != other.keys():
         return False
     return all(np.array_equal(one[name], other[name]) for name in one)

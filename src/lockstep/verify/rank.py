@@ -1,7 +1,8 @@
-"""The program that `lockstep verify` starts on every rank: it runs the script and records it.
+"""The program that `lockstep verify` runs on every rank: it runs the script and records it.
 
-The command starts it with `lockstep run` in the place of the script. The folder that it is given
-says how to run the script (the `RunConfig`), and gets the records of this rank.
+`lockstep verify` starts it through `lockstep run`, in place of the script. Its argument is the
+folder of the run, which holds the configuration (`RunConfig`) and receives the records of this
+rank.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from lockstep.verify.run_config import RunConfig, read_run_config
 
 
 def main(folder: Path, program: Callable[[], object] | None = None) -> None:
-    """Runs the script and records it, until it ends or has made the steps to be compared.
+    """Runs the script and records it, until the script ends or has made enough steps.
 
     Args:
-        folder: of the run.
-        program: a function that runs in the place of the script; None: the script itself runs.
+        folder: folder of the run.
+        program: function to run in place of the script; None to run the script itself.
 
     Raises:
-        BaseException: what the script raises.
+        BaseException: The error that the script raises.
     """
     config = read_run_config(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = UpdateWriter(folder, rank)
 
-    # Without a seed of the script's own, each rank draws other numbers, but the same ones in every
-    # run of the script.
+    # A script that sets no seed gets other random numbers on each rank, but the same ones in every
+    # run.
     seed_everything(rank)
+
     determinism = Determinism(double=config.precision == "fp64")
     mode = FunctionMode(determinism)
     kept_batches: BatchWriter | BatchReader | None = None
@@ -61,7 +63,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         else:
             program()
     except BaseException as caught:
-        # The recorder itself ends a script by `SystemExit` after enough steps.
+        # The recorder itself ends the script with `SystemExit` after enough steps.
         exited_well = isinstance(caught, SystemExit) and caught.code in (None, 0)
         if not exited_well:
             error = caught
@@ -71,16 +73,17 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
             fields_of_end = recorder.end()
         else:
             fields_of_end = _describe_end(recorder)
+
         if isinstance(kept_batches, BatchWriter):
             kept_batches.write_lengths()
         writer.end(error, determinism.notes(), **fields_of_end)
 
 
 def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | None:
-    """Returns what writes the batches of this rank, or what reads those that other ranks wrote.
+    """Returns the writer for the batches of this rank, or the reader for those of another run.
 
-    It is needed for `--same-samples`, where the one process trains on the batches of the run on
-    several processes. Returns None without that option.
+    They are used for `--same-samples`: the run on several processes writes its batches, and the run
+    on one process reads them. Without that option, the result is None.
     """
     if config.batches_folder is None:
         return None
@@ -90,7 +93,7 @@ def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | N
 
 
 def _describe_end(recorder: Recorder) -> dict[str, Any]:
-    """Returns what is known when the script has ended: fields of `RankEnd`, in values for JSON."""
+    """Returns fields of `RankEnd`, which describe the end of the script, as values for JSON."""
     final_parameters = recorder.final_parameters()
     state = recorder.state
     return {

@@ -1,8 +1,8 @@
-"""The files that a rank writes while it is recorded, and how they are read.
+"""The files that a rank writes while it is recorded, and functions that read them.
 
-Each rank has a folder in that of the run: a pickle for each `RankUpdate` (what it recorded of one
-optimizer step), an empty file for each step (so that progress can be counted), and at the end a
-JSON file with a `RankEnd`.
+Each rank has a folder inside the folder of the run. It contains a pickle file for each `RankUpdate`
+(the record of one optimizer step), an empty file for each step, from which progress is counted, and
+at the end a JSON file with a `RankEnd`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.verify.run_config import MIN_STEPS
 from lockstep.verify.training_record import Place, RankUpdate
 from lockstep.verify.unsupported import not_recorded_error
 
-# What torch says if a connection breaks because another rank is gone.
+# Matches torch's error if a connection breaks because another rank has ended.
 LOST_PEER_PATTERN = "by peer|Broken pipe"
 
 _END_FILE = "ended.json"
@@ -33,45 +33,45 @@ _STEP_FILE_PREFIX = "step"
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How the script ended on one rank, and what is known only then."""
+    """How the script ended on one rank, and everything that is only known at that time."""
 
-    # The error that ended the script, in words; empty if it ended as it should.
+    # The error that ended the script, as text; empty if it ended normally.
     error: str = ""
-    # The code of the catalogue that the error carries.
+    # The code of the catalogue in the error.
     code: str = ""
     # Whether the script called `sys.exit` with an error.
     exited: bool = False
-    # Whether a connection broke because another rank was gone.
+    # Whether a connection broke because another rank had ended.
     lost_peer: bool = False
-    # When it ended, in seconds since 1970.
+    # The time of the end, in seconds since 1970.
     time: float = 0.0
     # What was switched off for the comparison.
     switched_off: Sequence[str] = ()
-    # Whether the script trains by Lockstep.
+    # Whether the script trains with Lockstep.
     uses_lockstep: bool = False
-    # The virtual ranks of the script's run; None if it has none, or if bits are not compared.
+    # Number of virtual ranks; None if there are none, or if bits are not compared.
     virtual_ranks: int | None = None
-    # False if `lockstep verify` has set them.
+    # Whether the script itself has set that number, and not `lockstep verify`.
     virtual_ranks_are_own: bool = False
-    # Where the rank was stopped after enough steps; empty if the script came to its end.
+    # Where the rank was stopped after enough steps; empty if the script ran to its end.
     stopped_at: str = ""
-    # What the script has chosen that gives other numbers, such as compression; it was left out.
+    # Option of the script that changes results on purpose, such as compression; it is switched off.
     by_choice: str = ""
     # The line that started the first process of the script's own.
     own_process_line: str = ""
-    # The traceback of a failure of the recorder itself.
+    # The traceback of an error in the recorder itself.
     internal_error: str = ""
     # The line of a DataLoader whose batches could not be made larger.
     unenlarged_loader_line: str = ""
-    # Number of torch's DataLoaders that were iterated to train.
+    # Number of torch's DataLoaders that were iterated for training.
     num_loaders: int = 0
-    # Number of backward passes. If it is not known, the rank counts as one that has trained.
+    # Number of backward passes since the last step. The default stands for a rank that has trained.
     backward_passes: int = MIN_STEPS
-    # Number of backward passes during which no parameter changed.
+    # Number of backward passes since any parameter has changed.
     backward_passes_without_step: int = 0
-    # Outcomes of the script's tests since the last update, with their places.
+    # Outcomes of the script's tests since the last update, by place.
     branch_outcomes: Sequence[tuple[Place, int]] = ()
-    # Sums over the parameters with which the next forward pass would begin.
+    # Sums over the parameters that the next forward pass would use.
     final_sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
@@ -84,8 +84,8 @@ class UpdateWriter:
     """Writes the updates of one rank.
 
     Args:
-        folder: of the run; the rank makes a folder of its own in it.
-        rank: the number of the rank.
+        folder: folder of the run, in which the rank creates a folder of its own.
+        rank: number of the rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -95,19 +95,19 @@ class UpdateWriter:
         self._process_id = os.getpid()
 
     def write(self, update: RankUpdate, replica: int | None = None) -> None:
-        """Writes one more update, and counts it.
+        """Writes and counts an update.
 
-        It is written under another name first, so that nobody reads an incomplete file.
+        The file is renamed once it is complete, so that nobody reads an incomplete file.
 
         Args:
-            update: what was recorded.
-            replica: number of the model's replica, if one process trains several. Each has tensors
-                of its own, so the number becomes part of their names.
+            update: the update.
+            replica: number of the model's replica, if one process trains several replicas. It
+                becomes part of the names of tensors, since each replica has its own.
 
         Raises:
-            UsageError: the script has made the step in a process that it started itself.
+            UsageError: The script has made the step in a process that it started itself.
         """
-        if os.getpid() != self._process_id:  # a process that was forked from this one
+        if os.getpid() != self._process_id:  # this is a forked process
             raise not_recorded_error(
                 "an optimizer step in a process that the script has started itself"
             )
@@ -120,7 +120,8 @@ class UpdateWriter:
             pickle.dump(update, file)
 
         incomplete.rename(self.folder / f"{self.count}.pickle")
-        # For `count_steps`. Several optimizers may make a step of the same number.
+
+        # For `count_steps`. If several optimizers make a step with this number, it counts once.
         (self.folder / f"{_STEP_FILE_PREFIX}{update.step}").touch()
         self.count += 1
 
@@ -130,11 +131,12 @@ class UpdateWriter:
         """Writes how the script has ended.
 
         Args:
-            error: the error that ended it; None if it ended as it should.
+            error: error that ended the script; None if it ended normally.
             switched_off: what was switched off for the comparison.
             **known: other fields of `RankEnd`.
         """
-        code = ""  # of the catalogue; only errors of Lockstep have one
+        # The code of the catalogue, which only errors of Lockstep have.
+        code = ""
         if isinstance(error, LockstepError) and error.code:
             code = error.code
 
@@ -151,9 +153,9 @@ class UpdateWriter:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns an error as a text, with the line of the script that raised it."""
+    """Formats an error as text, with the line of the script that raised it."""
     if isinstance(error, LockstepError):
-        return f"{type(error).__name__}: {error}"  # its text has the line already
+        return f"{type(error).__name__}: {error}"  # the text of the error contains the line
 
     description = describe_error(error)
     if isinstance(error, SystemExit):
@@ -168,11 +170,12 @@ def _describe(error: BaseException) -> str:
 
 
 def read_updates(rank_folder: Path) -> Iterator[RankUpdate]:
-    """Yields the updates that a rank has written, in their order."""
+    """Reads the updates that a rank has written, in order."""
     number = 0
     path = rank_folder / f"{number}.pickle"
     while path.exists():
-        # The file was written by our own process, into a folder that only this user may enter.
+        # Unpickling is safe: the file was written by `lockstep verify` itself, in a folder that
+        # only this user can enter.
         with path.open("rb") as file:
             yield pickle.load(file)
         number += 1
@@ -180,7 +183,7 @@ def read_updates(rank_folder: Path) -> Iterator[RankUpdate]:
 
 
 def read_end(rank_folder: Path) -> RankEnd | None:
-    """Reads how the script ended on a rank; None if the rank has written nothing."""
+    """Reads how the script ended on a rank; None if the rank has not written it."""
     path = rank_folder / _END_FILE
     if not path.exists():
         return None
@@ -188,5 +191,7 @@ def read_end(rank_folder: Path) -> RankEnd | None:
 
 
 def count_steps(run_folder: Path) -> int:
-    """Returns how many steps rank 0 has written so far, of the optimizer that made the most."""
+    """Returns the number of steps that rank 0 has written so far, of its optimizer with the most
+    steps.
+    """
     return len(list(run_folder.glob(f"rank0/{_STEP_FILE_PREFIX}*")))

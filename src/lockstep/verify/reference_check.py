@@ -1,6 +1,6 @@
-"""Checks that the run on one process (the *reference*) gives something to compare with.
+"""Checks that the run on one process (the *reference*) can be used for comparison.
 
-If it does not, a `UsageError` says what was set, what was found, and what to do.
+If it cannot, a `UsageError` says what was set, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.unsupported import OWN_PROCESSES_HINT
 
-# What torch says if two tensors have different dtypes: "expected m1 and m2 to have the same dtype".
+# Matches torch's errors about different dtypes: "expected m1 and m2 to have the same dtype".
 _DTYPE_ERROR = re.compile("(?i)dtype|double")
 
 
@@ -23,17 +23,17 @@ def check_reference(
     command: str,
     subject: str,
 ) -> None:
-    """Checks that the reference trained, and by Lockstep if that is needed.
+    """Checks that the reference has trained, and that it uses Lockstep if that is required.
 
     Args:
-        reference: the run on one process.
-        was_set: what the user asked for, for the error's first line.
-        lockstep_options: options that were given and work only for training by Lockstep.
-        command: the command that runs the script without comparing.
+        reference: record of the run on one process.
+        was_set: what the user asked for, as the first line of the error.
+        lockstep_options: options given by the user that only work for scripts that use Lockstep.
+        command: command that runs the script without a comparison.
         subject: what was run, such as "script".
 
     Raises:
-        UsageError: it failed, made no step, or does not train by Lockstep.
+        UsageError: The reference failed, made no step, or does not use Lockstep.
     """
     if reference.error:
         found = _describe_failure(reference)
@@ -41,7 +41,7 @@ def check_reference(
         if OWN_PROCESSES_HINT in reference.error:
             advice = OWN_PROCESSES_HINT
         elif is_fp64 and _DTYPE_ERROR.search(reference.error):
-            # A tensor of the dtype that the script names was used with one in float64.
+            # The script has combined a tensor of a dtype that it names with one in float64.
             advice = f"the {subject} names dtypes itself; try precision fp32"
         else:
             advice = f"make this work: {command}"
@@ -52,26 +52,25 @@ def check_reference(
         options = ", ".join(lockstep_options)
         found = f"it does not train by Lockstep, so nothing would come of {options}"
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
-    else:  # the reference can be compared with
+    else:
         return
 
-    # If no step was recorded, it may be made in processes that the script has started itself.
+    # If no step was recorded, the script may train in processes that it has started itself.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
     if may_train_elsewhere and advice != OWN_PROCESSES_HINT:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
 
-    # Further lines stand under the first one, which follows "  found: ".
+    # Further lines are aligned with the first one, which follows "  found: ".
     indented = found.rstrip().replace("\n", "\n         ")
     raise UsageError(was_set, indented, advice)
 
 
 def _describe_failure(reference: RunRecord) -> str:
-    """Returns the error of the reference and the last lines of its output.
+    """Returns the error of the reference, followed by the last lines of its output.
 
-    The error may contain an advice (`OWN_PROCESSES_HINT`). It is left out here, since
-    `check_reference` ends its own error with it.
+    `OWN_PROCESSES_HINT` is removed from the error, because `check_reference` repeats it at the end.
     """
     error_lines = []
     for line in reference.error.splitlines():

@@ -1,15 +1,14 @@
-"""Finds parameters whose gradient is only rounding, although an optimizer steps by it (LS408).
+"""Finds parameters that an optimizer moves although their gradient is only rounding (LS408).
 
-The exact gradient of a bias in front of BatchNorm is 0, and so is that of the bias of the keys of
-attention: the layer behind takes away whatever they add. What is computed is what rounding has left
-of a sum of terms that cancel each other. Adam divides a gradient by its size, so it makes of this
-noise a step as long as of any other gradient.
+An example is the bias in front of a BatchNorm layer: its exact gradient is 0, because the layer
+subtracts whatever the bias adds. The computed gradient is rounding noise. Adam divides gradients by
+their size, so it turns this noise into steps as large as any other.
 
-Rounding is known by what happens in another precision: it shrinks with the precision, while a
-gradient that is truly small stays as it is. So gradients in the script's own precision are compared
-with those in float64, element by element. They come from two runs on one process, which differ in
-more than the precision (only the first one has dropout and virtual ranks). That cannot make a
-gradient vanish to `MAX_FLOAT64_GRADIENT`, unless it is zero in exact arithmetic.
+Rounding noise shrinks in a higher precision, while a gradient that is truly small stays the same.
+So gradients in the script's own precision are compared with those in float64, element by element.
+They come from two runs on one process, which differ in more than the precision (only the first one
+has dropout and virtual ranks). But this cannot reduce a gradient to `MAX_FLOAT64_GRADIENT`, unless
+it is zero in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -24,45 +23,46 @@ from lockstep.verify.finding import Finding
 from lockstep.verify.tolerance import Array, largest, scale_of
 from lockstep.verify.training_record import Update
 
-# Gradients are noise only if they are below this share of the largest one, in the script's own
-# precision: about 1000 times its unit roundoff, since sums have many terms.
+# In the script's own precision, noise is below this fraction of the largest gradient: about 1000
+# times the unit roundoff of the precision, since sums have many terms.
 MAX_GRADIENT = {
     "torch.float32": 1e-4,
     "torch.bfloat16": 1e-1,
     "torch.float16": 1e-1,
 }
-# In float64 noise is below this share of the largest gradient,
+# In float64, noise is below this fraction of the largest gradient,
 MAX_FLOAT64_GRADIENT = 1e-11
-# and below this share of the gradient in the script's precision. The unit roundoff of float64 is
-# 2e-9 of that of float32.
+# and below this fraction of the same gradient in the script's precision. The unit roundoff of
+# float64 is 2e-9 of that of float32.
 MAX_FLOAT64_SHARE = 1e-4
-# An optimizer turns noise into steps if it changes some value by this share of the largest change.
-# For SGD the share is that of the gradient. For Adam it is up to 1, and less where the noise is
-# below its `eps`. Weight decay stays below: by the default of AdamW a value of 1 changes by 0.01.
+# An optimizer turns noise into steps if it moves some value by this fraction of the largest change.
+# With SGD, the fraction is as small as the gradient. With Adam, it is up to 1, and less if the
+# noise is below its `eps`. Weight decay stays below: with AdamW's default, a value of 1 changes by
+# 0.01.
 MIN_SHARE_OF_STEP = 0.02
-# A tensor is reported if this share of its values is noise: a third of the bias of the projections
-# in `nn.MultiheadAttention` is that of the keys.
+# A tensor is reported if this fraction of its values is noise. In `nn.MultiheadAttention`, a third
+# of the bias of the projections belongs to the keys, whose gradient is 0.
 MIN_SHARE_OF_TENSOR = 0.25
 MAX_PARAMETERS_IN_TEXT = 3
 
 
 @dataclass(frozen=True)
 class NoisyParameter:
-    """A parameter that moves by rounding alone."""
+    """A parameter that is moved by nothing but rounding errors."""
 
     name: str
     num_values: int
-    # How many of its values these are.
+    # The number of values whose gradient is noise.
     num_noisy: int
-    # The largest of their gradients, in the script's own precision and in float64.
+    # The largest gradient of these values, in the script's own precision and in float64.
     gradient: float
     gradient_in_float64: float
-    # The largest change that the step has made to them, as a share of that of any parameter.
+    # Their largest change in the step, as a fraction of the largest change of any parameter.
     share_of_step: float
 
     @property
     def text(self) -> str:
-        """The evidence, in one sentence."""
+        """The evidence for the finding, in one sentence."""
         (name,) = script_names([self.name])
         what = name
         if self.num_noisy < self.num_values:
@@ -76,10 +76,10 @@ class NoisyParameter:
 
 
 def may_have_noise(run: Sequence[Update]) -> bool:
-    """Returns whether a run has gradients that may be noise, so that float64 must be asked.
+    """True if a run has gradients that may be noise, so that it must be compared with float64.
 
     Args:
-        run: of one process, in the script's own precision.
+        run: updates of a run on one process, in the script's own precision.
     """
     for update in run:
         if _suspects(update):
@@ -88,11 +88,12 @@ def may_have_noise(run: Sequence[Update]) -> bool:
 
 
 def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update]) -> list[Finding]:
-    """Returns LS408 in a list if an optimizer steps by rounding alone; else an empty list.
+    """Returns the finding LS408 in a list if an optimizer uses noise as a gradient; else an empty
+    list.
 
     Args:
-        run: of one process, in the script's own precision.
-        run_in_float64: the same steps in float64.
+        run: updates of a run on one process, in the script's own precision.
+        run_in_float64: updates of the same steps in float64.
     """
     parameters: dict[str, NoisyParameter] = {}
     for update, update_in_float64 in zip(run, run_in_float64, strict=False):
@@ -108,17 +109,18 @@ def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update])
 
 
 def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyParameter]:
-    """Returns the parameters of an update that move by rounding alone."""
+    """Returns the parameters that an update moves by nothing but rounding errors."""
+    gradients = update.merged("gradients")
     gradients_in_float64 = update_in_float64.merged("gradients")
     max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
-    gradients = update.merged("gradients")
-    parameters = []
 
+    parameters = []
     for name, (is_suspect, share_of_step) in _suspects(update).items():
         gradient_in_float64 = gradients_in_float64.get(name)
         if gradient_in_float64 is None or gradient_in_float64.shape != is_suspect.shape:
             continue
 
+        # These are masks: True for each value of the parameter whose gradient is noise.
         size = np.abs(gradients[name])
         size_in_float64 = np.abs(gradient_in_float64)
         shrinks = size_in_float64 < MAX_FLOAT64_SHARE * size
@@ -140,27 +142,28 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
 
 
 def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
-    """Returns which values have a small gradient, of the parameters that move far all the same.
+    """Returns the parameters with small gradients that the step has moved far nevertheless.
 
     Returns:
-        For each parameter in which enough values have one: a mask of them, and how far each value
-        has moved, as a share of the largest change of any parameter.
+        By parameter name, a mask of the values with small gradients, and how far each value has
+        moved, as a fraction of the largest change of any parameter. Parameters with too few such
+        values are left out.
     """
     max_share = MAX_GRADIENT.get(update[0].dtype)
-    if max_share is None:  # in float64 nothing is compared with a higher precision
+    if max_share is None:  # float64 cannot be compared with a higher precision
         return {}
 
+    # How far each value of each parameter has moved.
     gradients = update.merged("gradients")
     before = update.merged("parameters_before")
     after = update.merged("parameters")
     changes = {}
-
     for name in gradients:
         if name in before and name in after:
             changes[name] = np.abs(after[name] - before[name])
 
     largest_change = max((largest(change) for change in changes.values()), default=0.0)
-    if largest_change == 0.0:  # such as in the first step of a warm-up
+    if largest_change == 0.0:  # as in the first step of a warm-up
         return {}
 
     max_gradient = max_share * scale_of(gradients)
@@ -176,11 +179,11 @@ def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
 
 
 def _matters(mask: Array, share_of_step: Array) -> bool:
-    """Returns whether enough values of a tensor are in a mask, and one of them moves far enough.
+    """True if enough values of a tensor are in a mask, and at least one of them moves far enough.
 
     Args:
         mask: True for each value that may be noise.
-        share_of_step: how far each value has moved, as a share of the largest change.
+        share_of_step: how far each value has moved, as a fraction of the largest change.
     """
     if not mask.any() or mask.sum() < MIN_SHARE_OF_TENSOR * mask.size:
         return False

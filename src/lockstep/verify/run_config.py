@@ -1,7 +1,7 @@
-"""How `lockstep verify` runs a script once: on how many processes, with which settings.
+"""How `lockstep verify` runs a script once: the number of processes, and the settings.
 
-The *reference* is the run on one process, with which the runs on several processes are compared.
-Each run has a folder, in which its `RunConfig` lies for the processes that are started.
+The *reference* is the run on one process, with which runs on several processes are compared. Each
+run has a folder, in which its `RunConfig` is stored for the processes that are started.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from typing import Any
 from lockstep.run.start.worker import Script
 from lockstep.settings import VERIFY_VARIABLE
 
-# At least so many steps are compared, however long they take.
+# The smallest number of steps that are compared, no matter how long they take.
 MIN_STEPS = 3
 
 _CONFIG_FILE = "run_config.pickle"
 
-# The strategy that trains several copies of the model (replicas) with other parameters, so that its
-# numbers are not those of one model.
+# The strategy that trains several copies of the model (replicas), each with other parameters. Its
+# results are not those of a single model.
 _STRATEGY_WITH_REPLICAS = "diloco"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run of the script."""
+    """The configuration of one run of the script."""
 
     name: str
     nproc: int
     script: Script
-    # The run ends after this number of steps of the optimizer that makes the most.
+    # Number of steps after which the run ends, of the optimizer with the most steps.
     steps: int = MIN_STEPS
-    # No further step is made after this time, apart from the first `MIN_STEPS`; None: no limit.
+    # Time limit after which no further step is made, except for the first `MIN_STEPS`; None for no
+    # limit.
     seconds: float | None = None
-    # What everything is computed in, "fp64" or "fp32". Without meaning if bits are compared.
+    # Precision of all computation, "fp64" or "fp32". It is ignored if bits are compared.
     precision: str = "fp64"
-    # None, or bits are compared: the script computes in its own precision, with this number of
-    # virtual ranks if it sets none.
+    # If it is a number, bits are compared: the script computes in its own precision, with this
+    # number of virtual ranks unless it sets one itself.
     virtual_ranks: int | None = None
-    # The batch size of torch's DataLoaders is multiplied by this number.
+    # Factor for the batch size of torch's DataLoaders.
     batch_times: int = 1
-    # The folder in which the run on several processes keeps its batches for the reference; None: it
-    # does not keep them.
+    # Folder in which the run on several processes keeps its batches for the reference; None to keep
+    # none.
     batches_folder: Path | None = None
     # Settings of Lockstep that replace those of the script; see `lockstep.settings`.
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -58,21 +59,23 @@ class RunConfig:
 
     @property
     def trains_replicas(self) -> bool:
-        """Whether the strategy trains several replicas, so that the reference must do so too."""
+        """Whether the strategy trains several replicas, so that the reference must train them
+        too.
+        """
         strategy = str(self.overrides.get("strategy"))
         strategy_name = strategy.partition(":")[0]  # options follow the colon
         return strategy_name == _STRATEGY_WITH_REPLICAS
 
     def reference(self, batch_times: int = 1) -> RunConfig:
-        """Returns the run on one process with which this one is compared.
+        """Returns the configuration of the run on one process that this run is compared with.
 
         Args:
-            batch_times: the batch size of torch's DataLoaders is multiplied by this number.
+            batch_times: factor for the batch size of torch's DataLoaders.
         """
         name = "1 process"
-        # These settings of the script are for several processes. None takes them back: one process
-        # has the whole batch. With virtual ranks a process has several parts, which are computed in
-        # pieces of the script's size: that decides their bits.
+        # None resets a setting of the script that is meant for several processes. With virtual
+        # ranks, the micro-batch size is kept: it decides how each virtual rank splits its samples,
+        # and therefore the bits of the result.
         overrides: dict[str, Any] = {"shares": None}
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
@@ -84,17 +87,22 @@ class RunConfig:
         return replace(self, name=name, nproc=1, batch_times=batch_times, overrides=overrides)
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the run's processes, with those of this process."""
-        # Compressed gradients would differ from those of one process, so compression is off.
-        settings: dict[str, Any] = {"precision": self.precision, "uncompressed": True}
+        """Returns the environment variables for the processes of the run.
+
+        They include the variables of this process.
+        """
+        settings: dict[str, Any]
         if self.compares_bits:
             settings = {"virtual_ranks_of_verify": self.virtual_ranks}
+        else:
+            # Compressed gradients would differ from those of one process.
+            settings = {"precision": self.precision, "uncompressed": True}
 
         overrides = {**settings, **self.overrides}
         return {
-            # Python orders sets of texts by this seed. By default it is random, so that a script
-            # which depends on the order is found by chance only. Here the order differs for certain
-            # between runs on different numbers of processes.
+            # This seed decides the order of sets of strings. It is random by default, so a script
+            # that depends on the order would only be found by chance. With this seed, the order
+            # always differs between runs on different numbers of processes.
             "PYTHONHASHSEED": str(self.nproc),
             **os.environ,
             VERIFY_VARIABLE: json.dumps(overrides),

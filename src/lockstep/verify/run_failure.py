@@ -1,9 +1,9 @@
-"""Decides which failure of a run came first, and which ranks took no part in it.
+"""Decides which failure of a run came first, and which ranks did not take part in the run.
 
-One failure causes others: if a rank ends, the connections of the other ranks break, and they have
-*lost a peer*. Ranks that are stopped after enough steps break connections too, which is no failure.
-A `RankEnd` says how the script ended on one rank; a `RankUpdate` is the record of one optimizer
-step on one rank.
+One failure causes others: when a rank ends, the connections of the other ranks break, and they have
+*lost a peer*. Ranks that are stopped after enough steps break connections too, but this is not a
+failure. A `RankEnd` describes how the script ended on one rank, and a `RankUpdate` is the record of
+one optimizer step on one rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lockstep.verify.training_record import RankUpdate
 
 
 def most_steps(updates: Sequence[RankUpdate]) -> int:
-    """Returns the number of steps of the optimizer that made the most; 0 if none made any.
+    """Returns the number of steps of the optimizer with the most steps; 0 if there were none.
 
     Args:
-        updates: the records of one rank.
+        updates: records of one rank.
     """
     return max(Counter(update.optimizer for update in updates).values(), default=0)
 
@@ -29,36 +29,29 @@ def most_steps(updates: Sequence[RankUpdate]) -> int:
 def first_failure(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]], steps: int
 ) -> RankEnd | None:
-    """Returns what went wrong first; None: nothing did.
+    """Returns how the rank that failed first has ended; None if nothing went wrong.
+
+    The error may be replaced by a better explanation.
 
     Args:
         ends: how the script ended, by rank.
-        updates: the records of each rank.
-        steps: how many steps were to be recorded.
-
-    Returns:
-        How the rank that failed first has ended, perhaps with a better explanation in the place of
-        its error.
+        updates: records of each rank.
+        steps: number of steps that were to be recorded.
     """
     failed_ranks = [rank for rank, end in ends.items() if end.error]
     if not failed_ranks:
-        # Without an error, a rank may still have trained in vain.
-        for rank in sorted(ends):
-            explanation = _explain_rank_without_steps(rank, ends, updates)
-            if explanation:
-                # `exited=True`: the script's output is shown too, as after `sys.exit`.
-                return RankEnd(error=explanation, code="LS304", exited=True)
-        return None
+        return _find_rank_without_steps(ends, updates)
 
     first_rank = min(failed_ranks, key=lambda rank: _order_of_failure(ends[rank]))
     first = ends[first_rank]
     if not first.lost_peer:
         return first
 
-    # The rank has lost a connection, which says nothing of why the other rank was gone.
+    # The rank has only lost a connection. Find out why the other rank had ended.
     explanation = _explain_rank_without_steps(first_rank, ends, updates)
     if explanation:
         return replace(first, error=explanation, code="LS304")
+
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
 
@@ -70,11 +63,26 @@ def first_failure(
     return first
 
 
-def _order_of_failure(end: RankEnd) -> tuple[bool, bool, float]:
-    """Returns a key by which failures are sorted, with the most telling one first.
+def _find_rank_without_steps(
+    ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
+) -> RankEnd | None:
+    """Returns a failure for the first rank that trained without any step, although all ended well.
 
-    Failures with a code come first, and lost connections last. Among equals, the earliest comes
-    first, since later ones were often caused by it.
+    The result is None if there is no such rank.
+    """
+    for rank in sorted(ends):
+        explanation = _explain_rank_without_steps(rank, ends, updates)
+        if explanation:
+            # With `exited=True`, the output of the script is shown too, as after `sys.exit`.
+            return RankEnd(error=explanation, code="LS304", exited=True)
+    return None
+
+
+def _order_of_failure(end: RankEnd) -> tuple[bool, bool, float]:
+    """Returns a key for sorting failures, with the most telling one first.
+
+    Failures with a code come first, and lost connections last. Among equals, the earliest failure
+    comes first, since it may have caused the later ones.
     """
     has_no_code = not end.code
     return has_no_code, end.lost_peer, end.time  # False sorts before True
@@ -83,21 +91,22 @@ def _order_of_failure(end: RankEnd) -> tuple[bool, bool, float]:
 def _peers_were_stopped(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]], steps: int
 ) -> bool:
-    """Returns whether a rank lost its peers only because enough of their steps were recorded.
+    """True if a rank lost its peers only because enough of their steps were recorded.
 
-    The recorder stops the script on each rank by itself. Ranks that do not step alike, as under
-    `Join` or with one optimizer for all, are not stopped at the same moment.
+    The recorder stops the script on each rank separately. Ranks that do not step together, as under
+    `Join` or with one optimizer for all ranks, are not stopped at the same time.
     """
     peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     if not peers or not all(end.was_stopped for end in peers):
         return False
 
+    # The rank itself would have been stopped next.
     has_enough_steps = most_steps(updates[rank]) >= steps
-    if has_enough_steps:  # it would have been stopped next
+    if has_enough_steps:
         return True
 
-    # A rank without a step may have waited for another one that trained first. A rank that has made
-    # several backward passes did not wait.
+    # The rank may have waited for a rank that trains first, and is stopped before this one makes a
+    # step. With several backward passes, it did not wait.
     has_only_begun = ends[rank].backward_passes < MIN_STEPS
     return has_only_begun and not updates[rank]
 
@@ -105,10 +114,11 @@ def _peers_were_stopped(
 def _explain_rank_without_steps(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> str:
-    """Explains a failure by a rank that made backward passes, but no step while others stepped.
+    """Explains a failure by a rank that made backward passes but no step, while other ranks
+    stepped.
 
     Returns:
-        A sentence, or "" if that is not what happened.
+        A sentence, or an empty string if this did not happen.
     """
     num_passes = ends[rank].backward_passes_without_step
     if updates[rank] or num_passes < MIN_STEPS:
@@ -128,10 +138,10 @@ def _explain_rank_without_steps(
 def _explain_by_peer_that_ended(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]], steps: int
 ) -> str:
-    """Explains a lost connection by a peer whose script had ended before the steps were made.
+    """Explains a lost connection by a rank whose script ended before all steps were made.
 
     Returns:
-        A sentence, or "" if that is not what happened.
+        A sentence, or an empty string if this did not happen.
     """
     ranks_that_ended = [peer for peer, end in ends.items() if not end.error]
     steps_of_rank = most_steps(updates[rank])
@@ -149,17 +159,17 @@ def _explain_by_peer_that_ended(
 def find_idle_ranks(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> tuple[int, ...]:
-    """Returns the ranks that had not begun to train while others did.
+    """Returns the ranks that had not started to train while others did.
 
     Args:
         ends: how the script ended, by rank.
-        updates: the records of each rank.
+        updates: records of each rank.
     """
     if not any(updates):  # no rank has trained
         return ()
 
-    # A rank without a step is idle if it has made no backward pass either. When ranks are stopped
-    # after enough steps, another one may just have begun: then a few backward passes count as none.
+    # An idle rank has made neither a step nor a backward pass. A few backward passes are allowed if
+    # other ranks were stopped after enough steps, since the rank may just have started then.
     some_were_stopped = any(end.was_stopped for end in ends.values())
     max_passes_of_idle_rank = MIN_STEPS - 1 if some_were_stopped else 0
     idle_ranks = []

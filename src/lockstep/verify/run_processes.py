@@ -1,4 +1,4 @@
-"""Starts the processes of one run with `lockstep run`."""
+"""Starts the processes of one run, with `lockstep run`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def run_by_command(
     config: RunConfig,
     show_progress: Callable[[int], None] = _ignore_progress,
 ) -> str:
-    """Runs the script with `lockstep run` and returns what it printed, without the first line.
+    """Runs the script with `lockstep run`, and returns its output without the launcher's first
+    line.
 
     Args:
-        folder: of the run, with its configuration. The ranks write their records into it.
-        config: how the script is run.
-        show_progress: called several times a second with the number of steps so far.
+        folder: folder of the run, which contains its configuration. The ranks write their records
+            into it.
+        config: configuration of the run.
+        show_progress: function that is called several times a second with the number of steps so
+            far.
     """
     command = [
         *(sys.executable, "-m", "lockstep.cli.main", "run"),
@@ -47,10 +50,10 @@ def run_by_command(
         try:
             while True:
                 show_progress(count_steps(folder))
-                # Until the process has ended, `communicate` raises TimeoutExpired.
+                # `communicate` raises TimeoutExpired until the process has ended.
                 with suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=PROGRESS_INTERVAL_S)
-                    # The launcher's first line says how it starts the processes.
+                    # The first line is the launcher's own: how it starts the processes.
                     return output.partition("\n")[2]
         except BaseException:  # such as KeyboardInterrupt
             process.kill()

@@ -1,9 +1,9 @@
-"""Runs a script once and reads what its ranks have recorded.
+"""Runs a script once, and reads what its ranks have recorded.
 
-A `RunConfig` says how the script is run. Each rank writes a `RankUpdate` for every optimizer step,
-and a `RankEnd` when its script has ended: with which error, if any, and what is known only then.
-The steps of all ranks are lined up to `Update`s, one for each step on all ranks, and together these
-are the `RunRecord` of the run. *Sums* over a tensor are numbers that change when its values do.
+A `RunConfig` is the configuration of a run. Each rank writes a `RankUpdate` for every optimizer
+step, and a `RankEnd` when its script has ended, with its error and anything else that is only known
+then. The steps of all ranks are aligned to `Update`s, one for each step, which form the `RunRecord`
+of the run. *Sums* over a tensor are numbers that change when its values do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_OUTPUT_LINES = 15
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run of the script did, on all ranks."""
+    """The record of a run of the script on all ranks."""
 
     config: RunConfig
     updates: list[Update]
@@ -40,48 +40,49 @@ class RunRecord:
     output: str = ""
     # What was switched off for the comparison.
     switched_off: tuple[str, ...] = ()
-    # Whether the script trains by Lockstep, which alone honours `RunConfig.overrides`.
+    # Whether the script trains with Lockstep. Otherwise, `RunConfig.overrides` has no effect.
     uses_lockstep: bool = False
-    # The virtual ranks of the script's run; None if it has none, or if bits are not compared.
+    # Number of virtual ranks; None if there are none, or if bits are not compared.
     virtual_ranks: int | None = None
-    # False if `lockstep verify` has set them.
+    # Whether the script itself has set that number, and not `lockstep verify`.
     virtual_ranks_are_own: bool = False
-    # Where the script was stopped; empty if it came to its end.
+    # Where the script was stopped; empty if it ran to its end.
     stopped_at: str = ""
-    # What the script has chosen that gives other numbers, such as compression, and that was left
-    # out of the run; empty if there is nothing.
+    # Option of the script that changes results on purpose, such as compression, and that was
+    # switched off in the run; empty if there is none.
     by_choice: str = ""
     # The line at which the script started a process itself, whose steps are not recorded.
     own_process_line: str = ""
     # The line of a DataLoader whose batches could not be made larger; empty if all could.
     unenlarged_loader_line: str = ""
-    # Number of torch's DataLoaders that were iterated to train.
+    # Number of torch's DataLoaders that were iterated for training.
     num_loaders: int = 0
-    # For each rank, sums over the parameters with which its next forward pass would begin.
+    # For each rank, sums over the parameters that its next forward pass would use.
     final_sums: Sequence[Mapping[str, Array]] = ()
     # For each rank, outcomes of the script's tests since its last update.
     branch_outcomes: Sequence[Mapping[Place, int]] = ()
-    # Ranks that made no step while others trained.
+    # Ranks that did not train while others did.
     idle_ranks: Sequence[int] = ()
 
     @property
     def steps(self) -> int:
-        """Number of steps of the optimizer that made the most."""
+        """Number of steps of the optimizer with the most steps."""
         return most_steps([update[0] for update in self.updates])
 
 
 def record_run(
     config: RunConfig, folder: Path, start: Callable[[Path, RunConfig], str]
 ) -> RunRecord:
-    """Runs the script and returns what its ranks have recorded.
+    """Runs the script, and returns what its ranks have recorded.
 
     Args:
-        config: how the script is run.
-        folder: for the records; it is made.
-        start: starts the processes, which write into the folder, and returns what they printed.
+        config: configuration of the run.
+        folder: folder for the records, which is created.
+        start: function that starts the processes, which write into the folder, and returns their
+            output.
 
     Raises:
-        RecordingFailedError: the recorder itself has failed.
+        RecordingFailedError: The recorder itself has failed.
     """
     folder.mkdir(parents=True)
     config.write(folder)
@@ -89,11 +90,13 @@ def record_run(
     try:
         output = start(folder, config)
     finally:
-        restore(folder)  # files that the script has changed
+        restore(folder)  # undo the changes of the script to the user's files
 
     rank_folders = [folder / f"rank{rank}" for rank in range(config.nproc)]
     updates_of_ranks = [list(read_updates(rank_folder)) for rank_folder in rank_folders]
-    ends: dict[int, RankEnd] = {}  # by rank, without ranks that were killed
+
+    # By rank. A rank that was killed has written no end.
+    ends: dict[int, RankEnd] = {}
     for rank, rank_folder in enumerate(rank_folders):
         end = read_end(rank_folder)
         if end is not None:
@@ -108,7 +111,7 @@ def record_run(
     if failure is None:
         idle_ranks = find_idle_ranks(ends, updates_of_ranks)
 
-    # Idle ranks have no steps to line up. They are put back as ranks that missed all updates.
+    # Idle ranks have no steps, so they are added afterwards as ranks that missed all updates.
     steps_of_trained_ranks = []
     for rank, updates in enumerate(updates_of_ranks):
         if rank not in idle_ranks:
@@ -116,11 +119,13 @@ def record_run(
 
     all_updates = with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
 
-    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
-    # An exception says what went wrong, but an error with which a script called `sys.exit` says
-    # little, so the output is kept too.
+    # An exception says what went wrong. The exit code of `sys.exit` says little, so the output of
+    # the script is kept too.
     needs_output = failure is None or failure.exited
-    switched_off: dict[str, None] = {}  # in the order of ranks, each once
+    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
+
+    # What any rank has switched off, without duplicates and in the order of ranks.
+    switched_off: dict[str, None] = {}
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
 
@@ -151,25 +156,32 @@ def _find_failure(
     """Returns how the rank that failed first has ended; None if nothing went wrong.
 
     Args:
-        config: how the script was run.
-        ends: how the script has ended on each rank that has come to an end.
-        updates_of_ranks: what each rank has recorded.
+        config: configuration of the run.
+        ends: how the script ended, by rank; ranks that were killed are missing.
+        updates_of_ranks: records of each rank.
     """
     failure = first_failure(ends, updates_of_ranks, config.steps)
+    if failure is not None:
+        return failure
+
+    # This becomes "the script ended with the loss of a process". Since it explains little, the
+    # output of the script is shown too, as after `sys.exit` (`exited=True`).
     a_rank_was_killed = len(ends) < config.nproc
-    if failure is None and a_rank_was_killed:
-        # "The script ended with the loss of a process." With `exited=True` the script's output is
-        # shown too, as after `sys.exit`, since the error says little.
+    if a_rank_was_killed:
         return RankEnd(error="the loss of a process", exited=True)
-    return failure
+
+    return None
 
 
 def _first_text(ends: Mapping[int, RankEnd], field_name: str) -> str:
-    """Returns a text field of `RankEnd` from the first rank where it is not empty; else "".
+    """Returns a text field of `RankEnd` from the first rank where it is not empty.
 
     Args:
-        ends: how the script has ended, by rank.
+        ends: how the script ended, by rank.
         field_name: name of the field, such as "stopped_at".
+
+    Returns:
+        The text; empty if it is empty on all ranks.
     """
     for end in ends.values():
         text: str = getattr(end, field_name)
@@ -179,16 +191,15 @@ def _first_text(ends: Mapping[int, RankEnd], field_name: str) -> str:
 
 
 def _arrays(sums: Mapping[str, Sequence[float]]) -> dict[str, Array]:
-    """Returns sums over tensors, by name, as the arrays that they were before JSON."""
+    """Converts sums over tensors, by name, from lists of numbers in JSON to arrays."""
     return {name: np.array(numbers) for name, numbers in sums.items()}
 
 
 def _outcomes(pairs: Sequence[tuple[Place, int]]) -> dict[Place, int]:
-    """Returns the outcomes of the script's tests (`if` and `while`) by their place in the source.
+    """Converts the outcomes of the script's tests from JSON to a dictionary by place.
 
     Args:
-        pairs: places with their outcomes. JSON has made a list of each place, so it could not be
-            the key of a dictionary.
+        pairs: places with their outcomes. In JSON, a place is a list, which cannot be a key.
     """
     outcomes: dict[Place, int] = {}
     for (file, first_line, last_line), outcome in pairs:

@@ -1,7 +1,8 @@
 """How far two arrays may be apart and still count as equal.
 
 A run on several processes adds up the same numbers in another order, so its results differ from
-those of one process by rounding. A `Tolerance` says how much rounding is allowed in one precision.
+those of one process by rounding errors. A `Tolerance` says how much rounding is allowed in one
+precision.
 """
 
 from __future__ import annotations
@@ -23,38 +24,37 @@ class Tolerance:
 
     relative: float = 1e-9
     absolute: float = 1e-12
-    # The lowest precision of the values for which this tolerance is meant.
+    # The lowest precision of the values that this tolerance is meant for.
     dtype: str = "float64"
 
     def differ(self, a: Array, b: Array, scale: float) -> bool:
-        """Returns whether two arrays are not equal.
+        """True if two arrays are not equal within the tolerance.
 
         Args:
-            a: the first array.
-            b: the second array.
-            scale: the largest absolute value of all tensors that are compared with these.
+            a: first array.
+            b: second array.
+            scale: largest absolute value of all tensors that are compared together with these.
         """
         return self.used_share(a, b, scale) > 1
 
     def used_share(self, a: Array, b: Array, scale: float) -> float:
-        """Returns the largest difference of two arrays as a share of what is allowed.
+        """Returns the largest difference of two arrays, as a fraction of the allowed difference.
 
-        Above 1 the arrays differ. The share is infinite if their shapes differ, or if somewhere
-        only one of them is finite. Where both have the same infinity, or both have NaN, they count
-        as equal.
+        Above 1, the arrays differ. The result is infinite if their shapes differ, or if a value is
+        finite in only one of them. Two equal infinities, or two NaNs, count as equal.
 
         Args:
-            a: the first array.
-            b: the second array.
-            scale: the largest absolute value of all tensors that are compared with these.
+            a: first array.
+            b: second array.
+            scale: largest absolute value of all tensors that are compared together with these.
         """
         if a.shape != b.shape:
             return math.inf
 
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
-        with np.errstate(over="ignore"):  # an overflow gives infinity, which is handled below
-            # As complex numbers any two dtypes can be subtracted, booleans and unsigned ones too.
+        with np.errstate(over="ignore"):  # an overflow results in infinity, which is handled below
+            # Complex numbers can be subtracted for any dtype, even for booleans.
             difference = a[unequal].astype(np.complex128) - b[unequal]
 
         if not np.isfinite(difference).all():
@@ -62,7 +62,7 @@ class Tolerance:
         if difference.size == 0:
             return 0.0
 
-        # Above 0, since of two unequal numbers at most one is 0.
+        # This is never 0, since at most one of two unequal numbers is 0.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed
 
@@ -73,7 +73,7 @@ FLOAT16 = Tolerance(relative=1e-1, absolute=1e-2, dtype="16 bits or fewer")
 
 
 def tolerance_for_dtype(dtype: str) -> Tolerance:
-    """Returns the tolerance for values that have been in a dtype, such as "torch.float32"."""
+    """Returns the tolerance for values that were computed in a dtype, such as "torch.float32"."""
     if dtype == "torch.float64":
         return FLOAT64
     if dtype == "torch.float32":
@@ -82,7 +82,7 @@ def tolerance_for_dtype(dtype: str) -> Tolerance:
 
 
 def largest(array: Array) -> float:
-    """Returns the largest finite absolute value of an array, or 0 if it has none."""
+    """Returns the largest finite absolute value in an array; 0 if there is none."""
     finite = array[np.isfinite(array)]
     if finite.size == 0:
         return 0.0
@@ -90,5 +90,5 @@ def largest(array: Array) -> float:
 
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
-    """Returns the largest finite absolute value of several arrays, or 0 if they have none."""
+    """Returns the largest finite absolute value in several arrays; 0 if there is none."""
     return max((largest(array) for array in arrays.values()), default=0.0)

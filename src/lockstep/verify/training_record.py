@@ -1,10 +1,10 @@
-"""What is recorded of a training: one `RankUpdate` for each optimizer step on each rank.
+"""The record of a training: one `RankUpdate` for each optimizer step on each rank.
 
-An *update* is one step of one optimizer. `RankUpdate` holds what one rank recorded of it, in fields
-of plain values: numbers, text, and numpy arrays by name. `Update` is a tuple with the `RankUpdate`
-of every rank. *Sums* of a tensor are two numbers that change when any of its values does; they
-stand for tensors that are too large to be written at every step. A *line* is a text such as
-"train.py:12: loss.backward()".
+An *update* is one step of one optimizer. A `RankUpdate` holds what one rank recorded of it, in
+fields of plain values: numbers, strings, and numpy arrays by name. An `Update` is a tuple with the
+`RankUpdate` of every rank. *Sums* over a tensor are two numbers that change when any of its values
+does; they stand for tensors that are too large to be written at every step. A *line* is a string
+such as "train.py:12: loss.backward()".
 """
 
 from __future__ import annotations
@@ -330,9 +330,9 @@ class Update(tuple[RankUpdate, ...]):
     __slots__ = ()
 
     def first(self, field_name: str) -> str:
-        """Returns a text field, such as a line, of the first rank where it is not empty.
+        """Returns a text field, such as a line, from the first rank where it is not empty.
 
-        Returns "" if it is empty on all ranks.
+        The result is empty if the field is empty on all ranks.
         """
         for rank in self:
             text: str = getattr(rank, field_name)
@@ -341,38 +341,38 @@ class Update(tuple[RankUpdate, ...]):
         return ""
 
     def merged(self, field_name: str) -> dict[str, Any]:
-        """Returns a field that holds arrays by name, with the arrays of all ranks.
+        """Returns a field that holds arrays by name, merged over all ranks.
 
-        If several ranks have an array of one name, that of the first one is returned.
+        If several ranks have an array of the same name, that of the lowest rank is returned.
         """
         arrays: dict[str, Any] = {}
-        for rank in reversed(self):  # arrays of lower ranks replace those of higher ones
+        for rank in reversed(self):  # arrays of lower ranks replace those of higher ranks
             arrays.update(getattr(rank, field_name))
         return arrays
 
     @property
     def calls(self) -> list[ScriptCall]:
-        """The calls of all ranks."""
+        """The recorded calls of all ranks."""
         return [call for rank in self for call in rank.calls]
 
     @property
     def clips(self) -> list[ScriptCall]:
-        """The calls that clip gradients."""
+        """The calls of all ranks that clip gradients."""
         return [call for call in self.calls if call.name == "clip"]
 
     @property
     def in_step(self) -> list[ScriptCall]:
-        """The collectives that were called inside of `optimizer.step()`."""
+        """The collectives that were called inside `optimizer.step()`."""
         return [call for call in self.calls if call.in_step]
 
     @property
     def losses(self) -> list[float]:
-        """The sum of the losses of each rank, without ranks whose losses are left out."""
+        """The sum of losses of each rank, without ranks whose losses do not count."""
         return [sum(rank.losses) for rank in self if rank.contributes and rank.losses]
 
     @property
     def loss(self) -> float | None:
-        """The mean over ranks of the sums of their losses; None if no rank had a loss."""
+        """The mean over all ranks of their sum of losses; None if no rank had a loss."""
         sums_of_ranks = self.losses
         if not sums_of_ranks:
             return None
@@ -380,17 +380,17 @@ class Update(tuple[RankUpdate, ...]):
 
     @property
     def backward_passes(self) -> int:
-        """The number of backward passes on the rank that made the most."""
+        """Number of backward passes on the rank with the most."""
         return max((len(rank.losses) for rank in self), default=0)
 
     @property
     def batches(self) -> list[Batch]:
-        """The batches of all ranks that contribute some, in the order of ranks."""
+        """The batches of all ranks that contribute, in the order of ranks."""
         return [batch for rank in self if rank.contributes for batch in rank.batches]
 
     @property
     def samples(self) -> int:
-        """The number of samples in the update."""
+        """Number of samples in the update."""
         total = 0
         for rank in self:
             if rank.contributes:  # False if its samples are those of another rank
@@ -398,7 +398,7 @@ class Update(tuple[RankUpdate, ...]):
         return total
 
     def indices(self) -> list[Sample] | None:
-        """Returns all samples by index, in the order of ranks; None if an index is not known."""
+        """Returns all samples by index, in the order of ranks; None if some index is not known."""
         samples: list[Sample] = []
         for batch in self.batches:
             if batch.ids is None:
@@ -408,18 +408,20 @@ class Update(tuple[RankUpdate, ...]):
         return samples
 
     def contents(self) -> list[Sample] | None:
-        """Returns all samples by a digest of their content, in the order of ranks.
+        """Returns all samples by a digest of their contents, in the order of ranks.
 
-        Returns None if samples cannot be recognised by their contents.
+        The result is None if samples cannot be recognized by their contents.
         """
         samples: list[Sample] = []
         for batch in self.batches:
             # With random augmentation, the same sample has other contents in every process.
             if batch.random_draws:
                 return None
-            # Of a batch that could not be split into samples, only the indices are known.
+
+            # The batch has indices, but its tensors could not be split into samples.
             if batch.ids is not None and len(batch.ids) != len(batch.contents):
                 return None
+
             for digest in batch.contents:
                 samples.append((batch.loader, batch.epoch, digest))
 
@@ -428,11 +430,15 @@ class Update(tuple[RankUpdate, ...]):
     def ranks_that_differ(self, field_name: str, tolerance: Tolerance) -> dict[str, list[int]]:
         """Returns the ranks whose arrays in a field, such as "gradients", differ from other ranks'.
 
-        Each array is compared with that of the first rank that has one of this name.
+        Each array is compared with the array of the same name on the first rank that has one.
+
+        Args:
+            field_name: name of a field of `RankUpdate` with arrays by name.
+            tolerance: tolerance within which values are equal.
 
         Returns:
-            By name of an array, the numbers of the ranks that have a different one. Arrays that are
-            equal on all ranks are not in it.
+            The numbers of the ranks with a different array, by the name of the array. Arrays that
+            are equal on all ranks are left out.
         """
         first = self.merged(field_name)
         # The largest value of all arrays, on which the tolerance depends.
@@ -446,9 +452,10 @@ class Update(tuple[RankUpdate, ...]):
         return ranks_by_name
 
     def replicas_that_differ(self) -> dict[str, list[int]]:
-        """Returns, by parameter, the ranks that held other values before the update than rank 0.
+        """Returns the ranks whose parameters before the update differ from those of rank 0, by
+        parameter.
 
-        Replicas must agree in any precision, so the tolerance is that of float64.
+        Copies of a parameter must agree in any precision, so the tolerance of float64 is used.
         """
         return self.ranks_that_differ("parameter_sums", FLOAT64)
 
@@ -456,10 +463,11 @@ class Update(tuple[RankUpdate, ...]):
 def _count_samples(rank: RankUpdate) -> int:
     """Returns the number of samples of one rank.
 
-    Without a loader, the inputs of the models stand for batches. A rank may compute the same inputs
-    in several passes; then each sample counts as often as in the pass that has it most often.
+    Without a loader, the inputs of the models are counted instead. A rank may compute the same
+    inputs in several passes. Then each sample counts as often as it occurs in a single pass.
     """
-    has_no_loader = rank.batches == rank.model_inputs  # the recorder has copied them
+    # Without a loader, the recorder has copied the inputs of the models to `batches`.
+    has_no_loader = rank.batches == rank.model_inputs
     if has_no_loader and all(batch.contents for batch in rank.batches):
         count_of_sample: Counter[str] = Counter()
         for batch in rank.batches:

@@ -1,6 +1,6 @@
-"""Errors of `lockstep verify` for what it cannot record, and for its own failures.
+"""Errors for what `lockstep verify` cannot record, and for failures of `lockstep verify` itself.
 
-It records only the processes that it starts itself, so a script must not start its own ranks.
+It records only the processes that it starts, so a script must not start ranks of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def recording_failed_error(what: str, traceback: str) -> RecordingFailedError:
 
     Args:
         what: what was recorded or compared, such as "2 processes of train.py".
-        traceback: the traceback of the failure.
+        traceback: traceback of the failure.
     """
     text = traceback.rstrip().replace("\n", "\n         | ")
     return RecordingFailedError(
@@ -35,10 +35,10 @@ def recording_failed_error(what: str, traceback: str) -> RecordingFailedError:
 
 
 def not_recorded_error(what: str) -> UsageError:
-    """Returns the error for what a script does in processes that it started itself.
+    """Returns the error for something that a script does in processes that it has started itself.
 
     Args:
-        what: what it does, such as "an optimizer step in a process that ...".
+        what: what the script does, such as "an optimizer step in a process that ...".
     """
     found = "lockstep verify records only the processes that it starts"
     return UsageError(what, found, OWN_PROCESSES_HINT)
@@ -48,26 +48,27 @@ def refuse_own_ranks(*_: Any, **__: Any) -> None:
     """Replaces functions that start ranks, such as `torch.multiprocessing.spawn`.
 
     Raises:
-        UsageError: always.
+        UsageError: Always.
     """
     raise not_recorded_error("ranks that the script starts itself, by torch.multiprocessing")
 
 
 def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
-    """Makes a process group with more ranks than the run an error, and then calls a function.
+    """Makes it an error to open a process group with more ranks than the run, then calls a
+    function.
 
-    Such a group means that the script has started ranks of its own. It stays an error in this
-    process after the call, too.
+    A larger group means that the script has started ranks of its own. It remains an error in this
+    process after the call.
 
     Args:
-        nproc: the number of ranks that `lockstep verify` has started.
-        run: the function; by default one that does nothing.
+        nproc: number of ranks that `lockstep verify` has started.
+        run: function to be called; by default one that does nothing.
     """
 
     def check_group_size(group: Any) -> None:
         if group.size() <= nproc:
             return
-        # The script's own ranks would wait for this one, and the error could not end the script.
+        # The script's own ranks would wait for this rank, so the error could not end the script.
         for child in active_children():
             child.kill()
         refuse_own_ranks()
