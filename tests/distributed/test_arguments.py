@@ -20,7 +20,8 @@ TWO_MACHINES = ("a", "a", "b", "b")
         (["t.py", "--local-rank", "3", "x"], ["t.py", "x"]),
         (["t.py", "--node_rank", "1", "--nnodes", "2"], ["t.py", "--nnodes", "2"]),
         (["t.py", "--local_rankings", "3"], ["t.py", "--local_rankings", "3"]),
-        (["t.py", "--rank"], ["t.py"]),
+        (["t.py", "--rank", "1"], ["t.py", "--rank", "1"]),  # its value decides
+        (["t.py", "--node_rank"], ["t.py"]),
         ([], []),
     ],
 )
@@ -102,6 +103,46 @@ def test_under_a_launcher_an_argument_of_any_name_may_be_the_local_rank(
     values: str, arguments: str, is_told: bool
 ) -> None:
     assert differ(values, arguments, TWO_MACHINES, by_hand=False) == is_told
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize(
+    ("commands", "is_told"),
+    [
+        (("--rank 0", "--rank 1"), False),
+        (("--rank=0 -v", "-v --rank 1"), False),
+        (("-v", "-v --rank 1"), False),  # 0 is the default
+        (("--rank 8", "--rank 8"), False),
+        (("--rank 8", "--rank 16"), True),  # of an adapter
+        (("-v", "-v --rank 8"), True),
+        (("--rank 8 --rank 0", "--rank 1"), False),  # the last one counts
+        (("--rank 1", "--rank 0"), True),
+        (("--rank auto", "--rank 1"), True),
+        (("--rank 0 --lr 1", "--rank 1 --lr 2"), True),
+    ],
+)
+def test_the_rank_is_an_argument_that_numbers_the_processes(
+    commands: tuple[str, str], is_told: bool, by_hand: bool
+) -> None:
+    split = [["train.py", *command.split()] for command in commands]
+    first, second = leave_out_numbers(split, ONE_MACHINE, by_hand=by_hand)
+    assert (first != second) == is_told
+
+
+def test_beside_the_rank_no_argument_of_any_name_is_the_rank() -> None:
+    assert differ("0 1", "--rank {} --layers {}", ONE_MACHINE, by_hand=True)
+    assert differ("0 1", "--rank {} --layers={}", ONE_MACHINE, by_hand=True)
+    assert not differ("0 1", "--rank 0 --me {}", ONE_MACHINE, by_hand=True)  # of the machine
+    commands = [["t.py", "--gpu", "0"], ["t.py", "--rank", "1", "--gpu", "1"]]
+    first, second = leave_out_numbers(commands, ONE_MACHINE, by_hand=True)
+    assert first == second
+
+
+def test_the_rank_of_four_processes_on_two_machines() -> None:
+    for values in ("0 1 2 3", "0 0 1 1", "0 0 2 2", "0 1 0 1", "8 8 8 8"):
+        assert not differ(values, "--rank {}", TWO_MACHINES, by_hand=True)
+    for values in ("8 8 16 16", "4 8 16 32", "1 2 3 4"):
+        assert differ(values, "--rank {}", TWO_MACHINES, by_hand=True)
 
 
 def test_what_depends_on_the_machine_may_differ() -> None:

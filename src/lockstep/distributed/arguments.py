@@ -6,6 +6,9 @@ under any name says which one it is: `train.py -rn 0 -ws 2` and `train.py -rn 1 
 argument counts as a number of the process if its values on all ranks are the ranks, or one of the
 other numberings of `_is_numbering`. Which devices a process uses may differ as well: `--gpu 0,1`.
 
+The same goes for `--rank`, which in some scripts is the rank of an adapter (LoRA): 8 on one machine
+and 16 on another is a difference.
+
 With two ranks the values 0 and 1 may be a coincidence, such as `--layers 0` and `--layers 1`. That
 is why an argument whose name does not say what it numbers may differ only if no other one does.
 """
@@ -14,13 +17,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 PLACE_FLAGS = frozenset(
     {
-        "--rank",
         "--local_rank",
         "--local-rank",
         "--node_rank",
@@ -30,6 +32,8 @@ PLACE_FLAGS = frozenset(
     }
 )
 """Arguments that number the process or its machine, whatever their values are."""
+RANK_FLAG = "--rank"
+"""It is often given to all processes but the first, in whose script 0 is the default."""
 
 WORDS_OF_PLACES = ("rank", "node", "machine", "host", "proc", "worker", "local")
 """A name with one of these words may say which process or machine it is."""
@@ -53,18 +57,27 @@ def shared_arguments(argv: Sequence[str]) -> list[str]:
     if not argv:
         return []
     script_name = Path(argv[0]).name  # machines may have the script in different folders
-    shared = [script_name]
-    skip_value = False
-    for argument in argv[1:]:
-        if skip_value:
-            skip_value = False
-            continue
-        flag, equals_sign, _ = argument.partition("=")
-        if flag not in PLACE_FLAGS:
-            shared.append(argument)
-        elif not equals_sign:
-            skip_value = True  # `--rank 1`: the value is the next argument
+    shared, _ = _split_off([script_name, *argv[1:]], PLACE_FLAGS)
     return shared
+
+
+def _split_off(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments without some flags and their values, and these values."""
+    others = []
+    values = []
+    value_follows = False
+    for argument in arguments:
+        flag, equals_sign, value = argument.partition("=")
+        if value_follows:  # `--rank 1`: the value is the next argument
+            values.append(argument)
+            value_follows = False
+        elif flag not in flags:
+            others.append(argument)
+        elif equals_sign:
+            values.append(value)
+        else:
+            value_follows = True
+    return others, values
 
 
 def leave_out_numbers(
@@ -79,9 +92,9 @@ def leave_out_numbers(
             argument of any name. A launcher starts the same command for all ranks of a machine, in
             which it replaces `${local_rank}`.
     """
-    unchanged = [list(command) for command in commands]
+    commands, rank_has_its_name = _leave_out_rank(commands, hosts)
     if len({len(command) for command in commands}) != 1:
-        return unchanged  # nothing says which of their arguments belong together
+        return commands  # nothing says which of their arguments belong together
     differing = []
     for position in range(len(commands[0])):
         if len({command[position] for command in commands}) > 1:
@@ -104,15 +117,43 @@ def leave_out_numbers(
         if _has_word(name, WORDS_OF_PLACES, SHORT_NAMES_OF_PLACES):
             may_differ = is_numbering or numbers == ranks_of_machine
         elif by_hand:
-            may_differ = is_numbering and len(differing) == 1
+            may_differ = is_numbering and len(differing) == 1 and not rank_has_its_name
         else:
             may_differ = numbers == local_ranks
         if may_differ:
             left_out.add(position)
     kept = []
-    for command in unchanged:
+    for command in commands:
         kept.append([text for position, text in enumerate(command) if position not in left_out])
     return kept
+
+
+def _leave_out_rank(
+    commands: Sequence[Sequence[str]], hosts: Sequence[str]
+) -> tuple[list[list[str]], bool]:
+    """Leaves out `--rank` where its values number the processes.
+
+    Args:
+        commands: the arguments of each rank.
+        hosts: the machine of each rank.
+
+    Returns:
+        The arguments of each rank; and True if `--rank` was left out and its values differ.
+    """
+    unchanged = [list(command) for command in commands]
+    without_rank = []
+    numbers = []
+    for command in commands:
+        others, values = _split_off(command, {RANK_FLAG})
+        number = values[-1] if values else "0"
+        if not number.isdecimal():
+            return unchanged, False
+        without_rank.append(others)
+        numbers.append(int(number))
+    local_ranks, _ = _count_on_machines(hosts)
+    if not _is_numbering(numbers, hosts, local_ranks):
+        return unchanged, False
+    return without_rank, len(set(numbers)) > 1
 
 
 def _read_numbers(commands: Sequence[Sequence[str]], position: int) -> tuple[str, list[str]] | None:
