@@ -254,8 +254,9 @@ def measure_cost(kind: str, name: str, folder: Path) -> None:
             world.barrier()
             return (time.perf_counter() - begin) / steps
 
-        block(20, with_memory)  # how often a step is kept is decided in these
+        block(10, with_memory)
         steps = max(24, int(0.8 / world.max(block(10, without))))
+        block(4 * steps, with_memory)  # how often a step is kept settles in these
         times: dict[str, list[float]] = {"with": [], "without": []}
         pairs = [("with", with_memory), ("without", without)]
         for turn in range(rounds):
@@ -265,7 +266,8 @@ def measure_cost(kind: str, name: str, folder: Path) -> None:
         for path in os.environ["LOCKSTEP_STEP_MEMORY"].split():
             held += os.stat(path).st_blocks * 512
         if world.is_main:
-            found = {"steps": steps, "times": times, "held": held}
+            every = with_memory._kept._interval.every
+            found = {"steps": steps, "times": times, "held": held, "every": every}
             (folder / "found.json").write_text(json.dumps(found))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import background_copy, kept_steps
+from lockstep.checkpoint import background_copy, copy_interval, kept_steps
+from lockstep.checkpoint.copy_interval import choose_every
 from lockstep.checkpoint.kept_layout import KeptLayout, Section, sections_of
 from lockstep.checkpoint.kept_reading import (
     RANDOM,
@@ -311,6 +313,7 @@ def data() -> TensorDataset:
 
 def train(strategy: str, folder: str, until: int) -> tuple[dict[str, Tensor], str]:
     """Goes on from memory, and stops in the middle of the step after `until`."""
+    copy_interval.MAX_COST = copy_interval.MAX_SHARE_OF_LINK = 1e9  # each step is kept, as it comes
     with lockstep.init(STRATEGIES[strategy], seed=5, device="cpu") as world:
         made = model()
         groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
@@ -320,7 +323,7 @@ def train(strategy: str, folder: str, until: int) -> tuple[dict[str, Tensor], st
         loader = world.loader(data(), BATCH, shuffle=True)
         state = {"model": prepared, "optimizer": optimizer, "scheduler": scheduler}
         folder += os.environ.get("MACHINE", "")  # its path may differ between machines
-        checkpoint = world.checkpoint(folder, **state, loader=loader, memory=True)
+        checkpoint = world.checkpoint(folder, **state, loader=loader)
         checkpoint.resume()
         for _epoch in world.epochs(100):
             for x, y in loader:
@@ -660,7 +663,32 @@ class Brief(NamedTuple):
     said: str
 
 
-def train_briefly(folder: str, state: Any = None, **options: Any) -> Brief:
+class Clock:
+    """A clock of a rank on which steps take 10 ms, and copies as long as it is told."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, copy_s: float) -> None:
+        self.copy_s = copy_s
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def copy(self, places: list[Tensor], sources: list[Tensor]) -> None:
+        copy_to_each(places, sources)
+        self.now_s += self.copy_s
+
+    def step(self, number: int) -> None:
+        """In the middle of the training, copies get faster on all ranks."""
+        self.now_s += 0.01
+        if number == 100:
+            self.copy_s /= 20
+
+
+def train_briefly(
+    folder: str, state: Any = None, clock: Clock | None = None, **options: Any
+) -> Brief:
     """Trains on two ranks; ends early if a step cannot be kept."""
     kept: list[int] = []
     said: list[str] = []
@@ -679,10 +707,14 @@ def train_briefly(folder: str, state: Any = None, **options: Any) -> Brief:
         warnings.simplefilter("always")
         patched.setattr(Area, "set_seal", note_step)
         patched.setattr(lockstep.World, "print", lambda _, line: said.append(line))
+        if clock is not None:
+            patched.setattr(kept_steps, "time", clock)
+            patched.setattr(kept_steps, "copy_to_each", clock.copy)
         net = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net, optimizer = world.prepare(net, optimizer)
-        loader = world.loader(TensorDataset(torch.ones(96, 4)), 4)
+        samples = torch.ones(96 if clock is None else 800, 4)
+        loader = world.loader(TensorDataset(samples), 4)
         more = {} if state is None else {"mine": state}
         checkpoint = world.checkpoint(folder, model=net, optimizer=optimizer, **more, **options)
         checkpoint.resume()
@@ -691,9 +723,27 @@ def train_briefly(folder: str, state: Any = None, **options: Any) -> Brief:
                 world.backward(net(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
+                if clock is not None:
+                    clock.step(world.step)
         except lockstep.errors.CheckpointError as raised:
             error = str(raised)
     return Brief(error, kept, "\n".join([*said, *(str(each.message) for each in warned)]))
+
+
+@pytest.mark.parametrize(
+    ("every", "steps_for_cost", "steps_for_link", "expected"),
+    [
+        *((1, 0.7, 0.0, 1), (1, 1.1, 0.0, 2), (4, 7.2, 0.0, 8)),
+        *((1, 22.5, 0.0, 2), (16, 22.5, 0.0, 23)),  # slowly
+        (1, 0.2, 2500.0, 2500),  # at once
+        *((2, 0.9, 0.0, 2), (2, 0.6, 0.0, 1), (23, 15.5, 0.0, 23), (23, 4.0, 0.0, 6)),
+        (6, 0.5, 3.0, 5),
+    ],
+)
+def test_how_often_changes(
+    every: int, steps_for_cost: float, steps_for_link: float, expected: int
+) -> None:
+    assert choose_every(every, steps_for_cost, steps_for_link) == expected
 
 
 class Odd:
@@ -717,7 +767,7 @@ def train_variants(folder: str) -> list[Brief]:
         found.append(train_briefly(f"{folder}/0"))
         found.append(train_briefly(f"{folder}/1", memory=True))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kept_steps.math, "ceil", lambda _: 5)
+        patched.setattr(copy_interval, "choose_every", lambda *_: 5)
         found.append(train_briefly(f"{folder}/2"))
         found.append(train_briefly(f"{folder}/3", memory=True))
     found.append(train_briefly(f"{folder}/4", memory=False))
@@ -727,6 +777,11 @@ def train_variants(folder: str) -> list[Brief]:
     # One rank alone gives up: the other goes on, and all decide together how often.
     state = Odd(lasts=3 if os.environ["RANK"] == "1" else 1000)
     found.append(train_briefly(f"{folder}/6", state))
+    # Copies of one rank take 1 ms, then 0.05 ms.
+    clock = Clock(0.001 if os.environ["RANK"] == "1" else 0.0001)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copy_interval, "NUM_COPIES", 4)
+        found.append(train_briefly(f"{folder}/7", clock=clock))
     return found
 
 
@@ -737,18 +792,24 @@ def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> Non
         return {**rank_environment(rank, 2, store.port), **memory}
 
     by_rank = run_ranks(train_variants, 2, str(tmp_path), environment=environment)
-    for short, fails, seldom, insists, off, out_of_reach, _ in by_rank:
+    for short, fails, seldom, insists, off, out_of_reach, _, changing in by_rank:
         assert [each.error for each in (short, seldom, insists, off, out_of_reach)] == [""] * 5
         assert [each.kept for each in (short, fails, off, out_of_reach)] == [[]] * 4
         assert "keeping each step in memory" in fails.error
         assert "of memory on a machine, and 2.0 KiB are free" in fails.error
-        assert seldom.kept == [*range(1, 12), 15, 20]
+        assert seldom.kept == [1, 5, 10, 15, 20]
         assert insists.kept == list(range(1, 25))
-    short, _, seldom, insists, *_ = by_rank[0]
+        # Less often by and by; when copies get faster after step 100, each step is kept again.
+        assert changing.kept[:12] == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28]
+        assert changing.kept[12:] == [*range(30, 120, 6), *range(120, 201)]
+    short, _, seldom, insists, *_, changing = by_rank[0]
     assert "steps are not kept in memory: it takes" in short.said
-    assert "every 5 steps, one is kept in memory: that takes" in seldom.said
+    assert "every 5 steps, one is kept in memory from now on: that takes" in seldom.said
     assert "every step is kept in memory: two copies" in insists.said
-    gave_up = by_rank[1][-1]
+    assert "every 6 steps, one is kept in memory from now on: that takes 1 ms" in changing.said
+    assert "every step is kept in memory from now on: that takes 0.05 ms" in changing.said
+    assert changing.said.count("from now on") == 2
+    gave_up = by_rank[1][-2]
     assert gave_up.kept == [1, 2, 3]
     assert "steps are not kept in memory from here on" in gave_up.said
 

@@ -24,15 +24,13 @@ same time from the same cores. From a GPU a thread copies while the next step co
 (`background_copy`). What the forward pass may change, such as buffers, is copied on the GPU before,
 and the optimizer's step waits until the rest is copied.
 
-What it costs is measured in the first steps. If it is more than `MAX_COST` of a step, every k-th
-step is kept, unless the user wants every one.
+If keeping every step costs more than a small part of the time, every k-th step is kept, unless the
+user wants every one (`copy_interval`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -44,6 +42,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.background_copy import BackgroundCopy
+from lockstep.checkpoint.copy_interval import CopyInterval
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep, report_parts
 from lockstep.checkpoint.memory_area import Area, Seal
@@ -57,17 +56,8 @@ from lockstep.session.extension import Extension
 from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
-MAX_COST = 0.02
-"""The part of a step's time that keeping it may take."""
 MAX_SHARE_OF_FREE_MEMORY = 0.8
 """Keeping steps may take this part of the free memory: the script needs some of the rest."""
-MAX_SHARE_OF_LINK = 0.1
-"""The part of the time that copies to another machine may take on the link between the machines,
-which the training itself uses too."""
-NUM_WARM_UP_STEPS = 3
-"""The first steps are slow, and in the second the layout may change: they are not measured."""
-NUM_MEASURED_STEPS = 8
-"""After so many steps more, the ranks decide how often a step is kept."""
 MAX_WAIT_FOR_PEERS_S = 1.0
 """How long a rank waits for the others to seal the step before. They have taken part in the step
 since, so they are about to; longer, only a rank that has died or that keeps nothing any more."""
@@ -153,19 +143,20 @@ class KeptSteps(Extension):
         self._is_on = False
         self._has_given_up = False
         """True if this rank keeps nothing any more. It still takes part in what ranks decide."""
-        self._num_steps = 0
-        """Steps of this attempt, kept or passed over."""
-        self._every = 1
-        """Every so many steps, one is kept."""
+        self._num_copies = 0
+        """How many steps of this attempt were kept."""
+        self._interval = CopyInterval(collectives, say)
+        """Every how many steps one is kept."""
         self._last_number = -1
         """The optimizer steps that were done when a step was last kept, or passed over."""
         self._last_time_s = 0.0
         self._was_changed = False
         """True if tensors have changed that only a prepared optimizer was to change."""
+        self._copy_s: float | None = None
+        """How long the last copy held up the training when it was made. None: none was made since
+        that was last noted, or it went to new memory, which takes several times as long."""
         self._waited_s = 0.0
-        """How long the training has waited for the last copy."""
-        self._costs_s: list[float] = []
-        self._step_times_s: list[float] = []
+        """How long the training has waited for the last copy afterwards."""
 
     # After a start
 
@@ -210,10 +201,10 @@ class KeptSteps(Extension):
             self._protected = resumed.paths_on(self._topology.node_rank)
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
-        self._num_steps = 0
-        self._every = 1
-        self._costs_s.clear()
-        self._step_times_s.clear()
+        self._num_copies = 0
+        self._interval = CopyInterval(self._collectives, self._say)
+        self._copy_s = None
+        self._waited_s = 0.0
         self._has_given_up = False
         self._is_on = True
 
@@ -258,39 +249,45 @@ class KeptSteps(Extension):
 
     def keep(self) -> None:
         """Keeps the present step, unless it is one of those that are passed over."""
-        number = self._step.number
         self._wait_for_copy()
-        step_time_s = time.perf_counter() - self._last_time_s
-        if self._partner is not None and number % self._every == 0:
-            self._partner.wait()  # until the last step that was kept is on two machines
-        begun_at_s = time.perf_counter()
-        cost_before_s = self._waited_s
-        self._waited_s = 0.0
+        step_time_s = time.perf_counter() - self._last_time_s - self._waited_s
+        self._note_cost()
+        number = self._step.number
         self._last_number = number
-        if number % self._every == 0:
+        if number % self._interval.every == 0:
             phase_before = self._step.enter_phase("checkpoint")
             try:
-                self._keep(number)
+                self._keep(number, step_time_s)
             finally:
                 self._step.enter_phase(phase_before)
         self._last_time_s = time.perf_counter()
-        self._num_steps += 1
-        if self._is_measuring:
-            self._note_times(step_time_s, cost_before_s + self._last_time_s - begun_at_s)
 
-    def _keep(self, number: int) -> None:
+    def _keep(self, number: int, step_time_s: float) -> None:
         """Copies the present state to an area, and seals it.
 
         Args:
             number: the optimizer steps that are done.
+            step_time_s: how long the last of them took.
         """
+        if self._partner is not None:
+            self._partner.wait()  # until the last step that was kept is on two machines
+            if self._partner.last_duration_s is not None:
+                self._interval.note_link_time(self._partner.last_duration_s)
+        begun_at_s = time.perf_counter()
+        version_before = self._version_of_places.copy()
         area: Area | None = None
         self._serial += 1
         if not self._has_given_up:
             area = self._update_and_copy(number)
-        # What a copy costs is known when it is decided how often a step is kept, and not before: on
-        # a slow network the first copies would hold up the training.
-        if self._partner is not None and self._is_on and not self._is_measuring:
+        if not self._is_on:
+            return
+        self._num_copies += 1
+        if self._version_of_places == version_before:
+            self._copy_s = time.perf_counter() - begun_at_s
+        self._interval.note_step_time(step_time_s)
+        if not self._every_step:
+            self._interval.choose(self._num_copies, self._expected_link_s())
+        if self._partner is not None:
             self._partner.start(area, self._serial)
 
     def _update_and_copy(self, number: int) -> Area | None:
@@ -309,13 +306,13 @@ class KeptSteps(Extension):
             self._layout.update(sections)
         except Exception as error:
             problem = error
-        if self._num_steps == 0:
+        if self._num_copies == 0:
             self._begin(problem)
         elif problem is not None:
             self._give_up(problem)
         if not self._is_on or self._has_given_up:
             return None
-        if self._num_steps == 0:
+        if self._num_copies == 0:
             self.forget_others()
         try:
             return self._copy(number, facts)
@@ -403,7 +400,7 @@ class KeptSteps(Extension):
 
         Waits until the other ranks of the machine have sealed the step before.
         """
-        if self._num_steps == 0:
+        if self._num_copies == 0:
             return self._first_unprotected(self._own)
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
@@ -577,64 +574,22 @@ class KeptSteps(Extension):
             on_this_rank=True,
         )
 
-    @property
-    def _is_measuring(self) -> bool:
-        """True in the first steps that are kept."""
-        return self._is_on and not self._every_step and len(self._costs_s) < NUM_MEASURED_STEPS
+    def _note_cost(self) -> None:
+        """Notes how long the last copy has held up the training, if that is not yet noted."""
+        if self._copy_s is not None:
+            self._interval.note_cost(self._copy_s + self._waited_s)
+        self._copy_s = None
+        self._waited_s = 0.0
 
-    def _note_times(self, step_time_s: float, cost_s: float) -> None:
-        """Notes how long a step took, and how long it took to keep it.
+    def _expected_link_s(self) -> float:
+        """Returns how many seconds it will take to copy what this machine keeps to another one.
 
-        When enough are known, the ranks decide how often a step is kept.
+        It is 0 if the speed of the network was not measured. Then the training may have to wait for
+        the first copy.
         """
-        if self._num_steps <= NUM_WARM_UP_STEPS:
-            return
-        self._step_times_s.append(step_time_s)
-        self._costs_s.append(cost_s)
-        if len(self._costs_s) == NUM_MEASURED_STEPS:
-            self._choose_every()
-
-    def _choose_every(self) -> None:
-        """Decides on all ranks alike how often a step is kept. One exchange of text."""
-        link_s = 0.0 if self._partner is None else self._time_on_link(self._partner)
-        own = [statistics.median(self._costs_s), statistics.median(self._step_times_s), link_s]
-        answers = self._collectives.exchange(own)
-        cost_s = max(answer[0] for answer in answers)
-        step_time_s = max(answer[1] for answer in answers)
-        link_s = max(answer[2] for answer in answers)
-        every_for_cost = math.ceil(cost_s / (MAX_COST * step_time_s))
-        every_for_link = math.ceil(link_s / (MAX_SHARE_OF_LINK * step_time_s))
-        self._every = max(1, every_for_cost, every_for_link)
-        if self._every == 1:
-            return
-        reason = f"that takes {_milliseconds(cost_s)}"
-        if every_for_link > every_for_cost:
-            reason = f"the copy on another machine takes {_milliseconds(link_s)}"
-        self._say(
-            f"every {self._every} steps, one is kept in memory: {reason}, and a step takes "
-            f"{_milliseconds(step_time_s)}"
-        )
-
-    def _time_on_link(self, partner: PartnerCopies) -> float:
-        """Returns how many seconds it takes to copy what this machine keeps to another one.
-
-        If the network was not measured, all ranks copy the last step that was kept, and wait.
-        """
-        if self._bandwidth is not None:
-            return self._bytes_on_machine / self._bandwidth
-        self._wait_for_copy()
-        area = None if self._has_given_up else self._own[self._last_area]
-        partner.start(area, self._serial)
-        partner.wait()
-        return partner.last_duration_s
-
-
-def _milliseconds(seconds: float) -> str:
-    """Writes a time as "0.47 ms", "13 ms" or "1203 ms"."""
-    milliseconds = 1000 * seconds
-    if milliseconds < 10:
-        return f"{milliseconds:.2g} ms"
-    return f"{milliseconds:.0f} ms"
+        if self._partner is None or self._bandwidth is None:
+            return 0.0
+        return self._bytes_on_machine / self._bandwidth
 
 
 def _nothing_to_take() -> TakenState:

@@ -59,7 +59,7 @@ class PartnerCopies:
         self._next_area = next_area
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.last_duration_s = 0.0
+        self.last_duration_s: float | None = None
         """How long the last exchange took, from when both sides had something to send."""
 
     def start(self, area: Area | None, serial: int) -> None:
