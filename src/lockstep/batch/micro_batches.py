@@ -1,17 +1,18 @@
-"""Plans the micro-batches of a loader: how its global batches are divided, and what each counts.
+"""Divides each global batch into micro-batches, and computes the factor of each one's loss.
 
-A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
-number in the epoch. Each rank computes its part in one or more *micro-batches*. A *virtual rank*
-is a fixed part of every global batch, whatever the number of ranks; see `session.micro_batch`.
+A *global batch* holds the samples of one optimizer step over all ranks; its *position* is its
+number in the epoch. Each rank processes its part in one or more *micro-batches*. With virtual
+ranks, the global batch is first cut into a fixed number of parts, one for each *virtual rank*; a
+rank then processes the parts of one or more virtual ranks (`session.micro_batch`).
 
-DDP averages gradients over the ranks, and the backward passes of a rank add up. So the mean loss
-over the `n` samples of a micro-batch counts as it should when it is multiplied by the *scale*
-`n * ranks / N`, where `N` is the number of samples of the global batch.
+DDP averages gradients over the ranks, and successive backward passes of a rank add up. So if the
+loss is a mean over the `n` samples of a micro-batch, it must be multiplied by the *scale*
+`n * ranks / N` to give the mean over the `N` samples of the global batch.
 
-In a *checked* global batch some virtual ranks are *repeated*, to check the devices; see `repeats`.
+With `check_devices`, some virtual ranks of some global batches are computed twice (`repeats`).
 
-If shares or the micro-batch size are to be measured first, a global batch is handed out in two
-*segments*: a micro-batch in which they are measured, then the rest, divided by what was found.
+Autotuning cuts a global batch into two *segments*: one micro-batch, during which the devices are
+measured, and the rest, which is divided according to the result.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from lockstep.session.micro_batch import MicroBatch, VirtualRank, VirtualRanks
 
 
 class PlannedMicroBatch(NamedTuple):
-    """A micro-batch of this rank, before it is read."""
+    """A micro-batch of this rank whose samples have not been read yet."""
 
     position: int
-    """The position of its global batch in the epoch."""
+    """The number of its global batch in the epoch."""
     micro_batch: MicroBatch
     indices: Indices
     """The indices of its samples in the dataset."""
     on_all_ranks: bool
-    """True if every rank has samples of it."""
+    """True if every rank has samples in this micro-batch."""
     global_batch: Indices | None = None
     """The indices of all samples of the global batch; None for a stream."""
     compared_before: bool = False
-    """True if the ranks compare what two of them have computed before it is handed out."""
+    """True if the ranks compare the results of their devices before this micro-batch starts."""
 
 
 ReadMicroBatch = tuple[PlannedMicroBatch, Any]
@@ -59,50 +60,54 @@ ReadMicroBatch = tuple[PlannedMicroBatch, Any]
 
 
 class Segment(NamedTuple):
-    """Micro-batches that are planned and read together."""
+    """Micro-batches that are planned and read together, before the next segment is planned."""
 
     micro_batches: Iterable[PlannedMicroBatch]
     rest_of_global_batch: Sequence[PlannedMicroBatch] = ()
-    """If `micro_batches` is the first part of a global batch: the rest, as it is planned so far.
-    The next segment has it again, divided by what was measured in between."""
+    """If autotuning measures on `micro_batches`, which is then the first part of a global batch:
+    the other micro-batches of that global batch. They are planned again in the next segment, as
+    the measurement may change how they are divided."""
 
 
 class _RankPart(NamedTuple):
-    """A micro-batch of this rank, in a global batch of a certain size."""
+    """A micro-batch of this rank in every global batch that has a certain number of samples."""
 
     micro_batch: MicroBatch
     samples: slice
-    """The positions of its samples in the global batch."""
+    """Where its samples are within the global batch."""
     on_all_ranks: bool
+    """True if every rank has samples in this micro-batch."""
     compared_before: bool = False
-    """True if the ranks compare what two of them have computed before it is handed out."""
+    """True if the ranks compare the results of their devices before this micro-batch starts."""
 
 
 @dataclass(kw_only=True)
 class MicroBatchPlan:
-    """How the global batches of a loader are divided."""
+    """Divides the global batches of a loader."""
 
     batch_size: int
-    """Samples of a global batch."""
+    """Number of samples in a full global batch."""
     sizes_vary: bool
-    """True if global batches may have any size. Then each is divided by its own size."""
+    """True if global batches may have any size, as those of a user's batch sampler. Then the number
+    of micro-batches of each follows from its own size."""
     data_parallel: DataParallelRank
-    """This rank among the ranks that compute parts of a global batch."""
+    """This rank among the ranks that process parts of a global batch."""
     initial_shares: tuple[int, ...]
-    """The shares until others are measured."""
+    """The shares of the ranks, which hold until autotuning has measured others."""
     initial_micro_batch_size: int | None = None
-    """The micro-batch size until another one is measured."""
+    """The micro-batch size, which holds until autotuning has measured another one."""
     min_micro_batches: int = 1
-    """The least number of micro-batches of a global batch."""
+    """The minimum number of micro-batches in a global batch."""
     virtual_ranks: VirtualRanks | None = None
-    """Each has an equal part of every global batch; None: there are none."""
+    """The virtual ranks of the run, which share every global batch equally; None without them."""
     check_devices: int | None = None
-    """Global batches between two that are checked; None: none is, or there is one process."""
+    """After how many global batches the devices are checked; None if they are never checked."""
     request: AutotuneRequest
-    """What is to be measured in the first pass that trains."""
+    """What autotuning has to measure in the first training pass."""
 
     def __post_init__(self) -> None:
-        self._num_micro_batches(self.batch_size)  # raises SettingError for an impossible size
+        self._num_micro_batches(self.batch_size)  # raises SettingError if the size is impossible
+
         virtual_ranks = self.virtual_ranks
         if virtual_ranks is None or not virtual_ranks.train_copies:
             return
@@ -116,15 +121,15 @@ class MicroBatchPlan:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How a global batch is divided over the ranks: as set, or as measured meanwhile."""
-        measured = self.request.result.shares
-        if self.request.wants_shares and measured is not None:
-            return measured
+        """How a global batch is divided over the ranks: rank r gets `shares[r] / sum(shares)`."""
+        measured_shares = self.request.result.shares
+        if self.request.wants_shares and measured_shares is not None:
+            return measured_shares
         return self.initial_shares
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The most samples that a rank computes at a time; None: its whole part."""
+        """The largest number of samples that a rank processes at once; None if not limited."""
         result = self.request.result
         if self.request.wants_micro_batch_size and result.micro_batch_size_is_known:
             return result.micro_batch_size
@@ -132,76 +137,87 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches of a full global batch."""
+        """The number of micro-batches in a full global batch."""
         return len(self.split(self.batch_size))
 
     def split(self, count: int) -> Indices:
-        """Divides a global batch over micro-batches and ranks.
+        """Divides a global batch into micro-batches, and each micro-batch over the ranks.
+
+        For 8 samples, 2 ranks and 2 micro-batches the result is
+        `[[[0, 2], [2, 4]], [[4, 6], [6, 8]]]`.
 
         Args:
-            count: samples of the global batch.
+            count: number of samples in the global batch.
 
         Returns:
-            Begin and end of each part, shape `(micro-batches, ranks, 2)`.
+            The first sample of each part, and the one after its last, as an array of shape
+            `(micro-batches, ranks, 2)`.
         """
         return split_batch(count, self.shares, self.num_pieces(count), self.virtual_ranks)
 
     def num_pieces(self, count: int) -> int:
-        """Returns in how many micro-batches a global batch is computed, at most.
+        """Returns the number of micro-batches into which a global batch is divided.
 
-        With virtual ranks, that is the number for each virtual rank's part of the global batch.
+        With virtual ranks, it is the number for each virtual rank's part of the global batch.
 
         Args:
-            count: samples of the global batch.
+            count: number of samples in the global batch.
         """
         if self.sizes_vary:
             return self._num_micro_batches(count)
-        # All batches are divided as a full one is, except for a short last batch.
-        number = self._num_micro_batches(self.batch_size)
-        if self.virtual_ranks is None and count < self.batch_size:
-            return self._num_micro_batches_of_short(count, number)
-        return number
+
+        number_of_full_batch = self._num_micro_batches(self.batch_size)
+        is_short = count < self.batch_size
+        if is_short and self.virtual_ranks is None:
+            return self._num_micro_batches_of_short(count, number_of_full_batch)
+        return number_of_full_batch
 
     def _num_micro_batches(self, count: int) -> int:
-        """Returns in how many micro-batches `count` samples are computed.
+        """Returns how many micro-batches are needed for `count` samples.
 
-        With virtual ranks, it is the number of micro-batches of each virtual rank's part.
+        With virtual ranks, it is the number for each virtual rank's part of these samples.
         """
         if self.virtual_ranks is None:
             needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-            # Each micro-batch has at least one sample.
-            at_least = min(self.min_micro_batches, count)
-            return max(needed, at_least)
+            # Each micro-batch must have at least one sample.
+            minimum = min(self.min_micro_batches, count)
+            return max(needed, minimum)
+
         largest_part = ceil_div(count, self.virtual_ranks.count)
-        if not self.virtual_ranks.train_copies:  # a virtual rank is computed by one rank
+        if not self.virtual_ranks.train_copies:
+            # All virtual ranks train the same model, and each is processed by a single rank.
             needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
             return max(needed, self.min_micro_batches)
-        # Each virtual rank trains a copy. If there are more ranks, several compute one together.
+
+        # Under DiLoCo each virtual rank trains a replica of its own. If there are more ranks than
+        # replicas, several ranks process one replica together, with equal shares.
         smallest_part = count // self.virtual_ranks.count
-        ranks_of_part = max(1, len(self.shares) // self.virtual_ranks.count)
-        equal_shares = (1,) * ranks_of_part
+        ranks_per_replica = max(1, len(self.shares) // self.virtual_ranks.count)
+        equal_shares = (1,) * ranks_per_replica
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
-        at_least = min(self.min_micro_batches, smallest_part)
-        return max(needed, at_least)
+        minimum = min(self.min_micro_batches, smallest_part)
+        return max(needed, minimum)
 
     def _num_micro_batches_of_short(self, count: int, number_of_full: int) -> int:
-        """Returns in how many micro-batches a short global batch is computed.
+        """Returns the number of micro-batches of the short global batch at the end of an epoch.
 
-        They are about as large as those of a full one. If there were as many as of a full one, some
-        ranks would have no samples in some of them. The number depends on the number of ranks only
-        if that of a full batch does, so BatchNorm sees the same micro-batches on any number of
-        ranks.
+        Its micro-batches are about as large as those of a full global batch, so there are fewer of
+        them. With as many as in a full one, some ranks would have no samples in some of them.
+
+        The number depends on the number of ranks only if that of a full global batch does. This
+        keeps the statistics of BatchNorm, which are those of a micro-batch, the same on any number
+        of ranks.
 
         Args:
-            count: samples of the short global batch.
-            number_of_full: the number of micro-batches of a full global batch.
+            count: number of samples in the short global batch.
+            number_of_full: number of micro-batches in a full global batch.
         """
         in_proportion = ceil_div(number_of_full * count, self.batch_size)
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(in_proportion, needed)
 
     def every_rank_has_samples(self, plan: Plan) -> bool:
-        """Returns True if every rank has samples of every micro-batch of an epoch."""
+        """Returns True if every rank has samples in every micro-batch of an epoch."""
         for count in plan.sizes():
             sizes = split_sizes(self.split(count))
             if not (sizes > 0).all():
@@ -209,13 +225,13 @@ class MicroBatchPlan:
         return True
 
     def check_trained(self, smallest: int) -> None:
-        """Checks that each copy of the model has samples of each global batch that is trained on.
+        """Checks that under DiLoCo each replica of the model has samples in each global batch.
 
         Args:
-            smallest: samples of the smallest global batch.
+            smallest: number of samples in the smallest global batch.
 
         Raises:
-            DataError: the virtual rank of some copy would have none.
+            DataError: some replica would have no samples, and so no gradient for its step.
         """
         virtual_ranks = self.virtual_ranks
         if virtual_ranks is None or not virtual_ranks.train_copies:
@@ -228,32 +244,45 @@ class MicroBatchPlan:
             )
 
     def plan_epoch(self, plan: Plan, start: int) -> Iterator[PlannedMicroBatch]:
-        """Returns this rank's micro-batches, all divided by the shares and the size of this moment.
+        """Plans this rank's micro-batches of an epoch, with the present shares and size.
 
         Args:
             plan: the global batches of the epoch.
-            start: the position of the first one that is wanted.
+            start: number of the first global batch to plan.
+        """
+        return _plan_batches(plan, start, self._parts_by_size(plan, start))
+
+    def _parts_by_size(self, plan: Plan, start: int) -> dict[int, list[_RankPart]]:
+        """Divides a global batch of each size that occurs in an epoch from `start` on.
+
+        Usually there are only two sizes, full and short, so few global batches need be divided.
         """
         parts_by_size = {}
         for count in plan.sizes(start):
             parts_by_size[count] = self._parts_of_rank(count, self.split(count))
-        return _plan_batches(plan, start, parts_by_size)
+        return parts_by_size
 
     def plan_training(
         self, plan: Plan, start: int, steps_before: int = 0
     ) -> Generator[Segment, None, None]:
-        """Yields the segments of a pass that trains, in whose first global batches it autotunes.
+        """Yields the segments of a training pass.
+
+        If autotuning still has something to measure, it does so on the first global batches. What
+        remains of the epoch is a single segment.
 
         Args:
             plan: the global batches of the epoch.
-            start: the position of the first one that is wanted.
-            steps_before: how many optimizer steps the run has made when the pass begins. They
-                decide which global batches are checked.
+            start: number of the first global batch to plan.
+            steps_before: number of optimizer steps that the run has made before this pass, on which
+                it depends in which global batches the devices are checked.
         """
-        self.check_trained(min(plan.sizes(start), default=self.batch_size))
-        while start < len(plan) and self.request.is_open:
+        smallest = min(plan.sizes(start), default=self.batch_size)
+        self.check_trained(smallest)
+
+        while self.request.is_open and start < len(plan):
             yield from self.plan_autotuning(start, plan[start])
             start += 1
+
         if self.check_devices is None:
             yield Segment(self.plan_epoch(plan, start))
         else:
@@ -262,52 +291,65 @@ class MicroBatchPlan:
     def _plan_with_checks(
         self, plan: Plan, start: int, steps_before: int
     ) -> Iterator[PlannedMicroBatch]:
-        """Yields this rank's micro-batches, with repeats in the global batches that are checked.
+        """Plans this rank's micro-batches of an epoch in which devices are checked.
 
         Args:
             plan: the global batches of the epoch.
-            start: the position of the first one that is wanted.
-            steps_before: how many optimizer steps the run has made when the pass begins.
+            start: number of the first global batch to plan.
+            steps_before: number of optimizer steps that the run has made before this pass.
         """
-        parts_by_size = {}
-        for count in plan.sizes(start):
-            parts_by_size[count] = self._parts_of_rank(count, self.split(count))
+        parts_by_size = self._parts_by_size(plan, start)
+
         for position, global_batch in enumerate(plan.batches(start), start):
             count = len(global_batch)
-            check_number = self.check_number(steps_before + position - start)
-            parts = parts_by_size[count]
-            if check_number is not None:
+            step = steps_before + position - start
+
+            check_number = self.check_number(step)
+            if check_number is None:
+                parts = parts_by_size[count]
+            else:
                 parts = self._parts_with_repeats(count, check_number)
+
             for part in parts:
                 yield _planned(position, part, global_batch)
 
     def check_number(self, steps_before: int) -> int | None:
-        """Returns how many global batches were checked before one; None if it is not checked.
+        """Returns the number of a global batch among those in which devices are checked.
+
+        With `check_devices=100`, the global batches of the steps 100, 200 and 300 have the numbers
+        0, 1 and 2.
 
         Args:
-            steps_before: how many optimizer steps come before the global batch.
+            steps_before: number of optimizer steps that the run makes before this global batch.
+
+        Returns:
+            The number, or None if devices are not checked in this global batch.
         """
-        if self.check_devices is None or (steps_before + 1) % self.check_devices != 0:
+        if self.check_devices is None:
             return None
-        return (steps_before + 1) // self.check_devices - 1
+        step = steps_before + 1
+        if step % self.check_devices != 0:
+            return None
+        return step // self.check_devices - 1
 
     def _parts_with_repeats(self, count: int, check_number: int) -> list[_RankPart]:
-        """Returns this rank's micro-batches of a global batch that is checked.
+        """Returns this rank's micro-batches of a global batch in which devices are checked.
 
         Args:
-            count: samples of the global batch.
-            check_number: how many global batches were checked before.
+            count: number of samples in the global batch.
+            check_number: number of this global batch among those that are checked.
         """
         checked = add_repeats(self._pieces_of_ranks(count), check_number)
         pieces = checked.pieces_of_ranks[self.data_parallel.rank]
+
         parts = []
         for index, micro_batch in enumerate(self._micro_batches_of_pieces(pieces, count)):
             micro_batch = replace(micro_batch, checks_devices=True)
             piece = pieces[index].piece
-            on_all_ranks = True
-            for pieces_of_rank in checked.pieces_of_ranks:
-                if pieces_of_rank[index].piece.is_padding:
-                    on_all_ranks = False
+            # A piece is padding on a rank that has no samples left for this micro-batch.
+            on_all_ranks = not any(
+                pieces_of_rank[index].piece.is_padding for pieces_of_rank in checked.pieces_of_ranks
+            )
             parts.append(
                 _RankPart(
                     micro_batch,
@@ -321,30 +363,36 @@ class MicroBatchPlan:
     def plan_repeat(
         self, position: int, global_batch: Indices, virtual_rank: int
     ) -> list[PlannedMicroBatch]:
-        """Returns the micro-batches of a virtual rank that all ranks compute again.
+        """Plans the micro-batches of a virtual rank that every rank computes again.
+
+        All ranks do this when two devices have disagreed about the virtual rank.
 
         Args:
-            position: of the global batch in the epoch.
-            global_batch: the indices of all its samples.
-            virtual_rank: its number.
+            position: number of the global batch in the epoch.
+            global_batch: the indices of all samples of the global batch.
+            virtual_rank: number of the virtual rank.
         """
         count = len(global_batch)
         pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
+        micro_batches = self._micro_batches_of_pieces(pieces, count)
+
         planned = []
-        for checked, micro_batch in zip(
-            pieces, self._micro_batches_of_pieces(pieces, count), strict=True
-        ):
+        for checked, micro_batch in zip(pieces, micro_batches, strict=True):
             indices = global_batch[checked.piece.begin : checked.piece.end]
-            # They are inserted in the middle of the global batch.
+            # Repeats are inserted in the middle of the global batch, so they are neither the first
+            # nor the last micro-batch of an optimizer step.
             micro_batch = replace(micro_batch, first=False, last=False, checks_devices=True)
             planned.append(PlannedMicroBatch(position, micro_batch, indices, True, global_batch))
         return planned
 
     def _pieces_of_ranks(self, count: int) -> list[list[VirtualRankPiece]]:
-        """Returns the micro-batches of all ranks, if all virtual ranks train one model.
+        """Divides a global batch over virtual ranks that train one model together.
 
         Args:
-            count: samples of the global batch.
+            count: number of samples in the global batch.
+
+        Returns:
+            For each rank, the pieces that it processes one after the other.
         """
         assert self.virtual_ranks is not None
         return split_over_virtual_ranks(
@@ -354,11 +402,11 @@ class MicroBatchPlan:
     def _micro_batches_of_pieces(
         self, pieces: Sequence[CheckedPiece], count: int
     ) -> list[MicroBatch]:
-        """Returns micro-batches of this rank, if all virtual ranks train one model.
+        """Makes a micro-batch of each piece that this rank processes of a global batch.
 
         Args:
-            pieces: all that it computes of a global batch.
-            count: samples of the global batch.
+            pieces: all pieces of the global batch that this rank processes.
+            count: number of samples in the global batch.
         """
         assert self.virtual_ranks is not None
         return _micro_batches_of_virtual_ranks(
@@ -366,60 +414,70 @@ class MicroBatchPlan:
         )
 
     def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
-        """Yields the segments of a global batch in which autotuning measures.
+        """Yields the one or two segments of a global batch on which autotuning measures.
 
-        It measures shares, or the micro-batch size, or both (`request`), while the training loop
-        computes the first segment, which is one micro-batch.
+        While the training loop processes the first segment, which is a single micro-batch,
+        autotuning measures shares, or the micro-batch size, or both (`request`).
 
         Args:
-            position: of the global batch in the epoch.
-            batch: the indices of its samples.
+            position: number of the global batch in the epoch.
+            batch: the indices of all samples of the global batch.
         """
         count = len(batch)
-        # Until the micro-batch size was measured, a planned micro-batch may be too large for the
-        # memory. Then the first micro-batch has a few samples only.
+
+        # As long as the micro-batch size is unknown, a planned micro-batch might not fit into the
+        # memory. The first micro-batch then only has a few samples.
         size_is_known = not self.request.micro_batch_size_is_open
         keeps_plan = size_is_known and self.request.must_keep_plan()
         first_split = first_micro_batch(
             count, self.shares, self.split(count), self.micro_batch_size, whole=keeps_plan
         )
-        if first_split is None:  # the batch is too short to measure anything
+        if first_split is None:  # the batch is too short for a measurement
             yield Segment(self._plan_parts(position, batch, self.split(count)))
             return
-        # The micro-batch has the first samples of the global batch: up to its largest end.
-        num_measured = int(first_split[..., 1].max())
+
+        # The first micro-batch has the first samples of the global batch. Its part that ends last
+        # shows how many.
+        ends_of_parts = first_split[..., 1]
+        num_measured = int(ends_of_parts.max())
         measured = self._plan_parts(position, batch, first_split)
         rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
         with self.request.profile(self, measured[0].micro_batch.local_rows):
             yield Segment(measured, rest_of_global_batch=rest)
+
         if num_measured < count:
-            # The rest is divided anew, by the shares and the size that were measured just now.
+            # `self.shares` and the micro-batch size are those measured just now, so the rest is
+            # divided again.
             rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
             yield Segment(rest)
 
     def _split_rest(self, count: int, num_done: int) -> Indices:
-        """Divides a global batch of `count` samples without its first `num_done` samples.
+        """Divides the samples of a global batch that remain after its first `num_done` samples.
 
         Returns:
-            Begin and end of each part in the global batch, shape `(micro-batches, ranks, 2)`. The
-            micro-batches are those of the plan if one of them begins after these samples.
+            The first sample of each part, and the one after its last, counted from the beginning of
+            the global batch. The shape is `(micro-batches, ranks, 2)`.
         """
-        split = self.split(count)
-        begins = split[:, 0, 0]  # where each micro-batch begins: with the part of rank 0
-        a_micro_batch_begins_here = num_done in begins
-        if a_micro_batch_begins_here or num_done == count:
-            return split[begins >= num_done]
-        num_samples = count - num_done
-        num_micro_batches = self._num_micro_batches(num_samples)
-        return num_done + split_batch(num_samples, self.shares, num_micro_batches)
+        planned_split = self.split(count)
+        # The first sample of a micro-batch is that of its first part, which rank 0 has.
+        first_samples = planned_split[:, 0, 0]
+
+        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan.
+        plan_can_continue = num_done == count or bool((first_samples == num_done).any())
+        if plan_can_continue:
+            return planned_split[first_samples >= num_done]
+
+        num_left = count - num_done
+        split_of_rest = split_batch(num_left, self.shares, self._num_micro_batches(num_left))
+        return num_done + split_of_rest
 
     def _plan_parts(self, position: int, batch: Indices, split: Indices) -> list[PlannedMicroBatch]:
-        """Returns this rank's micro-batches of a global batch, or of a part of it.
+        """Plans this rank's micro-batches of a global batch, or of consecutive samples of it.
 
         Args:
-            position: of the global batch in the epoch.
-            batch: the indices of all its samples.
-            split: begin and end of each part, shape `(micro-batches, ranks, 2)`.
+            position: number of the global batch in the epoch.
+            batch: the indices of all samples of the global batch.
+            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`.
         """
         planned = []
         for part in self._parts_of_rank(len(batch), split):
@@ -427,30 +485,33 @@ class MicroBatchPlan:
         return planned
 
     def _parts_of_rank(self, count: int, split: Indices) -> list[_RankPart]:
-        """Returns this rank's micro-batches of a global batch, or of a part of it.
+        """Returns this rank's micro-batches of a global batch, or of consecutive samples of it.
 
         Args:
-            count: samples of the whole global batch.
-            split: begin and end of each part, shape `(micro-batches, ranks, 2)`. It may be empty.
+            count: number of samples in the whole global batch.
+            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It may have
+                no micro-batches at all.
         """
         if len(split) == 0:
             return []
         rank = self.data_parallel.rank
-        sizes = split_sizes(split)
-        begin_of_split = int(split[0, 0, 0])
-        end_of_split = int(split[-1, -1, 1])
+        sizes = split_sizes(split)  # shape (micro-batches, ranks)
+
+        begin_of_split = int(split[0, 0, 0])  # first micro-batch, rank 0
+        end_of_split = int(split[-1, -1, 1])  # last micro-batch, last rank
         micro_batches = self.make_micro_batches(
             sizes,
             count,
             has_first=begin_of_split == 0,
             has_last=end_of_split == count,
         )
-        bounds = split[:, rank].tolist()
-        # If another rank has one more virtual rank, it has more micro-batches than this one. Then
-        # the last ones of `bounds` are not used.
+
+        # With virtual ranks, another rank may have more micro-batches than this one. The last rows
+        # of `bounds_of_rank` are then unused.
+        bounds_of_rank = split[:, rank].tolist()
         parts = []
         for index, micro_batch in enumerate(micro_batches):
-            begin, end = bounds[index]
+            begin, end = bounds_of_rank[index]
             on_all_ranks = bool(sizes[index].all())
             parts.append(_RankPart(micro_batch, slice(begin, end), on_all_ranks))
         return parts
@@ -458,14 +519,14 @@ class MicroBatchPlan:
     def make_micro_batches(
         self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
     ) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a global batch, or of consecutive parts of it.
+        """Returns this rank's micro-batches of a global batch, or of some consecutive ones of it.
 
         Args:
-            sizes: samples of each part, shape `(micro-batches, ranks)`. If there are virtual ranks,
-                it is the whole global batch.
-            count: samples of the whole global batch.
-            has_first: True if the first part is the first of the global batch.
-            has_last: True if the last part is the last of the global batch.
+            sizes: number of samples in each part, shape `(micro-batches, ranks)`. With virtual
+                ranks it must cover the whole global batch.
+            count: number of samples in the whole global batch.
+            has_first: True if `sizes` begins with the first micro-batch of the global batch.
+            has_last: True if `sizes` ends with the last micro-batch of the global batch.
         """
         rank = self.data_parallel.rank
         if self.virtual_ranks is None:
@@ -483,8 +544,8 @@ def _plan_batches(
 
     Args:
         plan: the global batches of the epoch.
-        start: the position of the first one that is wanted.
-        parts_by_size: this rank's micro-batches of a global batch of each size.
+        start: number of the first global batch to plan.
+        parts_by_size: maps the size of a global batch to this rank's micro-batches of it.
     """
     for position, global_batch in enumerate(plan.batches(start), start):
         for part in parts_by_size[len(global_batch)]:
@@ -492,12 +553,12 @@ def _plan_batches(
 
 
 def _planned(position: int, part: _RankPart, global_batch: Indices) -> PlannedMicroBatch:
-    """Returns a micro-batch of this rank in a certain global batch.
+    """Turns the micro-batch of any global batch into that of a particular one.
 
     Args:
-        position: of the global batch in the epoch.
-        part: the micro-batch, in a global batch of that size.
-        global_batch: the indices of all its samples.
+        position: number of the global batch in the epoch.
+        part: the micro-batch of any global batch of this size.
+        global_batch: the indices of all samples of the global batch.
     """
     return PlannedMicroBatch(
         position,
@@ -517,24 +578,26 @@ def make_micro_batches(
     has_first: bool = True,
     has_last: bool = True,
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches of a global batch, or of consecutive parts of it.
+    """Returns a rank's micro-batches of a global batch, or of some consecutive ones of it.
 
     Args:
-        sizes: samples of each part, shape `(micro-batches, ranks)`.
-        rank: whose micro-batches are returned.
-        count: samples of the whole global batch.
-        has_first: True if the first part is the first of the global batch.
-        has_last: True if the last part is the last of the global batch.
+        sizes: number of samples in each part, shape `(micro-batches, ranks)`.
+        rank: the rank whose micro-batches are returned.
+        count: number of samples in the whole global batch.
+        has_first: True if `sizes` begins with the first micro-batch of the global batch.
+        has_last: True if `sizes` ends with the last micro-batch of the global batch.
     """
     num_micro_batches, num_ranks = sizes.shape
-    # If the global batch is one micro-batch, equally large on all ranks, the scale is 1, and the
-    # loss needs no factor.
+
+    # If all ranks process equal parts of the global batch in a single micro-batch, DDP's mean over
+    # the ranks is already right, and the loss needs no factor.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
     plain = is_whole and count > 0 and sizes_are_equal
+
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
-        # The n * ranks / N of the module's docstring.
+        # n * ranks / N, as the module's docstring explains
         scale = 1.0 if plain else local_rows * num_ranks / max(1, count)
         micro_batch = MicroBatch(
             global_samples=count,
@@ -552,18 +615,20 @@ def make_micro_batches(
 def _micro_batches_of_virtual_ranks(
     pieces: Sequence[CheckedPiece], count: int, num_virtual_ranks: int, *, num_ranks: int
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches, if all virtual ranks train one model.
+    """Makes a micro-batch of each piece of a rank, if all virtual ranks train one model.
 
     Args:
-        pieces: of the rank; those that are repeated count for nothing.
-        count: samples of the whole global batch.
-        num_virtual_ranks: of the run.
-        num_ranks: that compute them.
+        pieces: the pieces of a global batch that the rank processes, in this order. Repeated pieces
+            do not contribute to the gradient.
+        count: number of samples in the whole global batch.
+        num_virtual_ranks: number of virtual ranks in the run.
+        num_ranks: number of ranks that process them.
     """
-    numbers = set()
+    virtual_ranks_of_this_rank = set()
     for checked in pieces:
         if not checked.piece.is_padding and not checked.is_repeat:
-            numbers.add(checked.piece.virtual_rank)
+            virtual_ranks_of_this_rank.add(checked.piece.virtual_rank)
+
     micro_batches = []
     for index, checked in enumerate(pieces):
         piece = checked.piece
@@ -572,7 +637,7 @@ def _micro_batches_of_virtual_ranks(
             begins=piece.piece == 0,
             ends=piece.piece == piece.num_pieces - 1,
             piece=piece.piece,
-            number_on_process=len(numbers),
+            number_on_process=len(virtual_ranks_of_this_rank),
             mean_number_on_process=num_virtual_ranks / num_ranks,
             has_own_step=False,
             is_padding=piece.is_padding,
@@ -586,8 +651,8 @@ def _micro_batches_of_virtual_ranks(
             first=index == 0,
             last=index == len(pieces) - 1,
             num_micro_batches=len(pieces),
-            # With this factor the mean over these samples counts in the mean over virtual ranks as
-            # these samples count in the mean over the global batch.
+            # As in the module's docstring, with virtual ranks in the place of ranks: the gradient
+            # is the mean over the virtual ranks.
             scale=local_rows * num_virtual_ranks / max(1, count),
             plain=False,
             virtual_rank=virtual_rank,
@@ -599,35 +664,41 @@ def _micro_batches_of_virtual_ranks(
 def _micro_batches_of_copies(
     sizes: Indices, rank: int, count: int, num_virtual_ranks: int
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches, those of its first copy of the model first.
+    """Returns a rank's micro-batches under DiLoCo, in which each virtual rank trains a replica.
+
+    A rank processes its replicas one after the other.
 
     Args:
-        sizes: samples of each part, shape `(micro-batches, ranks)`. A column has the pieces of the
-            first virtual rank of that rank, then those of the second, and so on.
-        rank: whose micro-batches are returned.
-        count: samples of the whole global batch.
-        num_virtual_ranks: of the run.
+        sizes: number of samples in each part, shape `(micro-batches, ranks)`. The column of a rank
+            lists the pieces of its first replica, then those of its second replica, and so on.
+        rank: the rank whose micro-batches are returned.
+        count: number of samples in the whole global batch.
+        num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
     """
     max_micro_batches, num_ranks = sizes.shape
-    numbers = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
-    max_virtual_ranks = ceil_div(num_virtual_ranks, num_ranks)  # of one rank
-    pieces_of_virtual_rank = max(1, max_micro_batches // max_virtual_ranks)
-    num_micro_batches = len(numbers) * pieces_of_virtual_rank
-    # If there are more ranks than virtual ranks, neighbouring ranks compute one together.
-    ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
-    first_rank = rank - rank % ranks_of_virtual_rank
-    ranks = slice(first_rank, first_rank + ranks_of_virtual_rank)
+    replicas = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
+    max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
+    pieces_per_replica = max(1, max_micro_batches // max_replicas_per_rank)
+    num_micro_batches = len(replicas) * pieces_per_replica
+
+    # If there are more ranks than replicas, neighbouring ranks process one replica together: with
+    # 4 ranks and 2 replicas, ranks 0 and 1 the first, ranks 2 and 3 the second.
+    ranks_per_replica = max(1, num_ranks // num_virtual_ranks)
+    first_rank = rank - rank % ranks_per_replica
+    ranks_of_replica = slice(first_rank, first_rank + ranks_per_replica)
+
     micro_batches = []
-    for index, number in enumerate(numbers):
-        first_piece = index * pieces_of_virtual_rank
-        pieces = sizes[first_piece : first_piece + pieces_of_virtual_rank]  # shape (pieces, ranks)
-        samples_of_virtual_rank = int(pieces[:, ranks].sum())
-        for piece, local_rows in enumerate(pieces[:, rank].tolist()):
+    for index, replica in enumerate(replicas):
+        first_piece = index * pieces_per_replica
+        piece_sizes = sizes[first_piece : first_piece + pieces_per_replica]
+        samples_of_replica = int(piece_sizes[:, ranks_of_replica].sum())
+
+        for piece, local_rows in enumerate(piece_sizes[:, rank].tolist()):
             virtual_rank = VirtualRank(
-                number=number,
+                number=replica,
                 begins=piece == 0,
-                ends=piece == pieces_of_virtual_rank - 1,
-                number_on_process=len(numbers),
+                ends=piece == pieces_per_replica - 1,
+                number_on_process=len(replicas),
                 mean_number_on_process=max(1.0, num_virtual_ranks / num_ranks),
                 has_own_step=True,
             )
@@ -638,7 +709,8 @@ def _micro_batches_of_copies(
                 first=position == 0,
                 last=position == num_micro_batches - 1,
                 num_micro_batches=num_micro_batches,
-                scale=local_rows * ranks_of_virtual_rank / max(1, samples_of_virtual_rank),
+                # The mean over the samples of this replica, not over the global batch.
+                scale=local_rows * ranks_per_replica / max(1, samples_of_replica),
                 plain=False,
                 virtual_rank=virtual_rank,
             )
