@@ -79,15 +79,29 @@ class LockstepError(Exception):
         found: what is wrong with it.
         do: what to change.
         code: of the entry in the catalogue (`lockstep.verify.catalogue`), if there is one.
+        may_pass: for an error that differs in this from others of its class.
     """
 
     exit_code = 1
+    may_pass = True
+    """False if the same command on the same machines fails with it each time. `lockstep run
+    --max-restarts` does not start the ranks again after such an error."""
 
-    def __init__(self, was_set: str, found: str, do: str, *, code: str | None = None) -> None:
+    def __init__(
+        self,
+        was_set: str,
+        found: str,
+        do: str,
+        *,
+        code: str | None = None,
+        may_pass: bool | None = None,
+    ) -> None:
         self.was_set = was_set
         self.found = found
         self.do = do
         self.code = code
+        if may_pass is not None:
+            self.may_pass = may_pass
         self.rank = _rank
         self.line = user_line()
         super().__init__(self.text)
@@ -130,6 +144,7 @@ class SettingError(LockstepError, ValueError):
     """An argument, flag or variable that cannot be honoured."""
 
     exit_code = 2
+    may_pass = False
 
 
 class UsageError(LockstepError, RuntimeError):
@@ -200,6 +215,8 @@ class DuplicateRankError(JoinError):
 class WorldSizeError(JoinError):
     """The ranks were started with different world sizes."""
 
+    may_pass = False
+
 
 class MasterUnreachableError(JoinError):
     """Nothing that speaks our protocol answers at the master's address."""
@@ -215,6 +232,8 @@ class StaleInitFileError(JoinError):
 
 class TokenDiffersError(JoinError):
     """The machine that serves the run's store has another token."""
+
+    may_pass = False
 
 
 class RankFailedError(LockstepError, RuntimeError):

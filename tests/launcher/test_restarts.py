@@ -83,6 +83,55 @@ def test_with_progress_between_or_causes_outside_all_restarts_are_made(tmp_path:
         assert "starting all ranks again (--max-restarts: 0 left after this)" in brief[0]
 
 
+WRONG_SETTING = """
+import lockstep
+print("START", flush=True)
+lockstep.init(precision="fp61")
+"""
+WRONG_ARGUMENTS = """
+import os, sys
+import lockstep
+print("START", flush=True)
+sys.argv += ["--lr", os.environ["RANK"] + ".1"]
+lockstep.init()
+"""
+# What an operating system says may be over when the ranks are started again.
+NO_ROOM = """
+import lockstep
+from lockstep.distributed.rank_files import cannot_write_error
+print("START", flush=True)
+raise cannot_write_error("ledger", "folder", "no space is left")
+"""
+CANNOT_PASS = "the same command would fail again in the same way: restarting will not help"
+
+
+def starts_of(script: str, folder: Path) -> tuple[int, int, str]:
+    """The exit code, how often two ranks were started, and what the launcher has said."""
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    flags = ["run", "--nproc=2", "--device=cpu", "--max-restarts=2", "script.py"]
+    done = launch(flags, folder)
+    return done.returncode, done.stdout.count("START") // 2, done.stderr
+
+
+def test_a_wrong_setting_is_not_started_again(tmp_path: Path) -> None:
+    code, starts, said = starts_of(WRONG_SETTING, tmp_path / "setting")
+    assert (code, starts) == (2, 1), said
+    assert CANNOT_PASS in said
+    assert said.count("FIRST FAILURE") == 1
+
+
+@pytest.mark.thorough
+def test_what_the_command_says_is_not_started_again_and_what_may_pass_is(tmp_path: Path) -> None:
+    code, starts, said = starts_of(WRONG_ARGUMENTS, tmp_path / "arguments")
+    assert (code, starts) == (4, 1), said
+    assert CANNOT_PASS in said
+    code, starts, said = starts_of(NO_ROOM, tmp_path / "room")
+    assert code == 2
+    assert starts == 3, said
+    assert CANNOT_PASS not in said
+
+
 PLAIN = "import os\nprint('START', flush=True)\nNone + 1\n"
 
 

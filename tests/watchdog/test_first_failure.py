@@ -77,6 +77,7 @@ def rank_raised(
         chain=rest.pop("chain", ()),
         exit_code=rest.pop("exit_code", 1),
         from_lockstep=rest.pop("from_lockstep", False),
+        may_pass=rest.pop("may_pass", True),
     )
     code = rest.pop("code", error.exit_code)
     rest = {"host": "a", "time": at + 0.1, "how": f"exit code {code}", **rest}
@@ -752,6 +753,21 @@ def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> N
     first = first_failure([], hang=replace(deadlock_verdict(), found_at=1.0))
     assert first is not None
     assert "train.py:11: code 11" in render_failure(first)
+
+
+def test_a_restart_is_vain_only_if_nothing_that_came_first_may_pass() -> None:
+    wrong = rank_raised(0, "precision='fp61'", 1.0, type="SettingError", may_pass=False)
+    for other, may_pass in (
+        (rank_raised(1, "precision='fp61'", 1.0, type="SettingError", may_pass=False), False),
+        (rank_raised(1, "device='x'", 1.0, type="SettingError", may_pass=False), False),
+        (rank_raised(1, "no route", 1.1, type="OSError"), True),  # which was first is not known
+        (rank_raised(1, "no route", 9.0, type="OSError"), False),
+        (rank_raised(1, CLOSED, 1.1), False),
+        (rank_ended_by_lockstep(1, 2.0, 1.5), False),
+    ):
+        first = first_failure([wrong, other])
+        assert first is not None
+        assert first.may_pass == may_pass, other
 
 
 def test_an_exit_status_survives_json() -> None:

@@ -58,6 +58,7 @@ def choose_device(
             f"device={wanted!r}",
             "no CUDA device is visible" + _format_visible_devices(environ),
             "use device='cpu', or install a build of torch for CUDA or ROCm and check the driver",
+            may_pass=True,
         )
     _check_cuda_works(num_gpus, environ)
     if given is not None and given.index is not None:
@@ -175,6 +176,7 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
             f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}",
             f"CUDA does not work: {problem}",
             "mend that, or use device='cpu'",
+            may_pass=True,
         )
 
 

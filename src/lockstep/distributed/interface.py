@@ -156,6 +156,7 @@ def _no_such_interface_error(variable: str, value: str, addresses: Addresses) ->
         f"{variable}={value}",
         f"no such interface on {socket.gethostname()}, which has {listing(addresses)}",
         "set it to one of these, or unset it to have one chosen",
+        may_pass=True,  # an interface comes up and goes down
     )
 
 

@@ -195,9 +195,9 @@ class Join:
         decision = json.loads(self.store.get("decision"))
         self.store.set(f"read/{request.number}", "")  # rank 0 may wait for it before it leaves
         if decision["error"] is not None:
-            error_name, was_set, found, do = decision["error"]
+            error_name, was_set, found, do, may_pass = decision["error"]
             error_class = getattr(errors, error_name)  # such as `MissingRankError`
-            error: JoinFailure = error_class(was_set, found, do)
+            error: JoinFailure = error_class(was_set, found, do, may_pass=may_pass)
             raise error
 
         # The decision has each host once, with the number of its consecutive ranks.
@@ -280,7 +280,8 @@ class Join:
         error = self._find_contradiction() or self._find_absence() or self._find_mismatch(members)
         error_fields = None
         if error is not None:
-            error_fields = (type(error).__name__, error.was_set, error.found, error.do)
+            texts = (error.was_set, error.found, error.do)
+            error_fields = (type(error).__name__, *texts, error.may_pass)
         hosts = name_machines(members)
         # Consecutive ranks mostly share a host, so each host is written once, with their number.
         host_counts = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
@@ -372,7 +373,9 @@ class Join:
         if any(line.startswith("arguments: ") for line in lines):
             do += "; an argument that numbers the process or its machine may differ: call it --rank"
             do += ", --local-rank or --node-rank"
-        return errors.RanksDifferError(self._requested_run, "; ".join(lines), do)
+        # A launcher starts the same commands, with the same code and versions, again.
+        found = "; ".join(lines)
+        return errors.RanksDifferError(self._requested_run, found, do, may_pass=False)
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
         """Waits, up to `GRACE_S`, until all processes that may still come have read the error.

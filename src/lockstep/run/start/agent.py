@@ -723,8 +723,11 @@ class Agent(api.SimpleElasticAgent):
                 end_signal = signal.SIGKILL
 
         self._end_ranks(end_signal, before_restart=True)
-        if self.failure is not None and self.failure.is_repeated and not membership_changed:
-            raise _vain_restart(self.failure, worker_group.spec.max_restarts)
+        if self.failure is not None and not membership_changed:
+            # With other machines, a setting that these cannot honour may be right.
+            comes_again = not self.failure.may_pass and not self._rdzv.elastic
+            if self.failure.is_repeated or comes_again:
+                raise _vain_restart(self.failure, worker_group.spec.max_restarts)
 
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
 
@@ -1183,6 +1186,12 @@ class Agent(api.SimpleElasticAgent):
 
 def _vain_restart(failure: FirstFailure, max_restarts: int) -> LockstepError:
     """Returns the error that ends a run whose failure would come again after each restart."""
+    if not failure.is_repeated:
+        return LockstepError(
+            f"--max-restarts {max_restarts}",
+            "the same command would fail again in the same way: restarting will not help",
+            "repair what it says",
+        )
     step = step_of_key(failure.key)
     where = f"after step {step} of the training" if step else "before the first step"
     return LockstepError(

@@ -70,6 +70,8 @@ class ErrorRecord:
     None if `lockstep.init` was not called."""
     from_lockstep: bool = False
     """True for a `LockstepError`, whose message also says what was found and what to do."""
+    may_pass: bool = True
+    """See `LockstepError.may_pass`; True for all exceptions of others."""
 
 
 class Reserve:
@@ -171,6 +173,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         chain=tuple(chain),
         trained_steps=_trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
+        may_pass=not isinstance(cause, LockstepError) or cause.may_pass,
     )
 
 

@@ -82,6 +82,8 @@ class FirstFailure:
     """See `repeated_failure.failure_key`."""
     is_repeated: bool = False
     """True if an earlier attempt has failed in the same way in the same step."""
+    may_pass: bool = True
+    """False if it comes again in each attempt; see `LockstepError.may_pass`."""
     given_up: tuple[str, ...] = ()
     """The ranks whose processes have not ended, each with the state of its process."""
     folder: str = ""
@@ -204,6 +206,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     """
     first, *later_roots = _merge_similar_roots(roots)
     at_the_same_time: list[str] = []
+    may_pass = first.may_pass
     consequences = _describe_followers(followers)
 
     # A later root either happened too close to the first one to be put after it, or followed from
@@ -211,12 +214,16 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     for root in later_roots:
         if _cannot_be_ordered(first, root):
             at_the_same_time.append(_describe_root(root, first.host))
+            may_pass = may_pass or root.may_pass
         elif root.kind != "interrupted":
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
 
     return replace(
-        first, at_the_same_time=tuple(at_the_same_time), consequences=tuple(consequences)
+        first,
+        at_the_same_time=tuple(at_the_same_time),
+        consequences=tuple(consequences),
+        may_pass=may_pass,
     )
 
 
@@ -400,6 +407,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         details=details,
         advice=advise(kind, end, no_peer_was_lost=no_peer_was_lost),
         key=failure_key(end) if kind == "exception" else "",
+        may_pass=error is None or kind != "exception" or error.may_pass,
     )
 
 
