@@ -1,17 +1,17 @@
-"""The global batch: which samples form it, and who computes which of them.
+"""Decides which samples form a global batch, and which rank processes which of them.
 
-A *global batch* holds the samples of one optimizer step, over all ranks. Two pure functions carry
-all of Lockstep's promises about data:
+A *global batch* holds the samples of one optimizer step over all ranks. Two pure functions are
+behind all of Lockstep's promises about data:
 
 1. `plan_epoch(length, batch_size, seed=, epoch=, ...)` divides an epoch into global batches. It
-   knows nothing of devices, so the order of samples cannot depend on them.
-2. `split_batch(count, shares, micro_batches)` divides one global batch into micro-batches, and each
-   of these into the parts of the ranks. It knows nothing of the data. *Shares* say how much each
-   rank computes, one whole number a rank.
+   does not know the devices, so the order of the samples cannot depend on them.
+2. `split_batch(count, shares, micro_batches)` divides a global batch into micro-batches, and each
+   micro-batch into one part for each rank. It does not know the data. The *shares*, a whole number
+   for each rank, say how the work is divided.
 
-A global batch is laid out as consecutive micro-batches, and each micro-batch as consecutive parts
-of the ranks. The micro-batches hold the same samples on any number of ranks, which is what makes
-BatchNorm, whose statistics are those of a micro-batch, independent of that number.
+A global batch is a sequence of micro-batches, and a micro-batch is a sequence of parts, one for
+each rank. A micro-batch holds the same samples on any number of ranks. This makes the statistics of
+BatchNorm, which are those of a micro-batch, independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class EpochPlan:
     """The global batches of one epoch: `plan[t]` holds the sample indices of batch t, in order."""
 
     num_samples: int
-    """How many samples the epoch has."""
+    """The number of samples in the epoch."""
     batch_size: int
     read_order: Callable[[int, int], Indices]
-    """Returns the sample indices from one place of the epoch's order to before another."""
+    """`read_order(begin, end)` returns this slice of the epoch's sample indices."""
 
     def __len__(self) -> int:
         return ceil_div(self.num_samples, self.batch_size)
@@ -63,17 +63,18 @@ class EpochPlan:
     def batches(self, start: int = 0) -> Iterator[Indices]:
         """Yields the global batches from number `start` on.
 
-        The indices of several small ones are computed together.
+        To be fast, it computes the indices of several small global batches together.
         """
         batches_at_once = max(1, INDICES_COMPUTED_AT_ONCE // self.batch_size)
         samples_at_once = batches_at_once * self.batch_size
+
         for begin in range(start * self.batch_size, self.num_samples, samples_at_once):
             indices = self.read_order(begin, min(begin + samples_at_once, self.num_samples))
             for batch_begin in range(0, len(indices), self.batch_size):
                 yield indices[batch_begin : batch_begin + self.batch_size]
 
     def sizes(self, start: int = 0) -> set[int]:
-        """Returns the different sizes of the global batches from number `start` on."""
+        """Returns the sizes that occur among the global batches from number `start` on."""
         num_full, size_of_last = divmod(self.num_samples_from(start), self.batch_size)
         sizes = set()
         if num_full:
@@ -83,13 +84,13 @@ class EpochPlan:
         return sizes
 
     def num_samples_from(self, start: int) -> int:
-        """Returns how many samples the global batches from number `start` on have."""
+        """Returns the number of samples in the global batches from number `start` on."""
         return max(0, self.num_samples - start * self.batch_size)
 
 
 @dataclass(frozen=True, eq=False)
 class CustomPlan:
-    """The global batches of one epoch in an order of the user's own; see `EpochPlan`."""
+    """The global batches of one epoch as the user's own sampler gave them; see `EpochPlan`."""
 
     order: Indices
     """The sample indices of the epoch, shape `(samples,)`."""
@@ -110,11 +111,11 @@ class CustomPlan:
             yield self[step]
 
     def sizes(self, start: int = 0) -> set[int]:
-        """Returns the different sizes of the global batches from number `start` on."""
+        """Returns the sizes that occur among the global batches from number `start` on."""
         return set(np.diff(self.bounds[start:]).tolist())
 
     def num_samples_from(self, start: int) -> int:
-        """Returns how many samples the global batches from number `start` on have."""
+        """Returns the number of samples in the global batches from number `start` on."""
         return int(self.bounds[-1] - self.bounds[start])
 
 
@@ -130,16 +131,16 @@ def plan_epoch(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> EpochPlan:
-    """Returns the global batches of one epoch, which depend on nothing but the arguments.
+    """Divides an epoch into global batches. The result depends on nothing but the arguments.
 
     Args:
-        length: samples in the dataset, up to `sys.maxsize`.
-        batch_size: samples in a global batch. The last one is shorter if `length` is not a multiple
-            of it, or left out with `drop_last`.
-        seed: of the run.
-        epoch: counted from 0; every epoch has an order of its own.
-        shuffle: False keeps the dataset's order.
-        drop_last: leave out a last batch that is not full.
+        length: number of samples in the dataset, up to `sys.maxsize`.
+        batch_size: number of samples in a global batch. If `length` is not a multiple of it, the
+            last global batch is shorter, or is left out with `drop_last`.
+        seed: the seed of the run.
+        epoch: number of the epoch, counted from 0. Each epoch is shuffled differently.
+        shuffle: False to keep the order of the dataset.
+        drop_last: True to leave out a last global batch that is not full.
 
     Raises:
         DataError: `batch_size` or `length` is out of range.
@@ -148,11 +149,16 @@ def plan_epoch(
     if length < 0:
         raise DataError(f"a dataset of length {length}", "a length is at least 0", "fix __len__")
     num_samples = length - length % batch_size if drop_last else length
+
     if not shuffle:
         return EpochPlan(num_samples, batch_size, partial(np.arange, dtype=np.int64))
-    if not is_permuted(length):  # it is short enough to draw the order as a whole
+
+    # The order of a dataset of usual size is drawn as a whole.
+    if not is_permuted(length):
         order = shuffled_indices(length, seed=seed, epoch=epoch)
         return EpochPlan(num_samples, batch_size, lambda begin, end: order[begin:end])
+
+    # That of a huge one would take too much memory, so any slice of it is computed when needed.
     keys = random_words(seed, epoch, NUM_ROUNDS)
     return EpochPlan(
         num_samples, batch_size, lambda begin, end: permuted_indices(begin, end, length, keys)
@@ -160,7 +166,7 @@ def plan_epoch(
 
 
 def plan_custom_order(order: Indices, batch_size: int, *, drop_last: bool) -> CustomPlan:
-    """Returns consecutive global batches of a given order of sample indices."""
+    """Divides a given order of sample indices into consecutive global batches."""
     num_batches = batches_in_epoch(len(order), batch_size, drop_last=drop_last)
     bounds = np.arange(num_batches + 1, dtype=np.int64) * batch_size
     bounds = np.minimum(bounds, len(order))  # the last batch may be short
@@ -168,7 +174,7 @@ def plan_custom_order(order: Indices, batch_size: int, *, drop_last: bool) -> Cu
 
 
 def batches_in_epoch(length: int, batch_size: int, *, drop_last: bool) -> int:
-    """Returns the number of global batches, and so of optimizer steps, of an epoch."""
+    """Returns the number of global batches in an epoch, which is that of optimizer steps."""
     return length // batch_size if drop_last else ceil_div(length, batch_size)
 
 
@@ -179,121 +185,137 @@ def split_batch(
     micro_batches: int = 1,
     virtual_ranks: VirtualRanks | None = None,
 ) -> Indices:
-    """Divides a global batch over micro-batches and ranks.
+    """Divides a global batch into micro-batches, and each micro-batch over the ranks.
 
-    Every rank's part is within one sample of its share of the whole batch, and micro-batches differ
-    by at most one sample. If `count` is less than `micro_batches`, there are only `count`
-    micro-batches, so none is empty on all ranks; a rank's part may be.
+    For 8 samples, 2 ranks and 2 micro-batches the result is `[[[0, 2], [2, 4]], [[4, 6], [6, 8]]]`.
+
+    The number of samples of a rank differs from its exact share by less than one, and the sizes of
+    micro-batches differ by at most one. If `count` is less than `micro_batches`, there are only
+    `count` micro-batches, so that no micro-batch is empty on all ranks. It may still be empty on
+    some.
 
     Args:
-        count: samples in the global batch.
-        shares: one weight a rank, `(1, 2)`: rank 1 computes twice as much as rank 0.
-        micro_batches: in how many pieces the batch is computed, one after the other.
-        virtual_ranks: that divide the global batch; see `_split_over_copies` and
-            `split_over_virtual_ranks`. None: there are none.
+        count: number of samples in the global batch.
+        shares: a whole number for each rank. With `(1, 2)`, rank 1 processes twice as many samples
+            as rank 0.
+        micro_batches: number of micro-batches, which are processed one after the other.
+        virtual_ranks: the virtual ranks of the run, or None. With virtual ranks, see
+            `split_over_virtual_ranks` and `_split_over_replicas`.
 
     Returns:
-        Begin and end of each part within the global batch, shape `(micro-batches, ranks, 2)`.
+        The first sample of each part, and the one after its last, within the global batch. The
+        shape is `(micro-batches, ranks, 2)`.
     """
     num_ranks = len(shares)
     if virtual_ranks is not None and virtual_ranks.train_copies:
-        return _split_over_copies(count, num_ranks, micro_batches, virtual_ranks.count)
+        return _split_over_replicas(count, num_ranks, micro_batches, virtual_ranks.count)
     if virtual_ranks is not None:
-        return _as_array(
-            split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks.count)
+        pieces_of_ranks = split_over_virtual_ranks(
+            count, shares, micro_batches, virtual_ranks.count
         )
+        return _as_array(pieces_of_ranks)
+
     num_micro_batches = max(1, min(micro_batches, count))
-    # Each place of the global batch is given to a rank. The number of places that a rank has in a
-    # micro-batch is the size of its part.
-    rank_of_place = _spread_ranks(part_sizes(count, shares))
+
+    # Deal the samples out to the ranks so evenly that each rank has its share of any section. How
+    # many it was dealt in the section of a micro-batch is the size of its part.
+    rank_of_sample = _deal_out_samples(part_sizes(count, shares))
+
     # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
         begin = bounds[index]
         end = bounds[index + 1]
-        sizes = np.bincount(rank_of_place[begin:end], minlength=num_ranks)  # of each rank's part
-        part_ends = begin + np.cumsum(sizes)
-        split[index, :, 0] = part_ends - sizes
-        split[index, :, 1] = part_ends
-    split.setflags(write=False)
+        sizes_of_parts = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)
+        ends_of_parts = begin + np.cumsum(sizes_of_parts)
+        split[index, :, 0] = ends_of_parts - sizes_of_parts
+        split[index, :, 1] = ends_of_parts
+
+    split.setflags(write=False)  # the result is cached, and callers share it
     return split
 
 
 def split_sizes(split: Indices) -> Indices:
-    """Returns the number of samples of each part of a global batch.
+    """Returns the number of samples in each part of a global batch.
 
     Args:
-        split: begin and end of each part, shape `(micro-batches, ranks, 2)`, of `split_batch`.
+        split: the result of `split_batch`, shape `(micro-batches, ranks, 2)`.
 
     Returns:
-        Shape `(micro-batches, ranks)`.
+        An array of shape `(micro-batches, ranks)`.
     """
     return split[..., 1] - split[..., 0]
 
 
-def _spread_ranks(sizes: Sequence[int]) -> Indices:
-    """Spreads the samples of each rank evenly over a global batch.
+def _deal_out_samples(sizes: Sequence[int]) -> Indices:
+    """Decides which rank gets each sample of a global batch, spreading each rank's evenly.
 
-    However the batch is then divided into micro-batches, a rank has its share of each, and the
-    totals stay exact.
+    For the sizes 4 and 2 the result is `[0, 1, 0, 0, 1, 0]`, not `[0, 0, 0, 0, 1, 1]`. So
+    wherever the global batch is cut, each rank has about its share of each piece.
 
     Args:
-        sizes: how many samples each rank has.
+        sizes: number of samples of each rank.
 
     Returns:
-        For each place of the global batch a rank, shape `(samples,)`.
+        The rank of each sample, shape `(samples,)`.
     """
-    # Where the samples of each rank are to stand in the global batch, from 0 (its begin) to 1.
-    places = [np.empty(0)]
+    # Place the samples of each rank at equal distances between 0 and 1, then read off the ranks
+    # from left to right.
+    positions = [np.empty(0)]
     for size in sizes:
-        if size > 0:  # the middles of `size` equal pieces of the range from 0 to 1
-            places.append((np.arange(size) + 0.5) / size)
-    order_of_places = np.argsort(np.concatenate(places), kind="stable")
-    rank_of_place = np.repeat(np.arange(len(sizes)), sizes)
-    return rank_of_place[order_of_places]
+        if size > 0:
+            centers_of_equal_intervals = (np.arange(size) + 0.5) / size
+            positions.append(centers_of_equal_intervals)
+    order = np.argsort(np.concatenate(positions), kind="stable")
+
+    rank_of_position = np.repeat(np.arange(len(sizes)), sizes)
+    return rank_of_position[order]
 
 
 class VirtualRankPiece(NamedTuple):
-    """A micro-batch of a virtual rank, or one without samples that only fills up a rank's list."""
+    """A micro-batch of a virtual rank: some consecutive samples of the global batch."""
 
     virtual_rank: int
     piece: int
-    """The number of this piece among those of its virtual rank, from 0."""
+    """The number of this piece among the pieces of its virtual rank, counted from 0."""
     num_pieces: int
-    """How many pieces the virtual rank's part is computed in."""
+    """The number of pieces of its virtual rank."""
     begin: int
-    """The position of the first sample in the global batch."""
+    """The position of its first sample in the global batch."""
     end: int
-    """The position after the last sample."""
+    """The position after its last sample."""
     is_padding: bool = False
-    """True if it only fills up a rank's list."""
+    """True for a piece without samples that a rank processes because other ranks have more."""
 
 
 @lru_cache(maxsize=256)
 def split_over_virtual_ranks(
     count: int, shares: tuple[int, ...], micro_batches: int, num_virtual_ranks: int
 ) -> list[list[VirtualRankPiece]]:
-    """Divides a global batch over virtual ranks that train one model.
+    """Divides a global batch over virtual ranks that train one model together.
 
-    The parts of the virtual ranks are consecutive and differ by one sample at most. They do not
-    depend on the ranks, each of which computes neighbouring virtual ranks, as many as its share
-    says. Virtual ranks that have no samples, of a short global batch, are left out.
+    Each virtual rank gets consecutive samples, and the sizes differ by at most one. Which samples
+    these are does not depend on the ranks. Each rank processes neighbouring virtual ranks, as many
+    as its share allows. If a short global batch has fewer samples than there are virtual ranks,
+    those without samples are left out.
 
     Args:
-        count: samples in the global batch.
-        shares: one weight a rank.
-        micro_batches: pieces in which each part is computed; fewer if a part has fewer samples.
-        num_virtual_ranks: of the run.
+        count: number of samples in the global batch.
+        shares: a whole number for each rank, see `split_batch`.
+        micro_batches: number of pieces in which a virtual rank's part is processed. A part with
+            fewer samples than that has one piece for each sample.
+        num_virtual_ranks: number of virtual ranks in the run.
 
     Returns:
-        For each rank its pieces, in order. All ranks have the same number of them, because a loop
-        may communicate in each of its micro-batches: shorter lists are filled up with pieces
+        For each rank, its pieces in order. All ranks have the same number of pieces, because the
+        user's loop may communicate in each micro-batch. Shorter lists are padded with pieces
         without samples.
     """
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
-    begins = np.cumsum([0, *sizes]).tolist()
+    begins = np.cumsum([0, *sizes]).tolist()  # virtual rank v has begins[v] to begins[v + 1] - 1
     bounds_of_ranks = virtual_rank_bounds(shares, num_virtual_ranks)
+
     pieces_of_ranks = []
     for first, end in itertools.pairwise(bounds_of_ranks):
         pieces = []
@@ -304,32 +326,42 @@ def split_over_virtual_ranks(
                 piece_end = begins[number] + ceil_div(sizes[number] * (piece + 1), num_pieces)
                 pieces.append(VirtualRankPiece(number, piece, num_pieces, begin, piece_end))
         pieces_of_ranks.append(pieces)
-    most_pieces = max(1, *(len(pieces) for pieces in pieces_of_ranks))
+
+    # Pad all lists to the same length with empty pieces that stand where the rank's samples end.
+    max_pieces = max(1, *(len(pieces) for pieces in pieces_of_ranks))
     for rank, pieces in enumerate(pieces_of_ranks):
-        end = bounds_of_ranks[rank + 1]
-        place = begins[end]  # where the rank's samples end; a piece without samples stands here
-        last_virtual_rank = max(0, end - 1)
-        padding = VirtualRankPiece(last_virtual_rank, 0, 1, place, place, is_padding=True)
-        pieces += [padding] * (most_pieces - len(pieces))
+        end_of_virtual_ranks = bounds_of_ranks[rank + 1]
+        end_of_samples = begins[end_of_virtual_ranks]
+        padding = VirtualRankPiece(
+            virtual_rank=max(0, end_of_virtual_ranks - 1),
+            piece=0,
+            num_pieces=1,
+            begin=end_of_samples,
+            end=end_of_samples,
+            is_padding=True,
+        )
+        pieces += [padding] * (max_pieces - len(pieces))
+
     return pieces_of_ranks
 
 
 def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tuple[int, ...]:
-    """Returns which virtual ranks each rank computes, if all virtual ranks train one model.
+    """Returns which virtual ranks each rank processes, if all virtual ranks train one model.
 
     Args:
-        shares: one weight a rank.
-        num_virtual_ranks: of the run.
+        shares: a whole number for each rank, see `split_batch`.
+        num_virtual_ranks: number of virtual ranks in the run.
 
     Returns:
-        Rank r computes the virtual ranks from number r to before number r + 1 of these.
+        The bounds of the ranks: rank r processes the virtual ranks `bounds[r]` to
+        `bounds[r + 1] - 1`. For 8 virtual ranks on 3 equal ranks they are `(0, 3, 6, 8)`.
     """
-    numbers_of_ranks = part_sizes(num_virtual_ranks, shares)
-    return (0, *itertools.accumulate(numbers_of_ranks))
+    virtual_ranks_per_rank = part_sizes(num_virtual_ranks, shares)
+    return (0, *itertools.accumulate(virtual_ranks_per_rank))
 
 
 def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
-    """Returns begin and end of each piece, shape `(pieces of a rank, ranks, 2)`."""
+    """Returns the begin and end of each piece, as an array of shape `(pieces, ranks, 2)`."""
     num_pieces = len(pieces_of_ranks[0])
     split = np.empty((num_pieces, len(pieces_of_ranks), 2), dtype=np.int64)
     for rank, pieces in enumerate(pieces_of_ranks):
@@ -339,80 +371,88 @@ def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
     return split
 
 
-def _split_over_copies(
+def _split_over_replicas(
     count: int, num_ranks: int, micro_batches: int, num_virtual_ranks: int
 ) -> Indices:
-    """Divides a global batch over virtual ranks that each train a copy of the model.
+    """Divides a global batch under DiLoCo, where each virtual rank trains a replica of the model.
 
-    The parts do not depend on the number of ranks. If there are fewer ranks, each computes several
-    virtual ranks, one after the other; if there are more, several neighbouring ranks compute one
-    together.
+    The samples of a replica do not depend on the number of ranks. If there are fewer ranks than
+    replicas, a rank processes several replicas one after the other. If there are more, several
+    neighbouring ranks process one replica together.
 
     Args:
-        count: samples in the global batch.
-        num_ranks: at most `num_virtual_ranks`, or a multiple of it.
-        micro_batches: pieces in which each part is computed; fewer if a part has fewer samples.
-        num_virtual_ranks: of the run.
+        count: number of samples in the global batch.
+        num_ranks: number of ranks, which is at most `num_virtual_ranks` or a multiple of it.
+        micro_batches: number of pieces in which a replica's part is processed. It is reduced to the
+            size of the smallest part.
+        num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
 
     Returns:
-        Begin and end of each part within the global batch, shape `(micro-batches, ranks, 2)`. The
-        micro-batches of a rank's first virtual rank come first.
+        The first sample of each part, and the one after its last, within the global batch. The
+        shape is `(micro-batches, ranks, 2)`; the micro-batches of a rank's first replica come
+        first.
     """
-    max_virtual_ranks_of_rank = ceil_div(num_virtual_ranks, num_ranks)
-    ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
-    # The part of virtual rank v has sizes[v] samples, and begins at begins[v] of the global batch.
+    max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
+    ranks_per_replica = max(1, num_ranks // num_virtual_ranks)
+
+    # Replica v has sizes[v] samples of the global batch, and the first of them is begins[v].
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
     begins = np.cumsum([0, *sizes])
     num_pieces = max(1, min(micro_batches, *sizes))
-    split = np.zeros((max_virtual_ranks_of_rank * num_pieces, num_ranks, 2), dtype=np.int64)
-    for first_rank in range(0, num_ranks, ranks_of_virtual_rank):
-        # These ranks compute the same virtual ranks. In `split` a rank is a column, and a
-        # micro-batch is a row.
-        columns = slice(first_rank, first_rank + ranks_of_virtual_rank)
-        numbers = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
-        for index, number in enumerate(numbers):
+
+    split = np.zeros((max_replicas_per_rank * num_pieces, num_ranks, 2), dtype=np.int64)
+    for first_rank in range(0, num_ranks, ranks_per_replica):
+        # Fill in the columns of the ranks that process the same replicas.
+        columns = slice(first_rank, first_rank + ranks_per_replica)
+        replicas = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
+        for index, replica in enumerate(replicas):
             rows = slice(index * num_pieces, (index + 1) * num_pieces)
-            split_of_part = split_batch(sizes[number], (1,) * ranks_of_virtual_rank, num_pieces)
-            split[rows, columns] = begins[number] + split_of_part
-    split.setflags(write=False)
+            split_of_replica = split_batch(sizes[replica], (1,) * ranks_per_replica, num_pieces)
+            split[rows, columns] = begins[replica] + split_of_replica
+
+    split.setflags(write=False)  # the result is cached, and callers share it
     return split
 
 
 def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
-    """Returns the numbers of the virtual ranks that a rank computes, if each trains a copy.
+    """Returns the numbers of the replicas that a rank processes under DiLoCo.
 
-    The numbers of two ranks differ by one at most. If there are more ranks than virtual ranks, each
-    rank computes a single one, together with its neighbours.
+    Each virtual rank trains a replica. All ranks process the same number of replicas, or one more.
+    If there are more ranks than replicas, each rank processes a single one together with its
+    neighbours.
     """
     if num_ranks > num_virtual_ranks:
-        ranks_of_virtual_rank = num_ranks // num_virtual_ranks
-        number = rank // ranks_of_virtual_rank
-        return range(number, number + 1)
+        ranks_per_replica = num_ranks // num_virtual_ranks
+        replica = rank // ranks_per_replica
+        return range(replica, replica + 1)
+
     first = ceil_div(num_virtual_ranks * rank, num_ranks)
     end = ceil_div(num_virtual_ranks * (rank + 1), num_ranks)
     return range(first, end)
 
 
 def part_sizes(count: int, shares: tuple[int, ...]) -> list[int]:
-    """Returns how many samples of a global batch each rank has.
+    """Returns the number of samples of a global batch that each rank gets.
+
+    For 10 samples and the shares `(1, 2)` these are 4 and 6.
 
     Args:
-        count: samples of the global batch.
-        shares: one weight a rank.
+        count: number of samples in the global batch.
+        shares: a whole number for each rank, see `split_batch`.
     """
-    # Rounded up, so that a single sample goes to the first rank.
+    # The bounds are rounded up, so that a single sample goes to the first rank.
     bounds = ceil_div(count * np.cumsum([0, *shares]), sum(shares))
     return [int(size) for size in np.diff(bounds)]
 
 
 @lru_cache(maxsize=256)
 def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int | None) -> int:
-    """Returns how many micro-batches are needed so that no rank computes too much at a time.
+    """Returns the smallest number of micro-batches with which no part of a rank is too large.
 
     Args:
-        batch_size: samples of a global batch.
-        shares: one weight a rank.
-        largest: the most samples of a micro-batch that a rank may have; None: any number.
+        batch_size: number of samples in a global batch.
+        shares: a whole number for each rank, see `split_batch`.
+        largest: the largest number of samples that a rank may process at once; None for no limit.
 
     Raises:
         SettingError: `largest` is less than 1.
@@ -420,17 +460,20 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
     if largest is None:
         return 1
     check_micro_batch_size(largest)
-    # With fewer than these, even equal parts are too large. With unequal ones more may be needed.
-    fewest = math.ceil(batch_size / (largest * len(shares)))
-    for number in range(max(1, fewest), batch_size + 1):
+
+    # With equal shares this number is enough. With unequal shares it may take more, so the search
+    # goes up from there.
+    number_with_equal_shares = math.ceil(batch_size / (largest * len(shares)))
+    for number in range(max(1, number_with_equal_shares), batch_size + 1):
         sizes = split_sizes(split_batch(batch_size, shares, number))
         if int(sizes.max()) <= largest:
             return number
-    return max(1, batch_size)  # one sample in each
+
+    return max(1, batch_size)  # one sample in each micro-batch
 
 
 def check_batch_size(batch_size: object) -> int:
-    """Raises DataError unless this is a whole number of at least 1, which is returned."""
+    """Returns the batch size, or raises DataError if it is not a whole number of at least 1."""
     if not is_whole_number(batch_size):
         raise DataError(
             f"batch_size={batch_size!r}",

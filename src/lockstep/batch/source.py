@@ -1,10 +1,9 @@
-"""The data of a loader, as the user gave them: dataset, order of the samples, batch size, options.
+"""Describes the data of a loader: its dataset, the order of the samples, and the batch size.
 
-`make_source` makes a `Source` of a dataset or a torch DataLoader, and refuses what makes no global
-batches. A map-style dataset has an index, and a global batch is a list of indices. An iterable one
-(`IterableSource`) is read again from its beginning in every epoch: its sample `i` is the `i`-th
-that it gives, and global batch `t` holds the samples from `t * batch_size` on, on any number of
-ranks.
+`make_source` makes a `Source` from a dataset or a torch DataLoader, and refuses data that cannot be
+divided into global batches. A map-style dataset is read by index, so a global batch is a list of
+indices. An iterable dataset (`IterableSource`) is read from its beginning in every epoch, and
+global batch `t` holds the samples from number `t * batch_size` on, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,58 +36,59 @@ from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import check_whole_number
 from lockstep.wording import describe_type
 
-_SAMPLER = 0x5A3  # stands for a sample's index when a sampler's streams are seeded
+_SAMPLER = (
+    0x5A3  # used in the place of a sample's index when random numbers of a sampler are seeded
+)
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout",
                   "worker_init_fn", "multiprocessing_context", "pin_memory")  # fmt: skip
-"""The options of `torch.utils.data.DataLoader` that `world.loader` takes."""
+"""The options of `torch.utils.data.DataLoader` that `world.loader` accepts."""
 OPTIONS_OF_ORDER = ("sampler", "batch_sampler", "generator")
-"""Options of DataLoader that `world.loader` refuses."""
+"""The options of DataLoader that `world.loader` refuses, with a reason."""
 ARGUMENTS_OF_LOADER = ("batch_size", "batch_size_per_device", "shuffle", "drop_last",
                        "micro_batch_size", "shares", "weight", "sample_rng", "collate_fn",
                        "transform", "shard")  # fmt: skip
-"""Arguments of `world.loader` itself, one of which a misspelt option may have meant."""
+"""The arguments of `world.loader` itself, which are suggested if an option is misspelt."""
 
 Shard = Callable[[int, int], Iterable[Any]] | Literal[False] | None
-"""How a rank comes by its part of an iterable. A function `(start, step)` returns the samples
-start, start + step, ...; False: the iterable splits itself over the ranks; None: every rank reads
-the whole of it and keeps its part."""
-
+"""How an iterable dataset is split over the ranks. With a function `shard(start, step)`, which
+returns the samples start, start + step, ..., each rank reads its own part. With False the dataset
+splits itself. With None every rank reads the whole dataset and keeps its part."""
 
 SHARDING = {
     "whole": "every rank reads the whole stream and keeps its part",
     "seek": "every rank reads its part of the stream",
     "own": "the stream splits itself over the ranks",
 }
-"""Describes each value of `Source.sharding`."""
+"""Descriptions of the values of `Source.sharding`, for the startup summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A dataset and how its samples are ordered and grouped."""
+    """A dataset, and how its samples are ordered and grouped into global batches."""
 
     dataset: torch_data.Dataset[Any]
     batch_size: int
-    """The number of samples of a global batch."""
+    """The number of samples in a global batch."""
     collate: Callable[[Any], Any]
     options: dict[str, Any]
     """A value for each of `LOADER_OPTIONS`."""
     shuffle: bool = False
     drop_last: bool = False
     sampler: torch_data.Sampler[int] | None = None
-    """The user's own order; it must be the same on every rank."""
+    """The user's own order of the samples, which must be the same on every rank."""
     batch_sampler: torch_data.Sampler[list[int]] | None = None
     """The user's own global batches."""
 
     @property
     def length(self) -> int:
-        """The number of samples of an epoch; with a batch sampler of the user's, of the dataset."""
+        """The number of samples in an epoch (if the user has a batch sampler: in the dataset)."""
         if self.sampler is not None:
             return _length(self.sampler)
         return _length(self.dataset)
 
     @property
     def steps(self) -> int | None:
-        """The number of global batches of an epoch; None: an iterable does not say its length."""
+        """The number of global batches in an epoch, or None for a stream of unknown length."""
         if self.batch_sampler is not None:
             return _length(self.batch_sampler)
         try:
@@ -98,19 +98,20 @@ class Source:
 
     @property
     def custom_order(self) -> bool:
-        """True if a sampler of the user's says which samples form the global batches."""
+        """True if a sampler of the user's decides which samples form the global batches."""
         return self.sampler is not None or self.batch_sampler is not None
 
     @property
     def sharding(self) -> str | None:
-        """How a rank comes by its part of a stream, a key of `SHARDING`; None: it has an index."""
+        """How a stream is split over the ranks, a key of `SHARDING`; None if not a stream."""
         return None
 
     @property
     def fingerprint(self) -> int:
-        """A CRC-32 over what must be equal on all ranks: sizes, splits, and the user's own order.
+        """A checksum (CRC-32) of everything that must be equal on all ranks.
 
-        A sampler of the user's is iterated once, for epoch 0 of seed 0.
+        It covers sizes, the indices of subsets, and the order of the user's own sampler, which is
+        iterated once for this purpose, with seed 0 and epoch 0.
         """
         numbers = (
             self.length,
@@ -120,8 +121,10 @@ class Source:
             self.steps or 0,
         )
         checksum = zlib.crc32(repr(numbers).encode())
+
         for indices in subset_indices(self.dataset):
             checksum = zlib.crc32(index_bytes(indices), checksum)
+
         if self.custom_order:
             plan = self._plan_custom_order(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
@@ -130,7 +133,7 @@ class Source:
 
     @property
     def description(self) -> str:
-        """Describes what must be equal on all ranks."""
+        """A text that must be equal on all ranks, and that errors quote where it is not."""
         text = f"a loader over {self.length} samples in global batches of {self.batch_size}"
         # The checksum covers the rest: the order, a subset's indices, the batches.
         return f"{text} (checksum {self.fingerprint:08x})"
@@ -149,39 +152,45 @@ class Source:
         )
 
     def _plan_custom_order(self, seed: int, epoch: int) -> CustomPlan:
-        """Returns the global batches of an epoch in the order of the user's sampler."""
+        """Asks the user's sampler for the order of an epoch, and forms the global batches.
+
+        All random number generators that the sampler may use are seeded first, so it returns the
+        same order on every rank and after a resume.
+        """
         with preserve_rng_state():
-            # A sampler may draw from any of the global streams, or from generators of its own.
+            # The sampler may use global generators (of torch, numpy or Python) or its own.
             seed_sample(seed, epoch, _SAMPLER)
             generators = _find_generators(self.batch_sampler, self.sampler)
             for number, generator in enumerate(generators):
                 _seed_generator(generator, mix_seed(seed, epoch, _SAMPLER, number))
+
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 sizes = [len(batch) for batch in batches]
-                no_samples = np.empty(0, np.int64)  # there may be no batch
+                no_samples = np.empty(0, np.int64)  # np.concatenate needs at least one array
                 order = np.concatenate([no_samples, *batches])
-                # Global batch t has the samples order[bounds[t] : bounds[t + 1]].
+                # Global batch t consists of order[bounds[t] : bounds[t + 1]].
                 bounds = np.cumsum([0, *sizes], dtype=np.int64)
                 return CustomPlan(order, bounds)
+
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
         return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterableSource(Source):
-    """An iterable dataset and how its samples are grouped."""
+    """An iterable dataset, and how its samples are grouped into global batches."""
 
     transform: Callable[[Any], Any] | None = None
-    """Applied to a rank's own samples, each with random streams of its own."""
+    """A function that is applied to the samples which this rank trains on."""
     shard: Shard = None
 
     @property
     def length(self) -> int:
-        """The number of samples of an epoch, as the iterable itself says.
+        """The number of samples in an epoch, as returned by `len(dataset)`.
 
         Raises:
-            LengthUnknownError: it does not say it.
+            LengthUnknownError: the dataset has no length.
         """
         try:
             return len(self.dataset)  # type: ignore[arg-type]
@@ -194,7 +203,7 @@ class IterableSource(Source):
 
     @property
     def description(self) -> str:
-        """Describes what must be equal on all ranks."""
+        """A text that must be equal on all ranks, and that errors quote where it is not."""
         return (
             f"a loader over a stream ({type(self.dataset).__name__}) in global batches of "
             f"{self.batch_size}, drop_last={self.drop_last}, shard={self.sharding}"
@@ -202,7 +211,7 @@ class IterableSource(Source):
 
     @property
     def sharding(self) -> str:
-        """How a rank comes by its part, a key of `SHARDING`."""
+        """How the stream is split over the ranks, a key of `SHARDING`."""
         if self.shard is None:
             return "whole"
         if self.shard is False:
@@ -214,45 +223,51 @@ _Generator = torch.Generator | np.random.Generator | np.random.RandomState | ran
 
 
 def _find_generators(*samplers: object) -> list[_Generator]:
-    """Returns the generators that samplers, and the samplers that they wrap, have as attributes.
+    """Finds the random number generators that samplers hold as attributes.
+
+    Samplers that wrap other samplers are searched recursively.
 
     Args:
-        *samplers: the user's; None for one that was not given.
+        *samplers: the user's sampler and batch sampler, each of which may be None.
     """
     generators: list[_Generator] = []
     to_search = list(samplers)
-    ids_found = {id(sampler) for sampler in samplers}  # each object is looked at once
+    ids_found = {id(sampler) for sampler in samplers}  # so that a cycle does not go on forever
+
     while to_search:
         sampler = to_search.pop()
         for name, value in getattr(sampler, "__dict__", {}).items():
             if id(value) in ids_found:
                 continue
             ids_found.add(id(value))
+
             if isinstance(value, _Generator):
                 generators.append(value)
             elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
-                # A sampler need not inherit from torch's class, so the attribute's name counts too.
+                # Not every sampler inherits from torch's class, so the name is taken as a hint too.
                 to_search.append(value)
     return generators
 
 
 def _seed_generator(generator: _Generator, value: int) -> None:
-    """Seeds a generator, if it can be seeded; the operating system's cannot."""
+    """Seeds a random number generator if it supports that; `random.SystemRandom` does not."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(value)
     elif isinstance(generator, np.random.Generator):
-        # It has no method for this, so it gets the state of a new one that was made with the seed.
+        # NumPy's Generator has no method for seeding. So a new bit generator is made with the seed,
+        # and its state is copied. A user-defined bit generator may not allow that.
         bits = generator.bit_generator
-        with suppress(TypeError, ValueError):  # a bit generator of somebody's own
+        with suppress(TypeError, ValueError):
             bits.state = type(bits)(value).state
     else:
-        seed_of_32_bits = value & 0xFFFFFFFF  # a RandomState takes no larger one
-        with suppress(TypeError):  # a RandomState over another generator than the Mersenne Twister
+        seed_of_32_bits = value & 0xFFFFFFFF  # RandomState takes no larger seed
+        # A RandomState can be based on a bit generator that cannot be seeded.
+        with suppress(TypeError):
             generator.seed(seed_of_32_bits)
 
 
 def subset_indices(dataset: object) -> Iterator[Any]:
-    """Yields the indices of each `Subset` of which a dataset is made."""
+    """Yields the indices of each `torch.utils.data.Subset` that a dataset is composed of."""
     if isinstance(dataset, torch_data.Subset):
         yield dataset.indices
         yield from subset_indices(dataset.dataset)
@@ -262,25 +277,29 @@ def subset_indices(dataset: object) -> Iterator[Any]:
 
 
 def index_bytes(indices: Any) -> bytes:
-    """Returns bytes that are equal for equal indices, given as list, range, array or tensor.
+    """Serializes the indices of a subset so that they can be compared between processes.
 
-    Of indices that are neither numbers nor texts only the length counts, since their text may hold
-    an address.
+    A list, a range, an array and a tensor with the same numbers give the same bytes. Indices that
+    are neither integers nor strings only contribute their number, because there is no text of them
+    that is certain to be the same in another process (`repr` may contain an address).
     """
-    length_alone = str(len(indices)).encode()
+    length_as_bytes = str(len(indices)).encode()
     if isinstance(indices, torch.Tensor):
         indices = indices.cpu()
     try:
         array = np.asarray(indices)
-    except ValueError:  # such as tuples of several lengths
-        return length_alone
-    if array.dtype.kind in "iu":  # signed or unsigned whole numbers
+    except ValueError:  # NumPy cannot convert, for example, tuples of different lengths
+        return length_as_bytes
+
+    is_integer = array.dtype.kind in "iu"  # "i" means signed and "u" unsigned
+    is_text = array.dtype.kind == "U"
+    if is_integer:
         return array.astype(np.int64).tobytes()
-    if array.size == 0:  # numpy takes an empty list for one of floating-point numbers
+    if array.size == 0:  # an empty list becomes an array of floats
         return b""
-    if array.dtype.kind == "U":  # texts
+    if is_text:
         return array.tobytes()
-    return length_alone
+    return length_as_bytes
 
 
 def make_source(
@@ -296,28 +315,29 @@ def make_source(
     shard: Shard = None,
     options: dict[str, Any] | None = None,
 ) -> Source:
-    """Returns the source of a loader, from a dataset or a DataLoader; see `World.loader`.
+    """Makes the source of a loader from a dataset or a torch DataLoader; see `World.loader`.
 
     Args:
         data: the dataset or DataLoader.
-        batch_size: samples of a global batch.
-        per_device: samples of a global batch for each device, instead of `batch_size`.
-        devices: the number of devices of the run.
-        shuffle: True for a random order in each epoch.
+        batch_size: number of samples in a global batch.
+        per_device: number of samples in a global batch for each device, instead of `batch_size`.
+        devices: number of devices in the run.
+        shuffle: True to shuffle the samples in each epoch.
         drop_last: True to leave out a last global batch that is not full.
-        collate: makes a batch of samples; None: torch's function.
-        transform: applied to each sample of an iterable.
-        shard: how a rank comes by its part of an iterable (see `Shard`).
-        options: of torch's DataLoader, by their names (`LOADER_OPTIONS`).
+        collate: function that makes a batch from a list of samples; None for torch's.
+        transform: function that is applied to each sample of an iterable dataset.
+        shard: how an iterable dataset is split over the ranks (see `Shard`).
+        options: further options of torch's DataLoader by name (`LOADER_OPTIONS`).
 
     Raises:
-        DataError: data or sizes that make no global batch, or an option is unknown or refused by
-            torch.
-        UsageError: arguments that do not fit these data.
+        DataError: the data or the sizes do not make global batches, or an option is unknown or
+            refused by torch.
+        UsageError: the arguments do not fit the kind of dataset.
     """
     is_loader = isinstance(data, torch_data.DataLoader)
     dataset = data.dataset if is_loader else data
-    # What has both `__iter__` and `__getitem__` is read by index.
+
+    # A dataset with both `__iter__` and `__getitem__` is read by index.
     is_iterable = isinstance(dataset, torch_data.IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
@@ -326,6 +346,7 @@ def make_source(
     else:
         has_stream_arguments = transform is not None or shard is not None
         _check_map_style(dataset, has_stream_arguments=has_stream_arguments)
+
     if is_loader:
         sizes_are_given = batch_size is not None or per_device is not None
         if sizes_are_given or collate is not None or shuffle or drop_last or options:
@@ -344,6 +365,7 @@ def make_source(
             "without a batch size there is no global batch",
             "give the DataLoader a batch_size",
         )
+
     fields: dict[str, Any] = {
         "dataset": dataset,
         "batch_size": loader.batch_size,
@@ -359,15 +381,16 @@ def make_source(
 
 
 def _global_batch_size(batch_size: int | None, per_device: int | None, devices: int) -> int:
-    """Returns the number of samples of a global batch.
+    """Returns the number of samples in a global batch.
 
     Args:
-        batch_size: the number itself, or None.
-        per_device: the number for each device, or None.
-        devices: the number of devices of the run.
+        batch_size: that number, or None.
+        per_device: the number of samples for each device, or None.
+        devices: number of devices in the run.
 
     Raises:
-        DataError: not exactly one of `batch_size` and `per_device` is given, or it is no size.
+        DataError: not exactly one of `batch_size` and `per_device` is given, or it is not a valid
+            size.
     """
     both_are_given = batch_size is not None and per_device is not None
     none_is_given = batch_size is None and per_device is None
@@ -377,22 +400,25 @@ def _global_batch_size(batch_size: int | None, per_device: int | None, devices: 
             "exactly one of them says how large the global batch is",
             "give batch_size: the samples of one optimizer step over all devices",
         )
-    return check_batch_size(batch_size if per_device is None else per_device * devices)
+    if per_device is not None:
+        return check_batch_size(per_device * devices)
+    return check_batch_size(batch_size)
 
 
 def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
-    """Returns the fields of `Source` that say in which order samples are read.
+    """Finds out in which order a DataLoader reads its samples.
 
     Args:
         loader: a DataLoader over a map-style dataset.
         shuffle: the argument of `World.loader`.
 
     Returns:
-        `batch_sampler` and `batch_size` if the user has given global batches; `sampler` if the user
-        has given another order; otherwise `shuffle` alone, and the order is Lockstep's.
+        Fields of `Source`. If the DataLoader has a batch sampler of the user's, these are
+        `batch_sampler` and `batch_size`. If it has a sampler of the user's, it is `sampler`.
+        Otherwise it is `shuffle`, and Lockstep chooses the order.
 
     Raises:
-        UsageError: the DataLoader divides the samples over the ranks itself.
+        UsageError: the DataLoader has a DistributedSampler.
     """
     batch_sampler = loader.batch_sampler
     sampler: Any = loader.sampler
@@ -405,24 +431,30 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
                 "batch",
                 code="LS102",
             )
-    # If the user gave no batch sampler, torch has made a BatchSampler of its own class, and the
-    # loader has a batch size.
-    has_batch_sampler_of_torch = type(batch_sampler) is torch_data.BatchSampler
-    if not has_batch_sampler_of_torch or loader.batch_size is None:
+
+    # Without a batch sampler of the user's, torch creates a BatchSampler, and the DataLoader has a
+    # batch size.
+    was_created_by_torch = (
+        type(batch_sampler) is torch_data.BatchSampler and loader.batch_size is not None
+    )
+    if not was_created_by_torch:
         size = getattr(batch_sampler, "batch_size", None)
         if not (isinstance(size, int) and size > 0):
-            # Its batches may have any size; this is the mean.
+            # The sizes of the batches are unknown and may vary, so the mean is used.
             num_batches = max(1, _length(batch_sampler))
             size = max(1, ceil_div(_length(loader.dataset), num_batches))
         return {"batch_sampler": batch_sampler, "batch_size": size}
-    # Torch's own samplers give each sample once, as Lockstep's order does. They do not if they were
-    # made with replacement=True or num_samples=, or over other data.
+
+    # Torch's SequentialSampler and RandomSampler usually yield each sample once. Lockstep's own
+    # order, which it can resume anywhere, then takes their place. It cannot if they were created
+    # with replacement=True, with num_samples=, or for another dataset.
     is_sequential = type(sampler) is torch_data.SequentialSampler
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if is_sequential or is_random:
         reads_whole_dataset = len(sampler) == len(sampler.data_source) == _length(loader.dataset)
         if reads_whole_dataset:
             return {"shuffle": shuffle or is_random}
+
     return {"sampler": sampler}
 
 
@@ -433,14 +465,16 @@ def _make_torch_loader(
     collate: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> torch_data.DataLoader[Any]:
-    """Returns torch's loader of a dataset. It completes and checks the options; nobody iterates it.
+    """Makes a torch DataLoader, which checks the options and fills in their defaults.
+
+    The DataLoader is never iterated.
 
     Args:
         dataset: the dataset.
-        batch_size: samples of a global batch.
+        batch_size: number of samples in a global batch.
         drop_last: True to leave out a last global batch that is not full.
-        collate: makes a batch of samples; None: torch's function.
-        options: further arguments of the user's, by their names.
+        collate: function that makes a batch from a list of samples; None for torch's.
+        options: further options from the user, by name.
 
     Raises:
         DataError: an option is unknown, or refused by torch.
@@ -459,12 +493,15 @@ def _make_torch_loader(
             if similar:
                 advice = f"did you mean {similar[0]}?"
             raise DataError(f"{name}= for a loader", "there is no such option", advice)
+
     for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(name)
         if value is not None:
             check_whole_number(f"{name}={value!r}", value, least, DataError)
+
     try:
-        with warnings.catch_warnings():  # torch warns again when a loader is made for reading
+        # The same warnings appear again when the DataLoader that reads the data is made.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch_data.DataLoader(
                 dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options
@@ -478,16 +515,16 @@ def _make_torch_loader(
 
 
 def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
-    """Checks the arguments of a loader of an iterable.
+    """Checks an iterable dataset and the arguments of its loader.
 
     Args:
-        dataset: the iterable.
-        shuffle: the argument of `World.loader`; refused if it is True.
-        shard: the argument of `World.loader`: a function, False or None.
+        dataset: the iterable dataset.
+        shuffle: the argument of `World.loader`.
+        shard: the argument of `World.loader`, which must be a function, False or None.
 
     Raises:
-        UsageError: arguments that do not fit an iterable.
-        DataError: it can be read only once.
+        UsageError: the arguments do not fit an iterable dataset.
+        DataError: the dataset is an iterator that can be read only once.
     """
     name = type(dataset).__name__
     if shuffle:
@@ -513,11 +550,12 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
 
 
 def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
-    """Raises DataError for several loader workers of a stream whose readers wait for each other.
+    """Raises DataError if MosaicML's StreamingDataset is used with several loader workers.
 
-    MosaicML's StreamingDataset counts the loader workers of all ranks, gives each its own part and
-    lets them meet at a barrier in shared memory. Here every worker reads the whole of what its rank
-    reads: each takes itself for the only one, and the barrier is met too early or never.
+    A StreamingDataset splits the samples over the loader workers of all ranks and lets the workers
+    wait for each other at a barrier in shared memory. Lockstep lets every worker read everything
+    that its rank reads. Each worker would then believe to be the only one, and the barrier would
+    open too early or never.
     """
     if num_workers < 2 or not _has_mosaic_stream(dataset):
         return
@@ -532,7 +570,10 @@ def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
 
 
 def _has_mosaic_stream(dataset: Any) -> bool:
-    """Returns True for MosaicML's StreamingDataset, and for a dataset that has one as attribute."""
+    """Returns True for MosaicML's StreamingDataset, or a dataset with one among its attributes.
+
+    The class is recognised by its name, so that the library need not be installed.
+    """
     attributes = getattr(dataset, "__dict__", {}).values()
     for value in (dataset, *attributes):
         for base in type(value).__mro__:
@@ -542,16 +583,17 @@ def _has_mosaic_stream(dataset: Any) -> bool:
 
 
 def _can_be_read_once(dataset: Any) -> bool:
-    """Returns True if `iter(dataset)` is known to continue where it was, not to begin again.
+    """Returns True if the dataset is known to be an iterator, which does not start again.
 
-    Generators, files and the iterators of Python's own types do, and so does what inherits its
-    `__iter__` from `collections.abc.Iterator`. An `__iter__` written in Python may begin again,
-    even if the object also has a `__next__`, as litdata's StreamingDataset has.
+    These are generators, files, the iterators of built-in types, and classes that inherit their
+    `__iter__` from `collections.abc.Iterator`. A class with an `__iter__` of its own, written in
+    Python, may start again, even if it also has a `__next__` (as litdata's StreamingDataset does).
     """
     if not hasattr(dataset, "__next__"):
         return False
+
     method = type(dataset).__iter__
-    if method is Iterator.__iter__:  # which returns the object itself
+    if method is Iterator.__iter__:  # it returns the object itself
         return True
     is_written_in_python = isinstance(method, FunctionType)
     if is_written_in_python:
@@ -560,11 +602,16 @@ def _can_be_read_once(dataset: Any) -> bool:
 
 
 def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:
-    """Checks a dataset with an index.
+    """Checks a map-style dataset.
+
+    Args:
+        dataset: the dataset.
+        has_stream_arguments: True if `transform` or `shard` was given, which are only for iterable
+            datasets.
 
     Raises:
-        UsageError: there are arguments that are for iterables only.
-        DataError: it has no `__getitem__`, or no length.
+        UsageError: `has_stream_arguments` is True.
+        DataError: the dataset has no `__getitem__` or no length.
     """
     if has_stream_arguments:
         raise UsageError(
