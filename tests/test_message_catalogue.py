@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import message_catalogue as messages
 
 from lockstep import errors, language
 from lockstep.columns import pad, width_of, wrap
-from lockstep.language import GRAMMATICAL_FIELDS, chinese_catalogue, fields_of, language_of
+from lockstep.language import (
+    GRAMMATICAL_FIELDS,
+    chinese_catalogue,
+    fields_of,
+    language_of,
+    pattern_of_field,
+)
 from lockstep.run.watch.error_record import describe_error
-from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.failure_report import render_briefly, render_failure
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import render
 from lockstep.run.watch.verdict import Row, Verdict
@@ -94,25 +105,31 @@ def test_entries_of_both_sides_of_a_conflict_are_read() -> None:
     ]
 
 
-VALUES_OF_FIELDS = {
-    **dict.fromkeys(GRAMMATICAL_FIELDS, "word"),
-    **dict.fromkeys(("lengths", "number", "rank", "ranges", "steps"), "7"),
-    "context": "in backward",
-    "element_type": "float",
-    "outcomes": "true on rank 7",
-    "operation_name": "all_reduce",
-    "processes": "rank 7",
-    "who": "rank 7",
-}
-"""What fields may be that may not be any text."""
+TYPICAL_VALUES = (
+    *(
+        "7",
+        "rank 7",
+        "parameters",
+        "33%",
+        "7 steps",
+        "in backward",
+        "true on rank 7",
+        "(7, 7)",
+        "w",
+        ", w",
+    ),
+)
+"""Values of which one is right for each field that may not be any text."""
+
+
+def typical_value(field: str) -> str:
+    pattern = pattern_of_field(field)
+    values = (f"<{field}>", *TYPICAL_VALUES)
+    return next(value for value in values if pattern.fullmatch(value))
 
 
 def values_of(message: str) -> dict[str, str]:
-    values = {}
-    for name in fields_of(message):
-        kind = re.sub(r"_\d+$", "", name)
-        values[name] = VALUES_OF_FIELDS.get(kind, f"<{name}>")
-    return values
+    return {field: typical_value(field) for field in fields_of(message)}
 
 
 def test_what_was_made_from_a_template_is_recognized() -> None:
@@ -172,8 +189,8 @@ def test_values_in_parts_of_a_verdict_are_translated(chinese: None) -> None:
         ("all gradients are 1/2 of those of one process", "所有梯度与单进程的梯度相比：1/2"),
         ("but for rounding: fc.weight", "只差舍入误差：fc.weight"),
         (
-            "before step 3, in the gradients fc.weight: rank 1 and 2 more",
-            "在第 3 步之前，梯度中 fc.weight：rank 1 等，另有 2 个",
+            "before step 3, in the parameters fc.weight, fc.bias: rank 1 and 2 more",
+            "在第 3 步之前，参数中 fc.weight, fc.bias：rank 1 等，另有 2 个",
         ),
         (
             "the ranks went different ways at train.py:71: if rank == 0: true on one process, "
@@ -307,6 +324,37 @@ def test_a_failure_leaves_what_the_rank_has_printed_as_it_is(chinese: None) -> N
     assert render_failure(failure).startswith("FIRST FAILURE: ranks 0-1 on host a, after step 12\n")
 
 
+def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
+    """Its exception may read like a message of ours."""
+    failure = FirstFailure(
+        kind="exception",
+        time=0.0,
+        headline="Diverged: last is missing",
+        ranks=(0,),
+        host="a",
+        details=("found:   3 files", "its shape is 3", "its process was then killed by SIGABRT"),
+        folder="logs",
+    )
+    assert render_failure(failure, language.translate) == (
+        "FIRST FAILURE（首个故障）：rank 0（主机 a）\n"
+        "  Diverged: last is missing\n"
+        "  found:   3 files\n"
+        "  its shape is 3\n"
+        "  它的进程随后被 SIGABRT 终止\n"
+        "traceback 和日志：logs"
+    )
+    assert "Diverged: last is missing" in render_briefly(failure, 2, language.translate)
+    of_ours = replace(failure, is_from_lockstep=True, details=("  found: it is empty",))
+    assert "发现： 它是空的" in render_failure(of_ours, language.translate)
+
+
+def test_names_that_are_words_of_the_catalogue_stay_names(chinese: None) -> None:
+    assert language.translate_names("losses, last") == "losses, last"
+    assert language.translate_names("all, losses, last and 3 more") == (
+        "all, losses, last 等，另有 3 个"
+    )
+
+
 def test_lines_are_broken_by_columns() -> None:
     text = "  每个 rank 都必须到达每个集合通信：检查它为什么提前返回（`return`），也可以用 `Join`。"
     lines = wrap(text, 30, subsequent_indent="    ")
@@ -327,8 +375,147 @@ def test_the_fields_are_those_of_str_format() -> None:
                 assert conversion is None, text
 
 
-def test_a_value_that_contains_the_words_around_it_is_recognized() -> None:
-    text = "all ranks wait for each other for 33% of the time"
-    translated = language.chinese_catalogue().translate(text)
-    assert "33%" in translated
-    assert not re.search(r"\b(wait|each|other|for)\b", translated)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # A value contains the words around it, and what the value may be says where it ends.
+        (
+            "all ranks wait for each other for 33% of the time",
+            "所有 rank 有 33% 的时间在互相等待",
+        ),
+        # Nothing says where the first name ends.
+        ("a (stage 1) and b (stage 2) and c (stage 3) are one parameter", None),
+        # A name of the user's may be a word of the catalogue, quoted or in a list.
+        ("gradients is missing", "缺少 gradients"),
+        ("'a, losses: b' is missing", "缺少 'a, losses: b'"),
+        ("losses, all is missing", "缺少 losses, all"),
+        # Messages between semicolons are read one by one; where one is not known, what stands
+        # before the semicolon may belong to it.
+        ("a is missing; b has 10 bytes", "缺少 a；b 有 10 字节"),
+        ("a is missing; b broke", "缺少 a；b broke"),
+        ("killed by x y; b broke", None),
+        ("a\nb is missing", None),
+        (
+            "check that it is up and reachable: `ping a`; a firewall must let ssh through; "
+            "it does not answer",
+            "检查它是否开机、能否访问：`ping a`；防火墙必须放行 ssh；它没有响应",
+        ),
+        ("rank 1 failed 3 times", None),
+        # What the script has printed or raised stays as it is, with its punctuation.
+        ('it is damaged: x: File "/a b/c.py", line 3, in f: x on rank 2', None),
+    ],
+)
+def test_a_text_that_can_be_read_in_two_ways_stays_english(text: str, expected: str | None) -> None:
+    assert language.chinese_catalogue().translate(text) == (expected or text)
+
+
+HOSTILE_VALUES = (
+    *("", "3", "it's", "{x}", "rank 1", "ranks 0-2, 5", "step 3", "in backward", "the model"),
+    *("/data/my set/part 1.bin", "C:\\x\\y z", "'a, b': c", '"x: y; z"', "0.5, 2"),
+    *("fc.weight, fc.bias and head.weight", "a and b and c", "all, losses, script", "gradients"),
+    *("line one\nline two: x", "x on rank 0, y on rank 1", "model.layers.0 (3 of 4)", "%s"),
+    *("rank 0 and rank 2", "ranks 0-1, 4", "1.5e-08", "12%", "one process", *TYPICAL_VALUES),
+)
+TEMPLATES = [entry for entry in ENTRIES if fields_of(entry.message)]
+TEXTS = [entry.message.format() for entry in ENTRIES if not fields_of(entry.message)]
+
+
+@st.composite
+def made_of_hostile_values(draw: st.DrawFn) -> tuple[messages.Entry, dict[str, str]]:
+    """Draws a template and values: names, lists, other messages, parts of the same template."""
+    entry = draw(st.sampled_from(TEMPLATES))
+    other = draw(st.sampled_from(TEMPLATES)).message
+    literals = re.split(r"\{\w+\}", entry.message)
+    with_literal = st.builds(
+        "{}{}{}".format,
+        st.sampled_from(("a", "x y", "")),
+        st.sampled_from(literals),
+        st.sampled_from(("b", "2", "")),
+    )
+    anything = st.one_of(
+        st.sampled_from(HOSTILE_VALUES),
+        st.sampled_from(TEXTS),
+        with_literal,
+        st.just(other.format(**values_of(other))),
+    )
+    values = {}
+    for field in fields_of(entry.message):
+        pattern = pattern_of_field(field)
+        if pattern.fullmatch("any text"):
+            values[field] = draw(anything.filter(pattern.fullmatch))
+        else:
+            fitting = [value for value in HOSTILE_VALUES if pattern.fullmatch(value)]
+            values[field] = draw(st.sampled_from(fitting))
+    return entry, values
+
+
+def check_that_values_keep_their_places(entry: messages.Entry, values: dict[str, str]) -> None:
+    """Each value is in its own place, as it was or translated, or else the text is English."""
+    catalogue = chinese_catalogue()
+    text = entry.message.format(**values)
+    translated = catalogue.translate(text)
+    # Two fields without a word between them are one value, and without its empty values a text may
+    # be a message of its own.
+    if translated == text or re.search(r"\}\{", entry.message) or text in TEXTS:
+        return
+    alternatives = [{value, catalogue.translate(value)} for value in values.values()]
+    possible = set()
+    for chosen in itertools.product(*alternatives):
+        filled = language.fill_in(entry.translation, dict(zip(values, chosen, strict=True)))
+        possible.add(without_spaces(filled))
+    assert without_spaces(translated) in possible, (entry.message, values)
+
+
+def without_spaces(text: str) -> str:
+    """Returns a text without spaces and with English punctuation."""
+    for mark, translated_mark in language.SEPARATORS.items():
+        text = text.replace(translated_mark, mark)
+    return re.sub(r"\s", "", text)
+
+
+@given(st.sampled_from(TEMPLATES), st.sampled_from(TEMPLATES))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_messages_in_a_list_are_read_one_by_one(
+    first: messages.Entry, second: messages.Entry
+) -> None:
+    """A list with semicolons is what its messages are one by one, or it is English in parts."""
+    catalogue = chinese_catalogue()
+    texts = [entry.message.format(**values_of(entry.message)) for entry in (first, second)]
+    alternatives = [{text, catalogue.translate(text)} for text in texts]
+    possible = {without_spaces("; ".join(each)) for each in itertools.product(*alternatives)}
+    assert without_spaces(catalogue.translate("; ".join(texts))) in possible, texts
+
+
+def test_the_time_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve hosts, each with a sentence of several fields, took 12 s, and each more doubled it."""
+    num_readings = 0
+    original = language.Catalogue._translation_of_reading
+
+    def count(*arguments: Any, **options: Any) -> language.Translation:
+        nonlocal num_readings
+        num_readings += 1
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(language.Catalogue, "_translation_of_reading", count)
+    host = "node1: node0 cannot be reached from it at 10.0.0.1, port 29500: it does not answer"
+    found = "; ".join([host] * 50)
+    assert chinese_catalogue().translate(found).count("它没有响应") == 50
+    assert num_readings < 50 * 40
+    # Commas may belong to a message, so that such a list is read in many ways; then it is English.
+    num_readings = 0
+    names = ", ".join(["a with virtual ranks: x"] * 60)
+    assert chinese_catalogue().translate(names) == names
+    assert num_readings < 2_000
+
+
+@given(made_of_hostile_values())
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_values_keep_their_places(drawn: tuple[messages.Entry, dict[str, str]]) -> None:
+    check_that_values_keep_their_places(*drawn)
+
+
+@pytest.mark.thorough
+@given(made_of_hostile_values())
+@settings(max_examples=3_000, deadline=None)
+def test_many_values_keep_their_places(drawn: tuple[messages.Entry, dict[str, str]]) -> None:
+    check_that_values_keep_their_places(*drawn)

@@ -93,6 +93,8 @@ SHORT_MESSAGES = {
     "last": "run.watch.straggler",
     "losses": "verify.verdict",
     "one process and {processes}": "verify.cause",
+    "optimizer state": "extensions.device_check.message",
+    "parameters": "extensions.device_check.message",
     "rank {ranges} {does}": "run.watch.case",
     "rank {rank} and {processes}": "verify.cause",
     "ranks {ranges} {does}": "run.watch.case",

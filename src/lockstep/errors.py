@@ -250,6 +250,8 @@ class RankFailedError(LockstepError, RuntimeError):
         rank: the rank that failed first.
         remote_traceback: its traceback.
         is_told: True if `found` says what the traceback says, which the message then leaves out.
+        found_for_people: `found` in the language of this process. It quotes what the script has
+            printed, which stays as it is.
     """
 
     def __init__(
@@ -261,11 +263,24 @@ class RankFailedError(LockstepError, RuntimeError):
         remote_traceback: str = "",
         *,
         is_told: bool = False,
+        found_for_people: str = "",
     ) -> None:
         self.remote_traceback = remote_traceback
+        self._found_for_people = found_for_people
         self._is_told = is_told
         super().__init__(was_set, found, do)
         self.rank = rank
+
+    @property
+    def translated_parts(self) -> str:
+        """The message for people, without the rank and the line at its end."""
+
+        def in_language(text: str) -> str:
+            if text == self.found and self._found_for_people:
+                return self._found_for_people
+            return translate(text)
+
+        return _format_message(self.was_set, self.found, self.do, self.code, in_language)
 
     def _place(self, in_language: InLanguage) -> str:
         place = super()._place(in_language)

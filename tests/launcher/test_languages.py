@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,24 @@ def test_a_verdict_of_verify(tmp_path: Path) -> None:
     verdict = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))
     assert verdict["verdict"] == "DIFFERENT"
     assert json.dumps(verdict, ensure_ascii=False).isascii()
+
+
+@pytest.mark.thorough
+def test_what_a_function_has_printed_is_not_translated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import lockstep, os, sys\n"
+        "def train():\n"
+        "    print('step 12: all files are there', file=sys.stderr, flush=True)\n"
+        "    os._exit(3)\n"
+        "if __name__ == '__main__':\n"
+        "    lockstep.launch(train, nproc=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=IN_CHINESE, capture_output=True, text=True
+    )
+    assert "  发现： rank 0（主机 " in done.stderr
+    assert "        step 12: all files are there\n" in done.stderr
+    assert "它最后的输出：" in done.stderr
 
 
 def test_explain_and_a_wrong_language(tmp_path: Path) -> None:

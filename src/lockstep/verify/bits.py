@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.columns import join_label
-from lockstep.language import translate
+from lockstep.language import translate, translate_names
 from lockstep.verify.cause import format_items, script_names
 from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.run_record import RunRecord
@@ -161,7 +161,7 @@ class BitVerdict:
         else:
             difference, *others = self.first.differences
             lines = [head + translate(f", bits differ first in {self.first.place}")]
-            where = translate(format_items(script_names(difference.names)))
+            where = translate_names(format_items(script_names(difference.names)))
             if len(difference.ranks) < self.parallel.config.nproc:
                 where += translate(f", on {format_ranks(difference.ranks)}")
 

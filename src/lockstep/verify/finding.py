@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.columns import pad
-from lockstep.language import translate
+from lockstep.language import translate, translate_names
 from lockstep.verify.catalogue import ENTRIES, cure_lines
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.causes import KINDS
@@ -119,7 +119,7 @@ class Finding:
             )
 
         if self.names:
-            lines.append(labelled(translate("where"), translate(format_items(self.names))))
+            lines.append(labelled(translate("where"), translate_names(format_items(self.names))))
 
         if entry is None:  # an error without a code, of which nothing more is known
             return lines

@@ -74,7 +74,8 @@ def wrong_device_error(
         found += _describe_computation(verdict, difference, devices)
         found += f"; the gradients that differ: {join_first(tensors)}"
     else:
-        found = f"before step {step}, in the {difference.kind} {join_first(tensors)}: "
+        kind_of_tensors = difference.kind
+        found = f"before step {step}, in the {kind_of_tensors} {join_first(tensors)}: "
         found += _describe_holding(verdict, difference, devices)
     do = _advise(verdict, devices)
     other_numerics = describe_rank_differences([device.numerics for device in devices])

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import RankFailedError, SettingError, UsageError
+from lockstep.language import in_english, translate
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import cuda_is_initialised
 from lockstep.run.start.machine import read_machine
@@ -395,15 +396,23 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
         usual_advice = "look at what the process printed last"
 
     # The text is written without the advice, which has a field of its own in the error.
-    found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
+    failure_without_advice = replace(failure, advice=())
+    found = render_failure(failure_without_advice)
+    found_for_people = render_failure(failure_without_advice, translate)
     return RankFailedError(
         was_set,
-        found.replace("\n", "\n    "),
+        _as_found(found, in_english("FIRST FAILURE:")),
         "; ".join(failure.advice) or usual_advice,
         failed_rank,
         traceback,
         is_told=is_told,
+        found_for_people=_as_found(found_for_people, translate("FIRST FAILURE:")),
     )
+
+
+def _as_found(report: str, heading: str) -> str:
+    """Returns the report of a failure as what an error has found, which has another heading."""
+    return report.removeprefix(heading).strip().replace("\n", "\n    ")
 
 
 def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorRecord]:

@@ -67,7 +67,7 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
         in_language: translates Lockstep's own texts.
     """
     heading = _heading_lines(failure, in_language)[0]
-    text = f"{heading}: {in_language(failure.headline)}"
+    text = f"{heading}: {_headline(failure, in_language)}"
     if failure.line:
         text += f", {failure.line}"
     remark = f"(failure {times} of this kind; logs: {failure.folder})"
@@ -92,22 +92,29 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
 
-    # The type and message of an exception are not translated.
-    is_quoted = failure.kind == "exception"
-    headline = failure.headline if is_quoted else in_language(failure.headline)
-
-    lines = [heading, f"  {_shorten(headline)}"]
+    lines = [heading, f"  {_shorten(_headline(failure, in_language))}"]
     for text in failure.details:
-        lines.append(f"  {_shorten(_detail(text, in_language))}")
+        lines.append(f"  {_shorten(_detail(failure, text, in_language))}")
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
     return lines
 
 
-def _detail(text: str, in_language: InLanguage) -> str:
-    """Translates a line below the headline, unless it was printed by the rank itself."""
-    if text.startswith("its "):  # "its last lines:", "its process was then killed by SIGABRT"
+def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
+    """Returns how the ranks failed. Type and message of an exception stay as they are."""
+    return failure.headline if failure.kind == "exception" else in_language(failure.headline)
+
+
+def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
+    """Returns a line below the headline.
+
+    What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
+    as they are.
+    """
+    if text.startswith(("its last lines:", "its process was then ")):
         return in_language(text)
+    if not failure.is_from_lockstep:
+        return text
 
     label, _, rest = text.strip().partition(" ")
     is_line_of_own_error = label in _LABELS_OF_ERRORS

@@ -78,6 +78,8 @@ class FirstFailure:
     consequences: tuple[str, ...] = ()
     ended_by_lockstep: tuple[int, ...] = ()
     """The ranks that Lockstep has ended because of it."""
+    is_from_lockstep: bool = False
+    """True for an error of Lockstep's, whose texts may be translated; others stay as they are."""
     key: str = ""
     """See `repeated_failure.failure_key`."""
     is_repeated: bool = False
@@ -406,6 +408,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         line=_user_line(end),
         details=details,
         advice=advise(kind, end, no_peer_was_lost=no_peer_was_lost),
+        is_from_lockstep=error is not None and error.from_lockstep,
         key=failure_key(end) if kind == "exception" else "",
         may_pass=error is None or kind != "exception" or error.may_pass,
     )
