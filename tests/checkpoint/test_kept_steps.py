@@ -174,16 +174,21 @@ def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
     ("places", "partners"),
     [
         ([(0, 0), (0, 1)], None),
-        ([(0, 0), (0, 1), (1, 0)], None),
-        ([(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 2), (3, 3), (0, 0), (1, 1)]),
-        ([(4, 0), (7, 0), (9, 0)], [(1, 2), (2, 0), (0, 1)]),
+        ([(0, 0), (0, 1), (1, 0), (1, 1)], [(2, [2]), (3, [3]), (0, [0]), (1, [1])]),
+        ([(4, 0), (7, 0), (9, 0)], [(1, [2]), (2, [0]), (0, [1])]),
+        # Machines with different numbers of ranks, in any order:
+        ([(0, 0), (0, 1), (1, 0)], [(2, [2]), (2, []), (0, [0, 1])]),
+        (
+            [(2, 0), (1, 0), (1, 1), (0, 0), (0, 1), (0, 2)],
+            [(3, [1, 2]), (0, [3, 5]), (0, [4]), (1, [0]), (2, []), (1, [])],
+        ),
+        ([(0, 0), (0, 1), (0, 2), (1, 0)], None),
     ],
 )
 def test_machines_copy_in_a_ring(
-    places: list[tuple[int, int]], partners: list[tuple[int, int]] | None
+    places: list[tuple[int, int]], partners: list[tuple[int, list[int]]] | None
 ) -> None:
-    found = [find_partners(places, rank) for rank in range(len(places))]
-    assert found == ([None] * len(places) if partners is None else partners)
+    assert find_partners(places) == partners
 
 
 # The layout
@@ -401,6 +406,13 @@ MANY_MACHINES = [
 ]
 
 
+# Machines with different numbers of ranks: the larger one is lost, then the smaller one.
+UNEQUAL_MACHINES = [
+    *(("fsdp", {0: 2, 1: 1}), ("fsdp", {1: 1}), ("fsdp", {1: 1, 2: 2}), ("pipeline", {2: 2})),
+    *(("pipeline", {2: 2, 0: 1}), ("fsdp", {0: 1})),
+]
+
+
 # Machine 1 comes back as the first of the machines, with the memory of step 3.
 MACHINES_THAT_COME_BACK = [
     *(("fsdp", {0: 1, 1: 1}), ("fsdp", {0: 1}), ("fsdp", {1: 1, 0: 1}), ("ddp", {2: 1, 0: 1})),
@@ -413,6 +425,7 @@ MACHINES_THAT_COME_BACK = [
     [
         (FEW_MACHINES, True),
         pytest.param(MANY_MACHINES, True, marks=THOROUGH),
+        pytest.param(UNEQUAL_MACHINES, True, marks=THOROUGH),
         pytest.param(MACHINES_THAT_COME_BACK, False, marks=THOROUGH),
     ],
     ids=str,

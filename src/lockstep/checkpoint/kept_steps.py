@@ -46,7 +46,7 @@ from lockstep.checkpoint.copy_interval import CopyInterval
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep, report_parts
 from lockstep.checkpoint.memory_area import Area, Seal
-from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
+from lockstep.checkpoint.partner_copies import Inbox, PartnerCopies, Partners, find_partners
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.control_groups import available_memory
 from lockstep.distributed.topology import AREAS_PER_RANK, OWN_AREAS_PER_RANK
@@ -129,7 +129,7 @@ class KeptSteps(Extension):
         """The areas of each rank that the launcher has started in any attempt, by local rank. Empty
         before `open`."""
         self._own: list[Area] = []
-        """The two areas of this rank. The other two of its slot are for copies."""
+        """The two areas of this rank. The others of its slot are for copies."""
         self._places: dict[int, list[Tensor]] = {}
         """The places in an area that the values are copied to, by the number of the area."""
         self._version_of_places: dict[int, int] = {}
@@ -458,7 +458,7 @@ class KeptSteps(Extension):
         answers = self._collectives.exchange(
             {
                 "bytes": self._layout.num_bytes,
-                "held": sum(area.file_bytes for area in own_slot),
+                "held": [area.file_bytes for area in own_slot],
                 "available": available_memory(),
                 "machine": self._topology.node_rank,
                 "local_rank": self._topology.local_rank,
@@ -474,11 +474,15 @@ class KeptSteps(Extension):
             return
         self._is_replica = all(answer["is_replica"] for answer in answers)
         places = [(answer["machine"], answer["local_rank"]) for answer in answers]
-        partners = None if self._is_replica else find_partners(places, self._topology.rank)
-        num_areas = OWN_AREAS_PER_RANK if partners is None else AREAS_PER_RANK
+        partners = None if self._is_replica else find_partners(places)
         answers_of_machine: dict[int, list[dict[str, Any]]] = {}
-        for answer in answers:
-            answer["needed"] = num_areas * answer["bytes"]
+        for rank, answer in enumerate(answers):
+            senders = [] if partners is None else partners[rank].senders
+            num_bytes = answer["bytes"] + sum(answers[sender]["bytes"] for sender in senders)
+            answer["needed"] = OWN_AREAS_PER_RANK * num_bytes
+            # What lies in the other areas of the rank is in the way until they are used again.
+            num_areas = OWN_AREAS_PER_RANK * (1 + len(senders))
+            answer["held"] = sum(answer["held"][:num_areas])
             answers_of_machine.setdefault(answer["machine"], []).append(answer)
         for on_machine in answers_of_machine.values():
             self._check_memory(on_machine)
@@ -487,9 +491,8 @@ class KeptSteps(Extension):
         on_this_machine = answers_of_machine[self._topology.node_rank]
         self._bytes_on_machine = sum(answer["bytes"] for answer in on_this_machine)
         if partners is not None:
-            receiver, sender = partners
             self._partner = self._open_partner_copies(
-                own_slot[OWN_AREAS_PER_RANK:], receiver, sender
+                own_slot[OWN_AREAS_PER_RANK:], partners[self._topology.rank]
             )
         if self._serial > 1:
             return  # an earlier attempt has said it
@@ -501,8 +504,8 @@ class KeptSteps(Extension):
             copies = "two copies on its machine and two on another one"
         elif len(answers_of_machine) > 1 and not self._is_replica:
             note = (
-                "; the machines have different numbers of ranks, so that no machine has a copy of "
-                "the shards of another one"
+                "; one machine has more than twice as many ranks as another, so that no machine "
+                "has a copy of the shards of another one"
             )
         self._say(
             f"every step is kept in memory: {copies}, {format_bytes(most)} for a rank at most, "
@@ -527,21 +530,21 @@ class KeptSteps(Extension):
                 "use fsdp, which divides the state, start fewer processes, or free some memory",
             )
 
-    def _open_partner_copies(
-        self, areas: Sequence[Area], receiver: int, sender: int
-    ) -> PartnerCopies:
+    def _open_partner_copies(self, areas: Sequence[Area], partners: Partners) -> PartnerCopies:
         """Returns what copies to another machine. All ranks call this.
 
         Args:
-            areas: as in `PartnerCopies`.
-            receiver: as in `PartnerCopies`.
-            sender: as in `PartnerCopies`.
+            areas: of this rank, for what it receives.
+            partners: of this rank.
         """
+        inboxes = []
+        for number, sender in enumerate(partners.senders):
+            first = number * OWN_AREAS_PER_RANK
+            pair = areas[first : first + OWN_AREAS_PER_RANK]
+            inboxes.append(Inbox(sender, pair, next_area=self._first_unprotected(pair)))
         return PartnerCopies(
-            areas,
-            next_area=self._first_unprotected(areas),
-            receiver=receiver,
-            sender=sender,
+            partners.receiver,
+            inboxes,
             has_given_up=lambda: self._has_given_up,
             timeout=self._timeout,
         )

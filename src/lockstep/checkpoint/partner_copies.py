@@ -1,9 +1,10 @@
 """Copies what each rank keeps to another machine, so that no step is lost with a machine.
 
 The machines form a ring. A rank sends what it has kept to the rank with its local rank on the next
-machine, its *partner*, and receives that of the machine before. Both happen in a thread, through a
-process group of their own, while the training goes on. At the end all ranks meet: then every rank
-knows that the step is on two machines everywhere, and may overwrite the step before.
+machine, its *partner*, and receives that of the machine before. If the next machine has fewer
+ranks, some of them have two partners. All this happens in a thread, through a process group of its
+own, while the training goes on. At the end all ranks meet: then every rank knows that the step is
+on two machines everywhere, and may overwrite the step before.
 
 Only what no other machine has is worth a copy: shards (FSDP), stages (pipelines), virtual ranks
 (DiLoCo). What is equal on all ranks is on every machine anyway.
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,48 +25,63 @@ from torch import Tensor
 
 from lockstep.checkpoint.memory_area import PAGE_BYTES, Area, read_seal
 from lockstep.communication.groups import open_groups
+from lockstep.distributed.topology import MAX_SENDERS_PER_RANK
 
 _WAIT_FOR_SEAL_S = 0.001
+
+
+class Partners(NamedTuple):
+    """The ranks of other machines with which a rank exchanges what they keep."""
+
+    receiver: int
+    """The rank to which it sends."""
+    senders: list[int]
+    """The ranks from which it receives."""
+
+
+@dataclass
+class Inbox:
+    """What this rank receives from one other rank."""
+
+    sender: int
+    areas: Sequence[Area]
+    """Two areas, which are written in turn."""
+    next_area: int
+    """The number of the one that is written next."""
 
 
 class PartnerCopies:
     """Sends the areas of this rank, and receives those of another machine. All ranks open it.
 
     Args:
-        areas: the two areas for what is received.
-        next_area: the number of the one that is written first.
         receiver: the rank to which this one sends.
-        sender: the rank from which this one receives.
+        inboxes: of the ranks from which this one receives.
         has_given_up: returns True once this rank keeps nothing any more.
         timeout: how long the other ranks may take; None: torch's default.
     """
 
     def __init__(
         self,
-        areas: Sequence[Area],
-        *,
-        next_area: int,
         receiver: int,
-        sender: int,
+        inboxes: Sequence[Inbox],
+        *,
         has_given_up: Callable[[], bool],
         timeout: timedelta | None,
     ) -> None:
-        self._areas = areas
         self._receiver = receiver
-        self._sender = sender
+        self._inboxes = inboxes
         self._has_given_up = has_given_up
         all_ranks = range(dist.get_world_size())
         self._group = open_groups(
             [list(all_ranks)], "copies of kept steps", timeout=timeout, cpu_tensors_only=True
         )
-        self._next_area = next_area
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.last_duration_s: float | None = None
         """How long the last exchange took, from when both sides had something to send."""
 
     def start(self, area: Area | None, serial: int) -> None:
-        """Starts to send an area, as soon as it is sealed, and to receive one.
+        """Starts to send an area, as soon as it is sealed, and to receive those of the partners.
 
         All ranks call it for the same serial number, after `wait`.
 
@@ -98,27 +116,31 @@ class PartnerCopies:
             self._error = error
 
     def _exchange(self, area: Area | None, serial: int) -> None:
-        """Sends an area and receives one, and waits until all ranks have done so."""
+        """Sends an area and receives others, and waits until all ranks have done so."""
         page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)  # without a seal
         if area is not None:
             page = self._sealed_page(area, serial)
-        received_page = torch.empty_like(page)
         sent = [self._send(page)]
-        self._receive(received_page)
+        received_pages = []
+        for inbox in self._inboxes:
+            received_page = torch.empty_like(page)
+            self._receive(received_page, inbox.sender)
+            received_pages.append(received_page)
         begun_at_s = time.perf_counter()
         seal = read_seal(page.numpy().data)
         if area is not None and seal is not None:
             sent.append(self._send(area.content(seal)))
-        place = self._areas[self._next_area]
-        received_seal = read_seal(received_page.numpy().data)
-        if received_seal is not None:
-            self._receive(place.begin_copy(received_seal))
+        for inbox, received_page in zip(self._inboxes, received_pages, strict=True):
+            received_seal = read_seal(received_page.numpy().data)
+            if received_seal is None:  # that rank keeps nothing any more
+                continue
+            place = inbox.areas[inbox.next_area]
+            self._receive(place.begin_copy(received_seal), inbox.sender)
+            place.finish_copy(received_page)
+            inbox.next_area = 1 - inbox.next_area
         for work in sent:
             work.wait()
         self.last_duration_s = time.perf_counter() - begun_at_s
-        if received_seal is not None:
-            place.finish_copy(received_page)
-            self._next_area = 1 - self._next_area
         dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _sealed_page(self, area: Area, serial: int) -> Tensor:
@@ -141,28 +163,34 @@ class PartnerCopies:
         assert work is not None  # this rank is in the group
         return work
 
-    def _receive(self, tensor: Tensor) -> None:
-        dist.recv(tensor, self._sender, group=self._group)
+    def _receive(self, tensor: Tensor, sender: int) -> None:
+        dist.recv(tensor, sender, group=self._group)
 
 
-def find_partners(places: Sequence[tuple[int, int]], rank: int) -> tuple[int, int] | None:
-    """Returns the rank that a rank sends to, and the one that it receives from.
+def find_partners(places: Sequence[tuple[int, int]]) -> list[Partners] | None:
+    """Returns the partners of all ranks, which are the same for all that ask.
 
     Args:
         places: of all ranks, the number of the machine and the local rank.
-        rank: the rank.
 
     Returns:
-        None if there is one machine, or if the machines have different numbers of ranks.
+        None if there is one machine, or if one has more ranks than those of the next can receive
+        from.
     """
-    rank_at: Mapping[tuple[int, int], int] = {place: other for other, place in enumerate(places)}
-    machines = sorted({machine for machine, _ in places})
-    local_ranks = sorted({local_rank for _, local_rank in places})
-    is_grid = len(places) == len(machines) * len(local_ranks) == len(rank_at)
-    if len(machines) == 1 or not is_grid:
+    ranks_of_machine: dict[int, list[int]] = {}
+    for (machine, _), rank in sorted(zip(places, range(len(places)), strict=True)):
+        ranks_of_machine.setdefault(machine, []).append(rank)
+    ring = list(ranks_of_machine.values())
+    if len(ring) == 1:
         return None
-    machine, local_rank = places[rank]
-    position = machines.index(machine)
-    next_machine = machines[(position + 1) % len(machines)]
-    machine_before = machines[position - 1]
-    return rank_at[next_machine, local_rank], rank_at[machine_before, local_rank]
+    receiver_of: dict[int, int] = {}
+    senders_of: dict[int, list[int]] = {rank: [] for rank in range(len(places))}
+    for position, ranks in enumerate(ring):
+        next_ranks = ring[(position + 1) % len(ring)]
+        if len(ranks) > MAX_SENDERS_PER_RANK * len(next_ranks):
+            return None
+        for place, rank in enumerate(ranks):
+            receiver = next_ranks[place % len(next_ranks)]
+            receiver_of[rank] = receiver
+            senders_of[receiver].append(rank)
+    return [Partners(receiver_of[rank], senders_of[rank]) for rank in range(len(places))]

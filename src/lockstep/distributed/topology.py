@@ -34,8 +34,10 @@ LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 OWN_AREAS_PER_RANK = 2
 """Files in memory in which a rank keeps steps: while one is being written, the other one holds the
 step before."""
-AREAS_PER_RANK = 2 * OWN_AREAS_PER_RANK
-"""A rank has as many again for what a rank of another machine keeps: that machine may be lost."""
+MAX_SENDERS_PER_RANK = 2
+"""A rank has as many areas again for each of at most so many ranks of another machine, which may be
+lost."""
+AREAS_PER_RANK = OWN_AREAS_PER_RANK * (1 + MAX_SENDERS_PER_RANK)
 
 # Of the ports that jobs get: below those that the kernel hands out.
 FIRST_JOB_PORT = 12288
