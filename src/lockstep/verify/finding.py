@@ -57,7 +57,7 @@ class Finding:
             return ""
 
         text = KINDS[case.kind].description
-        if case.kind == "length":  # the number of steps differs, and no step
+        if case.kind == "length":  # the runs differ in their number of steps, and not in a step
             return text
 
         if case.names:

@@ -1,9 +1,9 @@
 """Matches the samples of two runs, so that their inputs, outputs and gradients can be compared.
 
 A `Forward` is the record of a forward pass. Each of its fields ("inputs", "outputs", ...) is an
-array of shape (samples, numbers); a *row* holds the numbers that stand for one sample, and its
-*place* is its index. Rows of two runs belong to the same sample if their inputs are equal within
-rounding, so no DataLoader is needed to recognise samples, and their order does not matter.
+array of shape (samples, numbers), in which a *row* holds the numbers that stand for one sample.
+Rows of two runs belong to the same sample if their inputs are equal within rounding. So samples are
+recognized without a DataLoader and in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.verify.tolerance import Array, largest
 from lockstep.verify.training_record import Forward, RankUpdate, Update
 
-# Rows of one sample differ at most by this share of the largest number in all rows.
+# Rows of the same sample differ at most by this fraction of the largest number in all rows.
 MAX_ERROR_OF_SAME_ROW = 1e-9
 
 # Fields of `Forward` with a row for each sample.
@@ -31,66 +31,67 @@ _ROW_FIELDS = (
     "input_values",
 )
 
-# If several samples have the same inputs, these fields tell which rows belong together.
+# If several samples have the same inputs, these fields decide which rows belong together.
 _FIELDS_THAT_TELL_ROWS_APART = ("inputs", "other_inputs", "outputs", "targets")
 
 
 @dataclass(frozen=True)
 class MatchedForward:
-    """One forward pass in both runs, with the rows of the same samples matched."""
+    """A forward pass in both runs, in which the rows of the same samples are matched."""
 
-    # The model's class, and the number of the pass since the last backward pass.
+    # The class of the model, and the number of the pass since the last backward pass.
     model: str
-    # On one process.
+    # The forward pass on one process.
     expected: Forward
-    # On several processes: the rows of all ranks, one rank after the other.
+    # The forward pass on several processes, with the rows of all ranks in the order of ranks.
     actual: Forward
     # The rank of each row of `actual`.
     rank_of_row: Array
-    # Indices of the rows in `expected` and in `actual` of the samples that both have, in the same
+    # Indices of the rows of `expected` and of `actual` for the samples that both have, in the same
     # order.
-    expected_places: Array
-    actual_places: Array
+    expected_indices: Array
+    actual_indices: Array
 
     @property
     def num_missing(self) -> int:
-        """The number of samples that only the run on one process has."""
-        return len(self.expected.inputs) - len(self.expected_places)
+        """Number of samples that only the run on one process has."""
+        return len(self.expected.inputs) - len(self.expected_indices)
 
     @property
-    def extra_places(self) -> Array:
-        """The indices in `actual` of samples that the run on one process does not have."""
-        return np.setdiff1d(np.arange(len(self.actual.inputs)), self.actual_places)
+    def extra_indices(self) -> Array:
+        """Indices of the rows of `actual` whose samples the run on one process does not have."""
+        return np.setdiff1d(np.arange(len(self.actual.inputs)), self.actual_indices)
 
     @property
     def has_same_inputs(self) -> bool:
         """Whether both runs computed the same samples."""
-        return self.num_missing == 0 and self.extra_places.size == 0
+        return self.num_missing == 0 and self.extra_indices.size == 0
 
     def matched_rows(self, field_name: str) -> tuple[Array, Array] | None:
         """Returns the rows of a field for the samples that both runs have, in the same order.
 
         Args:
-            field_name: a field of `Forward`, such as "outputs".
+            field_name: name of a field of `Forward`, such as "outputs".
 
         Returns:
-            The rows of the run on one process, and those of the other run. None if the field has no
-            row for each sample.
+            The rows of the run on one process, and the rows of the other run. None if the field
+            does not have a row for each sample.
         """
         expected = getattr(self.expected, field_name)
         actual = getattr(self.actual, field_name)
         if len(expected) != len(self.expected.inputs) or len(actual) != len(self.actual.inputs):
             return None
-        return expected[self.expected_places], actual[self.actual_places]
+        return expected[self.expected_indices], actual[self.actual_indices]
 
     def differing_rows(self, field_name: str) -> Array:
-        """Returns, for each sample that both runs have, whether its row of a field differs.
+        """Returns, for each sample that both runs have, whether its rows in a field differ.
 
         Args:
-            field_name: a field of `Forward`, such as "outputs".
+            field_name: name of a field of `Forward`, such as "outputs".
 
         Returns:
-            A bool for each sample; an empty array if the field has no row for each sample.
+            An array with a bool for each sample; empty if the field does not have a row for each
+            sample.
         """
         rows = self.matched_rows(field_name)
         if rows is None:
@@ -108,12 +109,13 @@ class MatchedForward:
 def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     """Matches the forward passes of an update, in the order in which the models were called.
 
-    Returns an empty list if the runs called other models or gave them samples of other shapes.
+    The list is empty if the runs called different models, or called them with samples of different
+    shapes.
     """
-    # By model, one `Forward` with the rows of all ranks, and an array with the rank of each row.
+    # Models with their forward passes, in the order of their calls.
     expected_forwards = joined_forwards(expected)
     actual_forwards = joined_forwards(actual)
-    if list(expected_forwards) != list(actual_forwards):  # the models, in the order of their calls
+    if list(expected_forwards) != list(actual_forwards):
         return []
 
     matched = []
@@ -122,15 +124,15 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
         if expected_forward.shape != actual_forward.shape:
             return []
 
-        expected_places, actual_places = _match_rows(expected_forward, actual_forward)
+        expected_indices, actual_indices = _match_rows(expected_forward, actual_forward)
         matched.append(
             MatchedForward(
                 model=expected_forward.model,
                 expected=expected_forward,
                 actual=actual_forward,
                 rank_of_row=rank_of_row,
-                expected_places=expected_places,
-                actual_places=actual_places,
+                expected_indices=expected_indices,
+                actual_indices=actual_indices,
             )
         )
 
@@ -141,12 +143,12 @@ def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
     """Joins the forward passes of all ranks.
 
     Returns:
-        By model, a `Forward` with the rows of all ranks, one rank after the other, and an array
+        For each model, a `Forward` with the rows of all ranks, in the order of ranks, and an array
         with the rank of each row.
     """
     forwards_of_model: dict[str, list[tuple[int, Forward]]] = defaultdict(list)
     for number, rank in enumerate(update):
-        if not rank.contributes:  # its samples are those of another rank
+        if not rank.contributes:  # the rank computes the same samples as another rank
             continue
         for forward in rank.forwards:
             forwards_of_model[forward.model].append((number, forward))
@@ -164,9 +166,9 @@ def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
 
 
 def _join(forwards: Sequence[Forward]) -> Forward:
-    """Returns one `Forward` with the rows of several, one after the other.
+    """Joins several forward passes into one `Forward` that has the rows of all of them.
 
-    A field whose rows have different lengths, as those of padded texts may have, is left empty.
+    A field is left empty if its rows have different lengths, as padded texts may have.
     """
     arrays: dict[str, Any] = {}
     for field_name in _ROW_FIELDS:
@@ -182,14 +184,14 @@ def _join(forwards: Sequence[Forward]) -> Forward:
 
 
 def rows_among(rows: Array, known_rows: Array) -> Array:
-    """Returns, for each row, whether it is one of the known rows, within rounding.
+    """Returns, for each row, whether it is equal to some known row, within rounding.
 
     Args:
-        rows: shape (rows, numbers).
-        known_rows: shape (known rows, numbers).
+        rows: array of shape (rows, numbers).
+        known_rows: array of shape (known rows, numbers).
 
     Returns:
-        A bool for each row.
+        An array with a bool for each row.
     """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(rows), largest(known_rows))
     is_known = []
@@ -200,31 +202,35 @@ def rows_among(rows: Array, known_rows: Array) -> Array:
 
 
 def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
-    """Finds for each row of `expected` a row of `actual` with the same inputs.
+    """Finds the rows of `expected` and `actual` that have the same inputs, and so the same sample.
 
-    The inputs have the shape (samples, 2): two numbers stand for each sample. If several samples
-    have the same inputs, the rows are matched whose other fields are nearest. A row is matched only
-    once.
+    The inputs have the shape (samples, 2): two numbers stand for each sample. Among several rows
+    with the same inputs, the one whose other fields are nearest is chosen. Each row is matched at
+    most once.
 
     Returns:
         The indices in `expected` and in `actual` of the rows that belong together.
     """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected.inputs), largest(actual.inputs))
-    # Sorted by the first of the two numbers, so that candidates are found by bisection.
+
+    # The rows of `actual` are sorted by the first of their two numbers, so that candidates are
+    # found by bisection.
     order = np.argsort(actual.inputs[:, 0], kind="stable")
     sorted_first_numbers = actual.inputs[order, 0]
     expected_rows, actual_rows = _rows_that_tell_samples_apart(expected, actual)
 
-    is_free = np.ones(len(order), dtype=bool)  # for each row of `actual`
-    expected_places = []
-    actual_places = []
-    for place, (first, second) in enumerate(expected.inputs):
-        first_range = [first - max_difference, first + max_difference]
+    is_free = np.ones(len(order), dtype=bool)  # False for rows of `actual` that are already matched
+    expected_indices = []
+    actual_indices = []
+    for index, (first_number, second_number) in enumerate(expected.inputs):
+        first_range = [first_number - max_difference, first_number + max_difference]
         low, high = np.searchsorted(sorted_first_numbers, first_range)
-        candidates = []  # rows of `actual` with the same inputs
+
+        # Rows of `actual` with the same inputs.
+        candidates = []
         for candidate in order[low:high]:
-            has_same_second = abs(actual.inputs[candidate, 1] - second) <= max_difference
-            if has_same_second and is_free[candidate]:
+            second_difference = abs(actual.inputs[candidate, 1] - second_number)
+            if second_difference <= max_difference and is_free[candidate]:
                 candidates.append(candidate)
 
         if not candidates:
@@ -232,21 +238,21 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
 
         distances = []
         for candidate in candidates:
-            distances.append(float(np.abs(actual_rows[candidate] - expected_rows[place]).max()))
+            distances.append(float(np.abs(actual_rows[candidate] - expected_rows[index]).max()))
 
         nearest = candidates[distances.index(min(distances))]
         is_free[nearest] = False
-        expected_places.append(place)
-        actual_places.append(nearest)
+        expected_indices.append(index)
+        actual_indices.append(nearest)
 
-    return np.array(expected_places, dtype=int), np.array(actual_places, dtype=int)
+    return np.array(expected_indices, dtype=int), np.array(actual_indices, dtype=int)
 
 
 def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[Array, Array]:
-    """Returns the numbers by which samples with the same inputs are told apart, in both runs.
+    """Returns the numbers that tell apart samples with the same inputs, for both runs.
 
-    These are the fields that have a row for each sample in both runs, one beside the other, so the
-    arrays have the shape (samples, numbers of all these fields).
+    These are all fields that have a row for each sample in both runs, side by side, so the arrays
+    have the shape (samples, numbers of all these fields).
     """
     field_names = []
     for field_name in _FIELDS_THAT_TELL_ROWS_APART:
@@ -265,12 +271,12 @@ def without_rows_that_are_no_samples(
 ) -> list[Update]:
     """Returns a run without the forward passes of models whose rows are not samples.
 
-    The rows of a batch of graphs are nodes, for example. A model is left out if its rows are no
-    samples in any of the runs, so that all of them have the same models afterwards.
+    For example, the rows of a batch of graphs are nodes. A model is removed if its rows are not
+    samples in any of the runs, so that all runs have the same models afterwards.
 
     Args:
-        updates: the run, as a list of its optimizer steps.
-        other_runs: the runs with which it is compared.
+        updates: updates of the run.
+        other_runs: updates of the runs that it is compared with.
     """
     models_without_samples: set[str] = set()
     for run in (updates, *other_runs):
@@ -287,7 +293,7 @@ def without_rows_that_are_no_samples(
 
 
 def _class_of(forward: Forward) -> str:
-    """Returns the class in a model's description, such as "Net, forward pass 1"."""
+    """Returns the class in the description of a model: "Net" for "Net, forward pass 1"."""
     return forward.model.partition(",")[0]
 
 
@@ -303,13 +309,14 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 
 
 def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
-    """Returns the record of a rank without the forward passes of these models.
+    """Returns the record of a rank without the forward passes of the given models.
 
-    The contents of batches are left out too, since they were made from rows as if these were
-    samples. Batches with indices keep them: the indices show that each row is a sample.
+    The contents of batches are removed too, because they were computed from rows as if these were
+    samples. Batches with indices keep their contents, since the indices show that each row is a
+    sample.
     """
     model_inputs = [replace(batch, contents=()) for batch in rank.model_inputs]
-    if rank.batches == rank.model_inputs:  # without a loader, the inputs stand for batches
+    if rank.batches == rank.model_inputs:  # without a loader, model inputs are recorded as batches
         batches = model_inputs
     else:
         batches = []

@@ -1,9 +1,9 @@
-"""Finds what is wrong with a run by itself, whatever the reference says.
+"""Finds faults of a run that are known without comparing it with a reference.
 
-A run is a list of `Update`s; each is one optimizer step, with the record of every rank
-(`RankUpdate`). A `Finding` is a cause, known by a code such as LS103, with what was seen. Ranks of
-one run are compared with each other here: they must have the same parameters and gradients, and
-different samples.
+A run is a list of `Update`s. Each is one optimizer step, with the record of every rank
+(`RankUpdate`). A `Finding` is a cause, with a code such as LS103, and the evidence for it. Here,
+the ranks of one run are compared with each other: they must have the same parameters and gradients,
+and different samples.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
 from lockstep.verify.tolerance import Tolerance
 from lockstep.verify.training_record import Batch, Update
 
-# Fewer samples may come in the same order twice by chance.
+# Fewer samples may have the same order twice by chance.
 MIN_SAMPLES_OF_REPEATED_ORDER = 6
 
 
 def cause_or_failure(case: Divergence) -> Cause:
-    """Returns the cause of a difference, as the first rule that applies says.
+    """Returns the cause of a difference, from the first rule that applies.
 
-    If a rule raises an error, the cause is LS210 (not known): the difference is real all the same.
+    If a rule raises an error, the cause is LS210 (not known), because the difference is real
+    nevertheless.
     """
     try:
         return cause_of(case)
@@ -44,23 +45,25 @@ def cause_or_failure(case: Divergence) -> Cause:
 def findings_without_reference(
     updates: Sequence[Update], tolerance: Tolerance, *, was_stopped: bool = True
 ) -> list[Finding]:
-    """Returns what is wrong with a run by itself.
+    """Returns the faults of a run that are known without a reference.
 
     These are ranks with different gradients or parameters, the same inputs on all ranks, optimizers
-    that Lockstep has not prepared (LS407), and orders of samples that repeat (LS103).
+    that Lockstep has not prepared (LS407), and a repeated order of samples (LS103).
 
     Args:
-        updates: the updates of the run.
-        tolerance: what counts as equal.
-        was_stopped: whether the script was stopped after enough steps. Only then a sampler whose
-            epoch was not set before the first pass is reported: a script that has come to its end
+        updates: updates of the run.
+        tolerance: tolerance within which values are equal.
+        was_stopped: whether the script was stopped after enough steps. Only then, a sampler whose
+            epoch was not set before the first pass is reported: a script that has reached its end
             makes no second pass, which could repeat the order.
     """
     findings: list[Finding] = []
     for number, update in enumerate(updates):
-        if not findings:  # differences between ranks may follow from what was found before
+        if not findings:  # otherwise, the difference may follow from an earlier finding
             findings += _compare_ranks(updates, number, tolerance)
+
         findings += _find_same_inputs_on_all_ranks(update)
+
         if any(rank.optimizer_unprepared for rank in update):
             step = update[0].step + 1
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
@@ -71,7 +74,8 @@ def findings_without_reference(
         findings.append(Finding(Cause("LS103", (repeated_order,))))
     elif was_stopped and _last_order_is_fixed(updates):
         text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
-        # A sampler may still be told its epoch later, so the title says less than the entry's.
+        # The epoch may still be set before a second pass, so this title is more careful than that
+        # of the catalogue.
         title = "without set_epoch a second pass would have the same order"
         findings.append(Finding(Cause("LS103", (text,), title=title)))
 
@@ -79,15 +83,15 @@ def findings_without_reference(
 
 
 def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance) -> list[Finding]:
-    """Compares the ranks' parameters before an update, and their gradients in it.
+    """Compares the parameters of the ranks before an update, and their gradients in it.
 
     Args:
-        updates: the updates of the run.
-        number: which update it is.
-        tolerance: what counts as equal.
+        updates: updates of the run.
+        number: number of the update.
+        tolerance: tolerance within which values are equal.
 
     Returns:
-        A list with one finding, or with none if the ranks have the same.
+        A list with one finding; empty if all ranks have the same values.
     """
     update = updates[number]
     names_by_kind = {
@@ -97,7 +101,7 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
     for kind, names in names_by_kind.items():
         if names:
             num_compared = len(update.merged("gradients"))
-            # The ranks are compared with each other, so the run stands for the reference too.
+            # The ranks are compared with each other, so the run takes the place of the reference.
             case = Divergence(
                 reference_run=updates,
                 parallel_run=updates,
@@ -113,21 +117,25 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
 
 
 def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
-    """Finds out whether all ranks computed the same inputs.
+    """Checks whether all ranks computed the same inputs, although they should not.
 
     Returns:
-        A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. An empty
-        list if the ranks had different inputs, or may rightly have had the same.
+        A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. Empty if
+        the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model are rightly given the same inputs. Of a parameter of which a
-    # rank holds a part, it records the gradient but no sums.
+    # Ranks that hold parts of a model rightly get the same inputs. A rank that holds only a part of
+    # a parameter records its gradient, but no sums over the parameter.
     models_are_whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
-    # Samples whose indices are known are compared with those of one process instead.
-    indices_are_known = any(batch.ids for batch in update.batches)
-    if not models_are_whole or indices_are_known:
+    if not models_are_whole:
         return []
 
-    counts_of_ranks = []  # for each rank, how often each content of a sample occurs
+    # Samples with known indices are compared with those of one process instead.
+    indices_are_known = any(batch.ids for batch in update.batches)
+    if indices_are_known:
+        return []
+
+    # For each rank, how often each sample occurs, by the digest of its contents.
+    counts_of_ranks = []
     for rank in update:
         if rank.contributes:
             counts: Counter[str] = Counter()
@@ -146,7 +154,7 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
 
 
 def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
-    """Returns the batches of rank 0 whose indices in the dataset are known."""
+    """Returns the batches of rank 0 whose sample indices are known."""
     batches = []
     for update in updates:
         batches += [batch for batch in update[0].batches if batch.ids]
@@ -154,24 +162,24 @@ def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
 
 
 def _describe_repeated_order(updates: Sequence[Update]) -> str:
-    """Returns a sentence about an epoch that repeats the order of the one before, or "".
+    """Describes an epoch that repeats the sample order of the epoch before; empty if there is none.
 
-    Only shuffled samples count: without shuffling every epoch has the order of the dataset.
+    Unshuffled samples are ignored, since every epoch then has the order of the dataset.
     """
-    # The indices of rank 0's samples, by loader and epoch.
+    # The sample indices of rank 0, by loader and epoch.
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
     for batch in _indexed_batches_of_rank_0(updates):
-        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()  # never None here
+        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()  # `ids` is never None here
 
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])
-        # The run may have been stopped within an epoch, so only its beginning is compared.
+        # The run may have been stopped within an epoch, so only the beginning is compared.
         num_compared = min(len(order), len(order_before))
         beginning = order_before[:num_compared]
         if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
             continue
 
-        # The order of the dataset only ascends.
+        # Without shuffling, indices are ascending.
         is_shuffled = any(index > next_index for index, next_index in pairwise(beginning))
         if is_shuffled:
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
@@ -180,7 +188,7 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
 
 
 def _last_order_is_fixed(updates: Sequence[Update]) -> bool:
-    """Returns whether rank 0's last batch is from a sampler that has one order for all epochs.
+    """True if the last batch of rank 0 comes from a sampler that repeats its order in every epoch.
 
     Such a DistributedSampler shuffles, but its `set_epoch` was never called.
     """

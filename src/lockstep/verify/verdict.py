@@ -1,9 +1,10 @@
-"""The verdict on a run: all differences from the reference, the first one first.
+"""The verdict on a run: all its differences from the reference, in the order in which they appear.
 
-The *reference* is the run on one process, the *parallel* run the one that is judged. A `RunRecord`
-holds what a run did, as a list of `Update`s (optimizer steps). `judge` compares both. A *case* is a
-difference between them (`Divergence`), a *cause* explains it by a code of the catalogue, such as
-LS205, and a `Finding` is a cause with its case. A `Verdict` has all findings, for people or JSON.
+The *reference* is the run on one process, and the *parallel* run is the one that is judged. A
+`RunRecord` holds what a run did, as a list of `Update`s (optimizer steps). A *case* is a difference
+between the runs (`Divergence`), a *cause* explains it by a code of the catalogue, such as LS205,
+and a `Finding` is a cause with its case. `judge` compares two runs and returns a `Verdict` with all
+findings.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ from lockstep.verify.tolerance import FLOAT64, Tolerance
 from lockstep.verify.unsupported import recording_failed_error
 from lockstep.wording import format_ranks
 
-# Causes that are only the order, the number or the augmentation of samples. Other mistakes may be
-# hidden behind them, unless both runs train on the same samples.
+# Causes that only concern the order, the number or the augmentation of samples. They may hide other
+# mistakes, unless both runs train on the same samples.
 CODES_OF_SAMPLE_ORDER = {"LS107", "LS109", "LS110"}
 
-# Kinds of differences whose rules need whole tensors on every rank.
+# Kinds of differences whose rules only work for whole tensors on every rank.
 KINDS_THAT_NEED_WHOLE_TENSORS = ("gradients", "unclipped", "kept", "parameters")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison with the reference has found."""
+    """The result of comparing a run with the reference."""
 
     reference: RunRecord
     parallel: RunRecord
-    # The first difference first, then what is known without the reference.
+    # The differences in order, followed by faults that are known without the reference.
     findings: tuple[Finding, ...] = ()
-    # What differs but is no finding, because the parameters are equal all the same.
+    # Difference that is accepted because the parameters are equal nevertheless; empty if none.
     accepted: str = ""
-    # Why nothing can be said of the run; empty if something can.
+    # Why there can be no verdict; empty if there is one.
     unknown: str = ""
-    # What the user can do if nothing can be said.
+    # What the user can do if there can be no verdict.
     unknown_advice: str = ""
 
     @property
@@ -63,17 +64,18 @@ class Verdict:
         """The verdict in one word: `EQUAL`, `DIFFERENT`, `NOT KNOWN` or `FAILED`."""
         if self.unknown:
             return "NOT KNOWN"
+        # An error with a code is known to be caused by the number of processes.
         if self.parallel.error:
-            # An error with a code is known to come from running on several processes.
             return "DIFFERENT" if self.parallel.code else "FAILED"
-        # A finding without a case is a fault of the script by which the runs do not differ.
+
+        # A finding without a case is a fault of the script that makes no difference here.
         if any(finding.case is not None for finding in self.findings):
             return "DIFFERENT"
 
         return "EQUAL"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the verdict in plain values."""
+        """Returns the verdict as plain values."""
         return {
             "verdict": self.word,
             "comparison": "tolerance",
@@ -91,10 +93,10 @@ class Verdict:
 
     @property
     def reason_batch_not_enlarged(self) -> str:
-        """Why `--batch-per-process` did not enlarge the batches of one process; empty if it did.
+        """Why `--batch-per-process` did not enlarge the batches of the reference; empty if it did.
 
-        It is empty, too, if the option was not given, or if the script uses Lockstep, whose batch
-        size is that of all processes together.
+        Also empty if the option was not given, or if the script uses Lockstep, where the batch size
+        is always that of all processes together.
         """
         run = self.reference
         if run.config.batch_times == 1 or run.uses_lockstep:
@@ -110,10 +112,10 @@ class Verdict:
 
     @property
     def _same_samples_may_help(self) -> bool:
-        """Whether with `--same-samples` more of the runs could be compared.
+        """Whether more could be compared with the option `--same-samples`.
 
         The option removes differences in the order, the number and the augmentation of samples, if
-        these come from DataLoaders of torch. It helps if the first difference is of this kind.
+        these come from torch's DataLoaders. So it helps if the first difference is of this kind.
         """
         if self.word != "DIFFERENT":
             return False
@@ -124,7 +126,7 @@ class Verdict:
         return self.findings[0].cause.code in CODES_OF_SAMPLE_ORDER
 
     def lines(self) -> list[str]:
-        """Returns the verdict in lines for people."""
+        """Returns the lines of the verdict that are printed for the user."""
         head = verdict_head(self.word, self.parallel.config.name)
         if self.unknown:
             lines = [
@@ -153,11 +155,11 @@ class Verdict:
         """Returns the lines for runs without a difference: what was compared, and what was not.
 
         Args:
-            head: how the line with the verdict begins: "EQUAL      2 processes".
+            head: beginning of the line with the verdict, such as "EQUAL      2 processes".
         """
         lines = []
-        # What the script has chosen to give other numbers, such as "gradients are sent as bf16". It
-        # was left out of the run.
+        # An option of the script that changes results on purpose, such as "gradients are sent as
+        # bf16". It was switched off in the run.
         if self.parallel.by_choice:
             lines.append(
                 translate(
@@ -174,7 +176,8 @@ class Verdict:
             until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
             lines.append(labelled(translate("until"), until))
 
-        for finding in self.findings:  # faults of the script by which the runs do not differ
+        # Faults of the script that make no difference here.
+        for finding in self.findings:
             lines += finding.lines(heading=translate("also"))
 
         return lines
@@ -183,31 +186,33 @@ class Verdict:
         """Returns the lines for runs that differ: the first finding in full, then the others.
 
         Args:
-            head: how the first line begins: "DIFFERENT  2 processes".
+            head: beginning of the first line, such as "DIFFERENT  2 processes".
         """
         first, *others = self.findings
-        lines = [head]
         if first.place:
-            lines = [head + translate(f", first in {first.place}")]
+            head += translate(f", first in {first.place}")
 
-        lines += first.lines(by_lockstep=self.reference.uses_lockstep)
-        if first.case is not None:  # the values of both runs were found to differ
+        lines = [head, *first.lines(by_lockstep=self.reference.uses_lockstep)]
+        if first.case is not None:  # the finding is about a difference between the runs
             lines += self._tolerance_line()
 
         for finding in others:
             if finding.place:
                 lines.append(labelled(translate("and in"), translate(finding.place)))
                 lines += finding.lines()
-            else:  # a fault by which the runs do not differ
+            else:  # a fault that makes no difference here
                 lines += finding.lines(heading=translate("also"))
 
-        if self.word == "FAILED":  # nothing is known of the error, so its output is shown
+        # The error has no known cause, so the output of the script is shown.
+        if self.word == "FAILED":
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
 
         return lines
 
     def _tolerance_line(self) -> list[str]:
-        """Returns one line that says what counted as equal, or no line if all was in float64."""
+        """Returns a line about the tolerance of the comparison, or no line if everything was in
+        float64.
+        """
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []
@@ -225,7 +230,7 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if not updates:
         return "nothing was compared"
 
-    first = updates[0]  # stands for all: later ones have the same tensors
+    first = updates[0]  # later updates have the same tensors
     which = "the first" if reference.stopped_at else "all"
     values = [f"{which} {len(updates)} optimizer steps"]
     if first.samples:
@@ -239,9 +244,8 @@ def _describe_compared_values(reference: RunRecord) -> str:
         values.append(f"{num_gradients} gradients")
 
     parameters = first.merged("parameters")
-    if not parameters:  # they were left out, and those before each step were compared instead
+    if not parameters:  # they were removed, and those before each step were compared instead
         parameters = first.merged("parameter_sums")
-
     values.append(f"{len(parameters)} parameters")
     num_buffers = len(first.merged("buffers"))
     if num_buffers:
@@ -257,7 +261,7 @@ def judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     """Compares a run on several processes with the reference.
 
     Raises:
-        RecordingFailedError: the comparison itself has failed.
+        RecordingFailedError: The comparison itself has failed.
     """
     try:
         return _judge(reference, parallel)
@@ -269,10 +273,13 @@ def judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
 
 
 def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
-    """Compares a run with the reference, from the names of tensors to ranks that did nothing."""
+    """Compares a run with the reference, and returns the verdict.
+
+    See `judge`, which handles errors in the comparison itself.
+    """
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
-    # 1. Bring the updates of both runs into a form in which they can be compared.
+    # 1. Make the updates of both runs comparable, and remove differences that are accepted.
     joined = _joined_updates(reference, parallel)
     accepted = accept_differences(
         joined.reference_run,
@@ -291,36 +298,36 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         )
         return Verdict(reference, parallel, unknown=joined.unknown, unknown_advice=advice)
 
-    # 2. Find the differences, and explain them.
+    # 2. Find the differences, and explain them. After an error, a smaller number of steps is not a
+    # difference of its own.
     reference, parallel = _until_rounding_grows(reference, parallel, tolerance)
     cases = find_divergences(reference.updates, parallel.updates, tolerance)
     if parallel.error:
-        # The script was ended by the error, so it says nothing that it made fewer steps.
         cases = [case for case in cases if case.kind != "length"]
 
     findings = _explain(cases, joined.joined_names)
     if parallel.error:
         return Verdict(reference, parallel, findings=_with_failure(findings, parallel))
 
+    # If only the loss differs, the script trains the same model, so the difference is accepted.
     accepted_text = accepted.text
     only_the_loss_differs = {finding.cause.code for finding in findings} == {"LS501"}
     if only_the_loss_differs:
-        # The script shows another loss, but trains the same model.
         both_losses = findings[0].cause.evidence[0]  # it ends in "with equal gradients"
         accepted_text = f"the loss is {both_losses} and parameters"
         findings = []
 
-    # 3. Add faults that can be known without a reference.
+    # 3. Add faults that are known without the reference. Ranks that hold parts of tensors may
+    # differ from each other, so these are not checked.
     more_findings: list[Finding] = []
-    if not joined.joined_names:  # ranks that hold parts rightly differ from each other
+    if not joined.joined_names:
         more_findings += findings_without_reference(
             parallel.updates, tolerance, was_stopped=bool(parallel.stopped_at)
         )
-
     more_findings += _gather_in_reference(reference)
     findings += _new_findings(more_findings, findings, cases)
 
-    # 4. If nothing was found, say that some ranks took no part.
+    # 4. If nothing was found, report ranks that did not take part.
     if parallel.idle_ranks and not findings:
         return _judge_idle_ranks(reference, parallel)
 
@@ -328,10 +335,10 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
 
 
 def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
-    """Returns the updates of both runs, with tensors of the same names and shapes.
+    """Returns the updates of both runs, in which tensors have the same names and shapes.
 
-    Rows of inputs that are no samples are left out, and tensors that ranks hold in parts are
-    joined.
+    Tensors that are split over the ranks are joined, and forward passes of models whose rows are
+    not samples are removed.
     """
     reference_run = reference.updates
     parallel_run = align_names(reference_run, parallel.updates)
@@ -342,12 +349,12 @@ def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
 
 
 def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
-    """Returns the verdict on a run without a difference in which some ranks have not trained.
+    """Returns the verdict if there is no difference, but some ranks have not trained.
 
-    It is "NOT KNOWN" if they may train later, and otherwise "EQUAL" with a remark (`accepted`).
+    It is "NOT KNOWN" if these ranks may train later, and otherwise "EQUAL" with a remark.
     """
     idle = format_ranks(parallel.idle_ranks)
-    if parallel.stopped_at:  # they may have come to train later
+    if parallel.stopped_at:  # the idle ranks may train in later steps
         return Verdict(
             reference,
             parallel,
@@ -365,7 +372,7 @@ def _until_rounding_grows(
 ) -> tuple[RunRecord, RunRecord]:
     """Returns both runs without the updates in which rounding could hide a difference.
 
-    The `stopped_at` of the reference, which the verdict shows, says why the comparison ends there.
+    The reason is stored as `stopped_at` of the reference, which the verdict prints.
     """
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
     if num_updates == max(len(reference.updates), len(parallel.updates)):
@@ -379,16 +386,16 @@ def _until_rounding_grows(
 
 
 def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[Finding]:
-    """Returns a finding for each difference whose cause was not found already.
+    """Returns a finding for each difference, unless its cause was already found.
 
     Args:
-        cases: the differences.
-        joined_names: the tensors that the ranks hold in parts, which were joined to be compared.
+        cases: differences between the runs.
+        joined_names: names of tensors that were joined, because they are split over the ranks.
     """
     findings: list[Finding] = []
     for case in cases:
+        # The rules expect a copy of the model on each rank. For parts, the cause is not known.
         if joined_names and case.kind in KINDS_THAT_NEED_WHOLE_TENSORS:
-            # The rules are for copies of a model on all ranks. For parts, the cause is not known.
             names = format_items(script_names(joined_names))
             text = f"of these tensors the ranks hold parts, which were joined: {names}"
             cause = Cause("LS210", (text, *gradient_patterns(case)))
@@ -402,9 +409,9 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
 
 
 def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Finding, ...]:
-    """Returns the findings together with the error with which the script ended.
+    """Returns the findings together with the error that ended the script.
 
-    An error without a code comes first: nothing is known of its cause, so it decides the verdict.
+    An error without a code comes first: its cause is not known, so it decides the verdict.
     """
     if not parallel.code:
         return (_finding_of_failure(parallel), *findings)
@@ -414,41 +421,42 @@ def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Fin
 
 
 def _finding_of_failure(parallel: RunRecord) -> Finding:
-    """Returns the error with which the script ended, as a finding."""
-    text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
-    if parallel.code == "LS304":
-        # The replicas have diverged. The text says that, and not how the script ended.
+    """Returns the error that ended the script as a finding."""
+    if parallel.code == "LS304":  # the replicas have diverged, which is a sentence of its own
         text = parallel.error
+    else:
+        text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
 
+    # The ranks made different numbers of steps, perhaps because an `if` went different ways.
     branches: Sequence[str] = ()
     if parallel.code == "LS405":
-        # Ranks made different numbers of steps: perhaps because an `if` went two ways.
         branches = splitting_branches(parallel.branch_outcomes)
 
     return Finding(Cause(parallel.code, (text, *branches)))
 
 
 def _gather_in_reference(reference: RunRecord) -> list[Finding]:
-    """Returns LS207, in a list, if an all-gather of the reference carries no gradient.
+    """Returns LS207 in a list if an all-gather of the reference passes no gradient on.
 
-    Then a gradient is missing on one process as well, and no comparison shows it.
+    The gradient is then missing on one process too, so no comparison can show it.
     """
     for update in reference.updates:
         line = update.first("gather_line")
         if line:
             text = "on one process, too, the loss is computed from it"
             return [Finding(Cause("LS207", (text, line)))]
+
     return []
 
 
 def _new_findings(
     candidates: Sequence[Finding], findings: Sequence[Finding], cases: Sequence[Divergence]
 ) -> list[Finding]:
-    """Returns those of the candidates that say something new.
+    """Returns the candidates that say something new.
 
     Args:
         candidates: findings that are known without the reference.
-        findings: findings by comparison with the reference.
+        findings: findings from the comparison with the reference.
         cases: all differences from the reference.
     """
     known_codes = {finding.cause.code for finding in findings}
@@ -458,12 +466,16 @@ def _new_findings(
         if candidate.cause.code in known_codes:
             continue
 
-        if candidate.case is not None:  # the ranks differ from each other
+        # The candidate is about ranks that differ from each other.
+        if candidate.case is not None:
             difference = (candidate.case.kind, candidate.case.update_index)
-            # If every rank agrees with one process within the tolerance, ranks that differ from
-            # each other do so only by rounding.
+            if difference in known_differences:
+                continue
+
+            # Every rank agrees with the reference within the tolerance, so the ranks differ from
+            # each other only by rounding.
             all_ranks_agree_with_reference = not cases
-            if difference in known_differences or all_ranks_agree_with_reference:
+            if all_ranks_agree_with_reference:
                 continue
 
         new_findings.append(candidate)

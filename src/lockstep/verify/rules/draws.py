@@ -1,10 +1,9 @@
 """Rules for losses and outputs that were computed from random numbers.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs".
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from lockstep.verify.rules.evidence import other_draws
 
 
 def random_loss(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: the loss was computed from random numbers that one process did not draw.
-
-    LS106: moreover, all ranks drew the same ones.
+    """LS308: the loss was computed from random numbers that one process did not draw. LS106: in
+    addition, all ranks drew the same numbers.
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
-    False positives: harmless random numbers, while something else is wrong that they hide.
-    Evidence: the evidence that it was given, and the line that drew the numbers.
+    False positives: harmless random numbers, if something else is wrong.
+    Evidence: the given evidence, and the line that drew the numbers.
 
     Args:
         case: the difference.
-        *evidence: sentences of another rule, to which this one adds its own.
+        *evidence: sentences of the calling rule, which come first.
     """
     sentences = other_draws(case)
     if not sentences:
         return None
 
-    # For each rank whose loss counts, its draws: pairs of a line and a digest of the numbers.
+    # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
-    # A single rank, or ranks that drew nothing, are equal but say nothing.
+
+    # For a single rank, or without any draws, equality means nothing.
     several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
     if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
         return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
@@ -45,18 +44,19 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
 
 
 def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: random numbers were drawn from another stream than torch's, after the batch was read.
+    """LS308: after the batch was read, random numbers were drawn from another generator than
+    torch's.
 
     Needs: `random_streams`, whose keys are names such as "numpy's global stream".
-    Applies: if a process drew from such a stream.
-    False positives: numbers that were drawn for something else than the model's outputs.
-    Evidence: the evidence that it was given, and the streams.
+    Applies: if a process drew from such a generator.
+    False positives: numbers that are not used for the outputs of the model.
+    Evidence: the given evidence, and the names of the generators.
 
     Args:
         case: the difference.
-        *evidence: sentences of another rule, to which this one adds its own.
+        *evidence: sentences of the calling rule, which come first.
     """
-    streams: dict[str, None] = {}  # a set that keeps the order
+    streams: dict[str, None] = {}  # an ordered set
     for rank in (*case.expected, *case.actual):
         streams.update(dict.fromkeys(rank.random_streams))
 

@@ -1,9 +1,9 @@
 """Sentences of evidence that several rules use.
 
-Each function looks at a difference between a run on one process and one on several ranks (`case`)
-and returns sentences about it, or an empty list if it finds nothing to say. Of the optimizer step
-that differs, `case.expected` is what one process recorded and `case.actual` what the ranks
-recorded, both as tuples of `RankUpdate`s. A *line* is a text: "train.py:12: loss.backward()".
+Each function looks at a difference (`case`) between a run on one process and a run on several
+ranks, and returns sentences about it, or an empty list if there is nothing to say. `case.expected`
+is the optimizer step on one process, and `case.actual` the same step on the ranks: a `RankUpdate`
+(record) for each rank. A *line* is a string such as "train.py:12: loss.backward()".
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_LINES_WITH_STATISTICS = 2
 
 
 def format_ranks_that_differ(ranks_by_name: Mapping[str, Sequence[int]]) -> str:
-    """Names all ranks on which some tensor differs: "ranks 1-3".
+    """Lists all ranks on which some tensor differs: "ranks 1-3".
 
     Args:
-        ranks_by_name: by name of a tensor, the ranks on which it differs.
+        ranks_by_name: ranks on which a tensor differs, by the name of the tensor.
     """
     all_ranks: set[int] = set()
     for ranks in ranks_by_name.values():
@@ -34,9 +34,9 @@ def format_ranks_that_differ(ranks_by_name: Mapping[str, Sequence[int]]) -> str:
 
 
 def format_ratio(ratio: float, num_ranks: int) -> str:
-    """Puts a ratio of gradients to those of one process into words.
+    """Describes the ratio of gradients to those of one process.
 
-    Examples: "1/2 of" for two ranks and a ratio of 0.5, "3 times", "but for rounding" if it is 1.
+    For two ranks: "1/2 of" for a ratio of 0.5, "3 times" for 3, and "but for rounding" for 1.
     """
     if near(ratio, 1):
         return "but for rounding"
@@ -46,17 +46,17 @@ def format_ratio(ratio: float, num_ranks: int) -> str:
 
 
 def format_weights(weights: Sequence[float]) -> str:
-    """Writes weights as shares of their sum: "0.25 : 0.75" for 1 and 3."""
+    """Formats weights as fractions of their sum: "0.25 : 0.75" for 1 and 3."""
     total = sum(weights)
     texts = []
     for weight in weights:
-        share = weight / total if total else weight  # 1 and -1 have no shares of their sum
+        share = weight / total if total else weight  # the sum may be 0, as for 1 and -1
         texts.append(f"{share:.4g}")
     return " : ".join(texts)
 
 
 def loss_line(case: Divergence) -> list[str]:
-    """Says which line computed the loss, if a rank has recorded it."""
+    """Names the line that computed the loss, if some rank has recorded it."""
     line = case.actual.first("loss_line")
     if not line:
         return []
@@ -64,7 +64,7 @@ def loss_line(case: Divergence) -> list[str]:
 
 
 def format_backward_passes(case: Divergence) -> str:
-    """Says how many backward passes the step had on one process and on each rank."""
+    """Says how many backward passes the step had, on one process and on each rank."""
     on_one_process = case.expected.backward_passes
     on_each_rank = case.actual.backward_passes
     return (
@@ -76,23 +76,23 @@ def format_backward_passes(case: Divergence) -> str:
 def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     """Says how many gradients are right, and by which factors the others are wrong.
 
-    For example "3 of 6 gradients are right", "2 times: fc.weight, fc.bias" and
-    "in no constant ratio: conv.weight".
+    For example "3 of 6 gradients are right", "2 times: fc.weight, fc.bias" and "in no constant
+    ratio: conv.weight".
     """
-    # The kind of a difference in gradients is the field that differs: "gradients" or "unclipped".
-    # Both are dictionaries of gradients by name.
+    # The kind of the difference is also the name of the field: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
 
-    # `case.names` are the gradients that differ. Those that only the ranks have are left out.
+    # Gradients that only the ranks have are left out.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
         if name not in actual:  # no rank has this gradient
             continue
 
-        ratio = None  # a number if actual = number * expected
-        if expected[name].size > 1:  # any two single numbers have a ratio, which says nothing
+        # A number if actual = number * expected. A ratio between single values means nothing.
+        ratio = None
+        if expected[name].size > 1:
             ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
 
         if ratio is None:
@@ -114,14 +114,13 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
 
 
 def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
-    """Returns random numbers from which the losses of only one of the runs were computed.
+    """Returns random draws that the losses of only one of the runs were computed from.
 
-    This does not prove that the runs drew different numbers: only the last draw of a loss is
-    recorded, and if each sample has a draw of its own, a rank's last sample is not that of one
-    process.
+    This is no proof that the runs drew different numbers. Only the last draw of a loss is recorded,
+    and if each sample has a draw of its own, a rank's last sample is not that of one process.
 
     Returns:
-        For each draw, its line and a digest of its numbers.
+        Pairs of the line of a draw and a digest of its numbers.
     """
     expected: Counter[tuple[str, str]] = Counter()
     for rank in case.expected:
@@ -132,8 +131,8 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
         actual.update(rank.loss_draws)
 
     draws = []
-    for draw in {**actual, **expected}:  # each draw of either run, once
-        # What one process drew for its loss, each rank should have drawn as well.
+    for draw in {**actual, **expected}:  # all draws of both runs, without duplicates
+        # What one process drew for its loss, each rank should have drawn too.
         if actual[draw] != expected[draw] * case.num_ranks:
             draws.append(draw)
 
@@ -145,8 +144,8 @@ def other_draws(case: Divergence) -> list[str]:
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # Only the last draw of a loss is recorded. In the other run it may be for other samples. So a
-    # draw of one run counts only if the other run drew these numbers nowhere before its loss.
+    # Only the last draw of a loss is recorded, which may be for other samples in the other run. So
+    # a draw only counts if the other run never drew the same numbers before its loss.
     expected_digests: set[str] = set()
     for rank in case.expected:
         expected_digests |= rank.drawn_digests
@@ -168,28 +167,28 @@ def other_draws(case: Divergence) -> list[str]:
 def local_statistics(case: Divergence) -> list[str]:
     """Says that the loss was computed from statistics over each rank's own samples.
 
-    Only statistics that differ from those of one process on some rank are named. Whether that is
-    wrong is not known: a batch's greatest length, for example, does no harm.
+    Only statistics that differ from one process on some rank are mentioned. They are not always
+    wrong: the maximum length in a batch, for example, does no harm.
     """
     text = "the loss is computed from a statistic over each rank's own samples"
     return _lines_with_other_values(case, "batch_statistics", text)
 
 
 def local_scalars(case: Divergence) -> list[str]:
-    """Says that statistics over each rank's own samples became numbers before the loss."""
+    """Says that Python numbers were computed from each rank's own samples, before the loss."""
     text = "before the loss, a number was computed from each rank's own samples"
     return _lines_with_other_values(case, "scalar_statistics", text)
 
 
 def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> list[str]:
-    """Names the first lines whose recorded number differs from one process on some rank.
+    """Lists the first lines whose recorded number differs from one process on some rank.
 
     Args:
         case: the difference.
-        field_name: a field of `RankUpdate` with a number for each line.
-        text: the beginning of each sentence, before the line.
+        field_name: name of a field of `RankUpdate` with a number for each line.
+        text: beginning of each sentence, before the line.
     """
-    if case.num_ranks <= 1:  # the rank's own samples are all samples
+    if case.num_ranks <= 1:  # a single rank has all samples
         return []
 
     lines = []
@@ -198,7 +197,7 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
             actual = getattr(rank, field_name).get(line)
             if actual is None:  # the rank did not run this line
                 continue
-            # The absolute tolerance is for numbers that are zero except for rounding.
+            # The absolute tolerance covers numbers that are zero but for rounding.
             if not math.isclose(expected, actual, rel_tol=case.max_error, abs_tol=1e-12):
                 lines.append(line)
                 break
@@ -207,11 +206,15 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
 
 
 def loss_compares_local_samples(case: Divergence) -> list[str]:
-    """Says that the loss compares samples, but each rank compared its own samples only."""
+    """Says that the loss compares samples with each other, but each rank only has its own
+    samples.
+    """
+    # After a gather, each rank may have compared all samples.
     gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
-    if gathers or case.num_ranks == 1:  # each rank may have compared all samples
+    if gathers or case.num_ranks == 1:
         return []
-    # Only one process has the whole batch, so it alone records whether samples are compared.
+
+    # Whether samples are compared is recorded only on one process, which has the whole batch.
     if not any(rank.loss_compares_samples for rank in case.expected):
         return []
 
@@ -222,5 +225,5 @@ def loss_compares_local_samples(case: Divergence) -> list[str]:
 
 
 def first_clip_line(case: Divergence) -> list[str]:
-    """Returns the line of the first call that clips gradients; empty if none does."""
+    """Returns the line of the first call that clips gradients; empty if there is none."""
     return [call.line for call in case.actual.clips[:1]]

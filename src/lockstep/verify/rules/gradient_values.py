@@ -1,13 +1,12 @@
-"""Rules that compare the values of gradients, which are wrong but the same on all ranks.
+"""Rules that compare the values of gradients that are wrong but the same on all ranks.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and many ranks, or None.
-Of the step that differs, `case.expected` is what one process recorded, `case.actual` what the ranks
-recorded (a `RankUpdate` each, with the fields under "Needs"). The arguments `expected` and `actual`
-are its gradients. A *part* is the gradient that one backward pass of one rank left.
+A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
+None. `case.expected` is the step on one process, `case.actual` the same step on the ranks (a
+`RankUpdate` each, with the fields under "Needs"), and `expected` and `actual` are its gradients. A
+*part* is the gradient of one backward pass on one rank.
 
-The gradient of several ranks is a sum of parts, each times a weight. If the gradient of one process
-is such a sum too, with other weights, then only the weighting is wrong, and the weights say what it
-should have been.
+The gradient of several ranks is a weighted sum of parts. If the gradient of one process is a sum of
+the same parts with other weights, then only the weights are wrong, and they can be computed.
 """
 
 from __future__ import annotations
@@ -69,16 +68,16 @@ from lockstep.wording import format_ranks
 
 Gradients = Mapping[str, Array]
 
-# Weights with a share of the largest one below this are what rounding leaves of a zero.
+# Weights below this fraction of the largest weight are zero but for rounding.
 ZERO_WEIGHT_SHARE = 1e-6
 
 
 def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) -> Cause:
-    """Returns the cause of gradients whose values are wrong: that of the first rule that has one.
+    """Returns the cause of wrong gradients, from the first rule that applies.
 
     Args:
         case: the difference.
-        expected: gradients of one process.
+        expected: gradients of one process, by parameter name.
         actual: gradients that the ranks used, or would have used without clipping.
     """
     for value_rule in VALUE_RULES:
@@ -86,8 +85,8 @@ def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) 
         if cause is not None:
             return cause
 
-    # The gradients themselves do not say it. What they were computed from may: samples, outputs,
-    # losses, draws of random numbers.
+    # The gradients alone do not tell the cause, but what they were computed from may tell it:
+    # samples, outputs, losses, random numbers.
     for rule in RULES_WITHOUT_VALUES:
         cause = rule(case)
         if cause is not None:
@@ -103,9 +102,9 @@ def equal_within_rounding(case: Divergence, expected: Gradients, actual: Gradien
     """LS210: the gradients are right apart from rounding.
 
     Needs: `gradients`.
-    Applies: if all are one multiple of the right ones, and the number is 1.
+    Applies: if all gradients are the right ones times a number that is 1 within rounding.
     False positives: none.
-    Evidence: that it is rounding.
+    Evidence: that the difference is rounding.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None or not near(ratio, 1):
@@ -114,16 +113,16 @@ def equal_within_rounding(case: Divergence, expected: Gradients, actual: Gradien
 
 
 def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
-    """All gradients are off by a number that says by itself what is wrong.
+    """All gradients are wrong by a factor that reveals the cause by itself.
 
-    LS201: N times as large for N ranks (added up instead of averaged). LS202: 1/N. LS203: times the
-    number of micro-batches. LS204: divided by it.
+    LS201: they are N times as large for N ranks (summed instead of averaged). LS202: 1/N. LS203:
+    multiplied by the number of micro-batches. LS204: divided by it.
 
     Needs: `gradients`, and `losses`, one for each backward pass.
-    Applies: if the ratio is such a number. Micro-batches count if one process has another number
-        of backward passes.
-    False positives: several of these numbers may be equal; then all codes that fit are said.
-    Evidence: the ratio, and an all-gather that could be the reason.
+    Applies: if the ratio is such a number. LS203 and LS204 also need different numbers of backward
+        passes on one process and on the ranks.
+    False positives: several of these numbers may be equal. Then all codes that fit are mentioned.
+    Evidence: the ratio, and an all-gather that may be the reason.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
@@ -132,7 +131,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
 
-    # The ratio that each cause would lead to. The first one that fits is returned.
+    # The ratio that each cause would lead to.
     ratio_of_code: dict[str, float] = {}
     passes_are_known = passes_of_one > 0 and passes_of_rank > 0
     if passes_are_known and passes_of_one != passes_of_rank:
@@ -141,6 +140,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
 
     ratio_of_code["LS201"] = case.num_ranks
     ratio_of_code["LS202"] = 1 / case.num_ranks
+
     fitting_codes = []
     for code, ratio_of_cause in ratio_of_code.items():
         if near(ratio, ratio_of_cause, case.max_error):
@@ -161,15 +161,15 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
 
 
 def _multiple(case: Divergence, ratio: float) -> str:
-    """Says by which factor all gradients are wrong: "all gradients are 2 times those of ..."."""
+    """Says by which factor all gradients are wrong."""
     return f"all gradients are {format_ratio(ratio, case.num_ranks)} those of one process"
 
 
 def _gather_without_graph(case: Divergence) -> list[str]:
     """Names the first all-gather whose input autograd does not track.
 
-    A loss over gathered outputs then has a gradient by this rank's own outputs only, which has to
-    be added up over the ranks instead of averaged.
+    A loss over gathered outputs then only has a gradient with respect to this rank's own outputs,
+    which must be summed over the ranks, and not averaged.
     """
     for call in case.actual.calls:
         if call.name.startswith("all_gather") and not call.carries_gradient:
@@ -181,21 +181,22 @@ def _gather_without_graph(case: Divergence) -> list[str]:
 def multiplied_after_passes(
     case: Divergence, expected: Gradients, actual: Gradients
 ) -> Cause | None:
-    """LS403: gradients were right after the last backward pass and then multiplied by a number.
+    """LS403: gradients were right after the last backward pass, and were then multiplied by a
+    number.
 
     Needs: `gradient_factor` of both runs.
-    Applies: if the two factors have the ratio of the gradients.
-    False positives: clipping by another norm, which is such a factor.
+    Applies: if the ratio of the two factors is the ratio of the gradients.
+    False positives: clipping by another norm, which is such a factor too.
     Evidence: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
-    # The number that a run multiplied all its gradients by, 1 if it did nothing to them.
+    # The number that each run multiplied all its gradients by. It is 1 if they were not changed,
+    # and NaN if it is not known.
     factor_of_one = case.expected[0].gradient_factor
     factor_of_ranks = case.actual[0].gradient_factor
 
     if ratio is None or factor_of_one == 0:
         return None
-    # A factor that is not known is NaN, which is near to nothing.
     if not near(factor_of_ranks / factor_of_one, ratio):
         return None
 
@@ -207,12 +208,12 @@ def multiplied_after_passes(
 
 
 def other_multiple(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
-    """LS209: all gradients are off by one number that nothing explains.
+    """LS209: all gradients are wrong by one factor, which nothing explains.
 
     Needs: `gradients`.
-    Applies: if they are one multiple of the right ones.
+    Applies: if all gradients are the right ones times one number.
     False positives: a loss with another weight, or a wrong factor anywhere after it.
-    Evidence: the number, and the line of the loss.
+    Evidence: the factor, and the line of the loss.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
@@ -231,14 +232,15 @@ def clipped_between_passes(
     Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
     Applies: if such a call changed a gradient, in either run.
     False positives: something else may be wrong as well.
-    Evidence: after which backward pass, the line, and the factors by which gradients are wrong.
+    Evidence: the backward pass before the call, its line, and the factors by which gradients are
+        wrong.
     """
     for rank in (*case.actual, *case.expected):
         num_passes = len(rank.losses)
         for call in rank.calls:
-            # The backward passes after it add to gradients that are clipped already.
-            is_early = call.passes_before < num_passes
-            if call.name == "clip" and call.has_clipped and is_early:
+            # Later backward passes add their gradients to the clipped ones.
+            more_passes_follow = call.passes_before < num_passes
+            if call.name == "clip" and call.has_clipped and more_passes_follow:
                 text = (
                     f"clipped after backward pass {call.passes_before} of {num_passes}: {call.line}"
                 )
@@ -253,31 +255,35 @@ def changed_after_right_passes(
     """Names what was done to gradients after backward passes that were right.
 
     LS213: a communication hook of DDP. LS404: each rank multiplied its gradients by another number
-    before they were added. LS406: gradients were changed before they were averaged. LS210: unknown.
+    before they were summed. LS406: gradients were changed before they were averaged. LS210:
+    unknown.
 
     Needs: `local_gradients`; `comm_hook_line` and `calls`.
-    Applies: if the mean of what the ranks' backward passes left is right, or right times a number,
-        and the gradients that were used are no multiple of this mean.
+    Applies: if the mean of the ranks' local gradients is right (perhaps times a number), but the
+        gradients that were used are no multiple of this mean.
     False positives: none known.
     Evidence: that the mean is right, and what was done.
     """
-    # What all backward passes of each rank added up to, by name; empty if that is not known.
+    # The sum of each rank's local gradients over its backward passes; empty if it is not known.
+    # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
     local_sums = []
     for rank in case.actual:
-        if rank.contributes:  # not so the first stages of a pipeline
+        if rank.contributes:
             local_sums.append(sum_of_passes(rank.local_gradients, actual))
 
     sum_of_one = sum_of_passes(case.expected[0].local_gradients, actual)
     if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
         return None
 
+    # Otherwise, the backward passes themselves were wrong.
     mean = mean_of(local_sums)
     ratio = constant_ratio(sum_of_one, mean, case.max_error)
-    if ratio is None:  # the backward passes themselves were wrong
+    if ratio is None:
         return None
 
-    used_is_multiple_of_mean = constant_ratio(mean, actual, case.max_error) is not None
-    if used_is_multiple_of_mean:  # the ranks did average
+    # If the ranks used a multiple of the mean, they have averaged correctly.
+    ranks_used_mean = constant_ratio(mean, actual, case.max_error) is not None
+    if ranks_used_mean:
         return None
 
     right = "what the backward passes left is, on average over the ranks, that of one process"
@@ -294,18 +300,19 @@ def changed_after_right_passes(
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (right, text, hook_line, *patterns))
 
-    # actual = used_weights[0] * local_sums[0] + used_weights[1] * local_sums[1] + ..., or None
+    # Each rank has multiplied its gradients by another number before they were summed:
+    # actual = used_weights[0] * local_sums[0] + used_weights[1] * local_sums[1] + ...
     used_weights = weights(actual, local_sums, case.max_error)
     if used_weights is not None and not all_near(used_weights, case.max_error):
         text = (
             f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
         )
-        norms = []
+        norms_after = []
         for local_sum, weight in zip(local_sums, used_weights, strict=True):
-            norms.append(norm(flat(local_sum)) * abs(weight))
+            norms_after.append(norm(flat(local_sum)) * abs(weight))
 
         same_norm = []
-        if all_near(norms, 1e-5):
+        if all_near(norms_after, 1e-5):
             same_norm.append("that gave the gradients of all ranks the same norm, as clipping does")
 
         return Cause("LS404", (right, text, *same_norm))
@@ -322,20 +329,21 @@ def changed_after_right_passes(
 
 
 def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
-    """LS312: a rank's backward passes do not reach parameters that those of one process reach.
+    """LS312: a rank's backward passes do not reach some parameters that those of one process reach.
 
     Needs: `local_gradients`.
-    Applies: if all gradients that differ are of such parameters.
+    Applies: if all gradients that differ belong to such parameters.
     False positives: none known.
     Evidence: which ranks.
     """
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
-    missing: set[str] = set()  # parameters that some rank has no gradient of
+    missing: set[str] = set()  # parameters without a gradient on some rank
     ranks = []
     for number, rank in enumerate(case.actual):
         gradients_are_known = rank.contributes and bool(rank.local_gradients)
         if not gradients_are_known:
             continue
+
         missing_on_rank = names_of_one - _names_with_gradients(rank.local_gradients)
         if missing_on_rank:
             missing |= missing_on_rank
@@ -350,7 +358,7 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
 
 
 def _names_with_gradients(passes: Sequence[Gradients]) -> set[str]:
-    """Returns the parameters of which some backward pass left a gradient."""
+    """Returns the names of parameters that got a gradient in some backward pass."""
     names: set[str] = set()
     for gradients in passes:
         names |= gradients.keys()
@@ -361,19 +369,20 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     """The gradient of one process is a sum of the same parts with other weights.
 
     LS206: the weights should be the numbers of samples. LS205: they should be another count, such
-    as tokens, or a mean of means was taken. LS208: the loss compares samples, or was computed from
-    a statistic. LS110: one process has only some of the parts. LS210: unknown.
+    as tokens; a mean of means was computed instead. LS208: the loss compares samples, or was
+    computed from a statistic. LS110: one process has only some of the parts. LS210: unknown.
 
     Needs: `local_gradients`; counts in `batches` and `loss_divisors`.
-    Applies: if the gradient of one process is a sum of the parts. LS205 without a count needs means
-        that are added up equally though other weights would add up to as much.
-    False positives: with few parts and small counts another count may fit by chance.
-    Evidence: the weights, and those that would be right.
+    Applies: if the gradient of one process is a weighted sum of the parts. LS205 without a known
+        count needs parts that are weighted equally, and right weights with the same sum.
+    False positives: with few parts and small counts, another count may fit by chance.
+    Evidence: the weights that were used, and those that would be right.
     """
-    # A part is the gradient that one backward pass of one rank left.
+    # A part is the gradient of one backward pass on one rank. Ranks whose losses do not count, such
+    # as the first stages of a pipeline, have no parts.
     parts = []
     for rank in case.actual:
-        if rank.contributes:  # not so the first stages of a pipeline
+        if rank.contributes:
             parts += rank.local_gradients
 
     # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
@@ -384,21 +393,15 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
     used_weights = weights(actual, parts, case.max_error)
     if used_weights is None:
-        # The ranks used no sum of the parts at all. If the parts are right, that is worth saying.
+        # The ranks did not use a sum of the parts at all, although the sum of the parts is right.
         if not all_near(right_weights, case.max_error):
             return None
         text = "the sum of what the ranks' backward passes left is right up to a factor"
         return unknown_cause(case, f"{text}; what was made of it afterwards is not")
 
-    # A part that one process does not have gets a tiny weight, by rounding: it becomes 0.
-    largest_weight = max(abs(weight) for weight in right_weights)
-    zero_weight = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
-    nonzero_weights = []
-    for weight in right_weights:
-        nonzero_weights.append(weight if abs(weight) > zero_weight else 0.0)
-
-    if min(nonzero_weights) <= 0.0:
-        return _parts_left_out(case, nonzero_weights, used_weights)
+    without_rounding = _without_tiny_weights(case, right_weights)
+    if min(without_rounding) <= 0.0:
+        return _parts_left_out(case, without_rounding, used_weights)
 
     evidence = (
         "the gradient of one process is a sum of the same parts with other weights",
@@ -406,10 +409,10 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         f"they should weigh {format_weights(right_weights)}",
         *loss_line(case),
     )
-    # Are the parts to be weighted by something that was counted, such as samples? Where the ranks
-    # weigh the parts unequally, the right weights are relative to theirs.
-    relative_weights = []
 
+    # Perhaps the parts should be weighted by something that was counted, such as samples. If the
+    # ranks have not weighted the parts equally, the right weights are relative to theirs.
+    relative_weights = []
     for right, used in zip(right_weights, used_weights, strict=True):
         relative_weights.append(right / used if used else 0.0)
 
@@ -423,10 +426,10 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
 
+    # A mean of means has equal weights, with the same sum as the right weights.
     statistics = local_statistics(case)
-    # A mean of means: equal weights instead of others with the same sum.
-    same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
-    if all_near(used_weights, case.max_error) and same_sum:
+    has_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
+    if all_near(used_weights, case.max_error) and has_same_sum:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
 
@@ -436,37 +439,53 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     return Cause("LS210", evidence)
 
 
+def _without_tiny_weights(case: Divergence, right_weights: Sequence[float]) -> list[float]:
+    """Replaces weights that are zero but for rounding by 0.
+
+    Such a weight belongs to a part that is not in the gradient of one process.
+    """
+    largest_weight = max(abs(weight) for weight in right_weights)
+    limit = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
+
+    weights_without_rounding = []
+    for weight in right_weights:
+        weights_without_rounding.append(weight if abs(weight) > limit else 0.0)
+    return weights_without_rounding
+
+
 def _parts_left_out(
     case: Divergence, right_weights: Sequence[float], used_weights: Sequence[float]
 ) -> Cause:
-    """LS110: one process trains some of the parts only, so the ranks have too many samples.
+    """LS110: one process trains only some of the parts, so the ranks have too many samples.
 
-    This is so if one process has the mean of some parts, and the ranks have the mean of all parts.
-    Otherwise the cause is LS210.
+    This is the case if the gradient of one process is the mean of some parts, and that of the ranks
+    the mean of all parts. Otherwise, the cause is LS210.
 
     Args:
         case: the difference.
-        right_weights: the weights with which the parts add up to the gradient of one process; 0
-            for a part that one process does not have.
-        used_weights: the weights with which they add up to the gradient of the ranks.
+        right_weights: weights with which the parts add up to the gradient of one process; 0 for a
+            part that is not in it.
+        used_weights: weights with which the parts add up to the gradient of the ranks.
     """
-    parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
-    weights_of_one = [right_weights[place] for place in parts_of_one]
+    parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
+    weights_of_one = [right_weights[number] for number in parts_of_one]
 
-    # Equal weights make a mean. A negative one takes a part away, which no mean does.
+    # In a mean, all weights are equal and none is negative.
     no_weight_is_negative = min(right_weights) >= 0
     weights_are_equal = bool(parts_of_one) and all_near(weights_of_one, 1e-5)
     one_process_has_mean_of_some = no_weight_is_negative and weights_are_equal
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)
+    are_means = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # Each is True, False, or None if it is not known. With the same samples, no part is left out.
+    # If both runs are known to train the same samples, no part is left out.
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
-    if have_same_samples or not one_process_has_mean_of_some or not ranks_have_mean_of_all:
+
+    if have_same_samples or not are_means:
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
 
-    numbers = format_items([place + 1 for place in parts_of_one])
+    numbers = format_items([number + 1 for number in parts_of_one])
     plural = "s" if len(parts_of_one) > 1 else ""
     text = (
         f"the gradient of one process is that of part{plural} {numbers} of {len(right_weights)} "
@@ -478,32 +497,32 @@ def _parts_left_out(
 
 
 def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
-    """Returns what was counted in the batch and in the loss of each part, by what was counted.
+    """Returns the counts for each part that its batch or its loss may have been averaged over.
 
-    A part is what one backward pass of one rank left. For example, `samples` are [8, 8, 4] and
-    `labels in tensor 1` are [60, 75, 40] for three parts. The plainest counts come first.
+    A part is the gradient of one backward pass on one rank. For three parts, an example is
+    `{"samples": [8, 8, 4], "labels in tensor 1": [60, 75, 40]}`. The simplest counts come first.
 
     Args:
         case: the difference.
-        num_parts: number of parts. Batches, or losses, that are more or fewer cannot be assigned to
-            parts, and are not counted.
+        num_parts: number of parts. If there is another number of batches (or losses), they cannot
+            be assigned to parts and are ignored.
     """
     counts: dict[str, list[float]] = {}
-    # What was counted in the batches; 0 in a batch without this tensor.
+
+    # Counts in the batches; 0 for a batch without the tensor.
     batches = case.actual.batches
     if len(batches) == num_parts:
-        keys: dict[str, None] = {}  # a set that keeps the order
+        keys: dict[str, None] = {}  # an ordered set
         for batch in batches:
             keys.update(dict.fromkeys(batch.weights))
 
-        # Samples first, then labels, values that are not zero, ones of masks, and other values than
-        # padding.
+        # Keys begin with the kind of the count, such as "labels in tensor 1".
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
                 if key.startswith(kind):
                     counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
 
-    # What the losses may have been divided by.
+    # Numbers that the losses may have been divided by.
     divisors_of_losses = []
     for rank in case.actual:
         if rank.contributes:
@@ -538,12 +557,13 @@ def gradient_hook(case: Divergence) -> Cause | None:
 
 
 def unknown_coupling(case: Divergence) -> Cause:
-    """The cause is not known; see `unknown_cause` for the codes.
+    """Returns the cause if no rule applies. See `unknown_cause` for the codes.
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
     False positives: everything that no other rule explains.
-    Evidence: that no weighting of the local gradients is right, and how terms of the loss scale.
+    Evidence: that no weighting of the local gradients is right, and how the terms of the loss
+        scale.
     """
     evidence = []
     if case.num_ranks > 1 and any(rank.local_gradients for rank in case.actual):
@@ -556,22 +576,24 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """LS210: nothing explains the gradients; or LS101, LS102, LS110, LS111 if inputs differ.
 
     Needs: `model_inputs` and `forwards`.
-    Applies: always. Models that were given other inputs are a cause even if no rule names it.
+    Applies: always. Models that were called with other inputs are a cause even if no rule names it.
     False positives: everything that no other rule explains.
-    Evidence: what was found, what is equal for each sample, statistics, and the gradients.
+    Evidence: the given evidence, whether inputs and outputs are equal, statistics, and the
+        gradients.
 
     Args:
         case: the difference.
-        *evidence: sentences about what was found, which come first.
+        *evidence: sentences that come first.
     """
-    code = "LS210"
-    # For each rank, how often its models were given each input. Empty if an input is not known.
+    # How often the models of each rank got each input. Empty if some input is not known.
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
     inputs_are_known = bool(expected) and bool(actual)
 
     # Inputs of other shapes, such as padded texts, may still hold the same samples.
     same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
+
+    code = "LS210"
     if inputs_are_known and same_shapes and inputs_differ(case):
         code = unknown_inputs_code(expected, actual, case.num_ranks)
 
@@ -590,12 +612,12 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
 
 
 def _shapes_of_inputs(update: Update) -> set[str]:
-    """Returns the shapes of samples with which models were called."""
+    """Returns the shapes of the samples that models were called with."""
     return {batch.shape for rank in update for batch in rank.model_inputs}
 
 
 def _numbers_of_inputs(case: Divergence) -> list[str]:
-    """Says with how many inputs the models were called, and how many both runs have in common.
+    """Says how many inputs the models were called with, and how many both runs have in common.
 
     The result is one sentence, or an empty list if some input is not known.
     """
@@ -608,9 +630,10 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
     actual = sum_counts(actual_of_ranks)
     expected_text = str(expected.total())
     actual_text = str(actual.total())
+
+    # Shapes are only mentioned if they differ.
     expected_shapes = _shapes_of_inputs(case.expected)
     actual_shapes = _shapes_of_inputs(case.actual)
-
     if expected_shapes != actual_shapes:
         expected_text += f" of {' or '.join(sorted(expected_shapes))}"
         actual_text += f" of {' or '.join(sorted(actual_shapes))}"
@@ -623,14 +646,14 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
 
 
 def _compare_outputs(case: Divergence) -> list[str]:
-    """Says whether the models returned the same for the same inputs.
+    """Says whether the models returned the same outputs for the same inputs.
 
     The result is one sentence, or an empty list if the outputs cannot be compared.
     """
     forwards = match_forwards(case.expected, case.actual)
     wrong_models = []
     for forward in forwards:
-        # For each sample, whether its output differs. Empty if there is no row for each sample.
+        # Whether the output of each sample differs. Empty if outputs have no row for each sample.
         differs = forward.differing_rows("outputs")
         if len(differs) == 0:
             return []
@@ -646,7 +669,7 @@ def _compare_outputs(case: Divergence) -> list[str]:
 
 
 def _describe_earlier_steps(case: Divergence) -> list[str]:
-    """Says that all earlier steps are equal, and what modules carry from step to step.
+    """Says that all earlier steps are equal, and what the modules carry over from step to step.
 
     The result is one sentence, or an empty list in the first step.
     """
@@ -654,7 +677,7 @@ def _describe_earlier_steps(case: Divergence) -> list[str]:
         return []
 
     text = "until here all steps are equal, so it may be what is carried from step to step"
-    # Tensors that modules keep besides parameters and buffers, named "Net/layer.state".
+    # Tensors that modules keep besides parameters and buffers, such as "Net/layer.state".
     kept_names = set()
     for rank in case.actual:
         kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
@@ -667,8 +690,8 @@ def _describe_earlier_steps(case: Divergence) -> list[str]:
 
 ValueRule = Callable[[Divergence, Gradients, Gradients], Cause | None]
 
-# In the order in which they are tried. A gradient that is a whole multiple says by itself what it
-# is, so these rules come first.
+# These rules are tried in order. Those for a gradient that is a multiple of the right one come
+# first, since the factor reveals the cause by itself.
 VALUE_RULES: tuple[ValueRule, ...] = (
     equal_within_rounding,
     multiple_by_a_count,

@@ -1,13 +1,13 @@
-"""Rules for wrong gradients that are the same on all ranks.
+"""Rules for wrong gradients that are the same on all ranks: what was trained, gathers, and
+clipping.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". `merged(field)` merges the arrays of all ranks. Gradients before clipping are
+called *unclipped*.
 
-They are about what was trained, gathers, and clipping. A gradient before clipping is *unclipped*.
-Rules that compare the gradients' values themselves are in `gradient_values`.
+Rules that compare the values of gradients are in `gradient_values`.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
 
 
 def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cause | None:
-    """LS312: a setting of parameters is not that of one process.
+    """LS312: a setting of some parameters differs from one process.
 
-    Applies: to parameters that the rank has; a pipeline stage has only its own.
+    Applies: to parameters that the rank has, since a pipeline stage has only its own.
     False positives: none known.
     Evidence: which ranks, and which parameters.
 
     Args:
         case: the difference.
-        field_name: the field with the names of the parameters that have the setting, such as
-            `frozen`.
-        setting: the setting, for the text.
+        field_name: field with the names of the parameters that have the setting, such as "frozen".
+        setting: description of the setting, for the text.
     """
-    expected = set(getattr(case.expected[0], field_name))
+    names_on_one_process = set(getattr(case.expected[0], field_name))
     ranks = []
     all_names: set[str] = set()
+
     for number, rank in enumerate(case.actual):
-        actual = set(getattr(rank, field_name))
-        if _may_be_of_swapped_models(case, expected, actual):
+        names_on_rank = set(getattr(rank, field_name))
+        if _may_be_of_swapped_models(case, names_on_one_process, names_on_rank):
             continue
-        # Parameters that have the setting on the rank or on one process, and not on the other.
-        names_that_differ = (expected ^ actual) & rank.parameter_sums.keys()
+
+        # Parameters of this rank that have the setting here or on one process, but not on both.
+        names_that_differ = (names_on_one_process ^ names_on_rank) & rank.parameter_sums.keys()
         if names_that_differ:
             ranks.append(number)
             all_names |= names_that_differ
@@ -81,7 +82,7 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
 
 
 def _may_be_of_swapped_models(case: Divergence, expected: set[str], actual: set[str]) -> bool:
-    """Returns whether two sets of parameters may be the same, with other names of the models.
+    """True if two sets of parameters may be the same, but with the names of their models swapped.
 
     A model and its copy are named "Net" and "Net#2" in the order in which they are called. If they
     are first called after the first step, a rank may call the copy first. Then only names without
@@ -101,12 +102,12 @@ def _may_be_of_swapped_models(case: Divergence, expected: set[str], actual: set[
 def parameters_without_optimizer(case: Divergence) -> Cause | None:
     """LS312: no optimizer of the ranks updates parameters that one process updates.
 
-    Needs: `gradients`, which are recorded of an optimizer's parameters.
-    Applies: if gradients are missing, and not only because models are named in another order.
-    False positives: parameters without a gradient on all ranks.
+    Needs: `gradients`, which are recorded for an optimizer's parameters.
+    Applies: if gradients are missing, and not just because models are named in another order.
+    False positives: parameters that have no gradient on any rank.
     Evidence: which parameters.
     """
-    if case.kind != "gradients":  # the other kind is "unclipped": gradients before clipping
+    if case.kind != "gradients":  # the other kind is "unclipped"
         return None
 
     expected = case.expected.merged("gradients")
@@ -115,7 +116,7 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     if not missing:
         return None
 
-    # "Net/fc.weight" may be missing only because this model is called "Net#2" on the ranks.
+    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks.
     has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
     if has_same_short_names:
         return None
@@ -126,42 +127,49 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
 
 
 def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
-    """Explains gradients that an optimizer averages itself, by how it changed the parameters.
+    """Explains gradients that an optimizer averages by itself, from the change of the parameters.
 
-    Needs: `calls` inside of `optimizer.step()`, `initial` and `parameters`.
-    Applies: to the first step, if one process changed its parameters by the gradient times one
-        number, as SGD does. The change on several processes, divided by this number, is then the
-        gradient that they used.
+    Needs: `calls` inside `optimizer.step()`, `initial` and `parameters`.
+    Applies: to the first step, if one process changed its parameters by the gradient times a
+        number, as SGD does. The change on the ranks, divided by this number, is the gradient that
+        they used.
     False positives: none known. An optimizer whose first step is no multiple of the gradient is not
         explained.
-    Evidence: the line of the collective, then what `explain_gradients` says of these gradients.
+    Evidence: the line of the collective, and what `explain_gradients` says about these gradients.
     """
-    is_first_step = case.update_index == 0  # only before it are all parameters recorded
     calls_in_step = case.actual.in_step
-    if case.kind != "gradients" or not is_first_step or not calls_in_step:
+    if case.kind != "gradients" or not calls_in_step:
         return None
-    # Ranks that have the same gradients before the step do not average them in it.
+
+    # All parameters are recorded only before the first step.
+    is_first_step = case.update_index == 0
+    if not is_first_step:
+        return None
+
+    # If the ranks have the same gradients before the step, they do not average them in it.
     if not case.actual.ranks_that_differ("gradients", case.tolerance):
         return None
 
     expected_gradients = case.expected.merged("gradients")
     expected_changes = _changes_by_first_step(case.expected, case)
     actual_changes = _changes_by_first_step(case.actual, case)
-
     if expected_changes.keys() != expected_gradients.keys():
         return None
 
-    # On one process: change = learning_rate * gradient, with one number for all parameters.
+    # On one process, change = learning_rate * gradient for all parameters.
     learning_rate = constant_ratio(expected_gradients, expected_changes, case.max_error)
     if learning_rate is None or actual_changes.keys() != expected_changes.keys():
         return None
 
-    # On the ranks: gradient = change / learning_rate.
-    used = {name: change / learning_rate for name, change in actual_changes.items()}
-    # The same update, as if the ranks had stepped with the gradients that they really used.
-    update = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
+    # So on the ranks, gradient = change / learning_rate.
+    used_gradients = {name: change / learning_rate for name, change in actual_changes.items()}
+
+    # Explain the update as if the ranks had stepped with the gradients that they really used.
+    update = Update(
+        replace(rank, gradients=used_gradients, unclipped=used_gradients) for rank in case.actual
+    )
     case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
-    cause = explain_gradients(case_with_used, expected_gradients, used)
+    cause = explain_gradients(case_with_used, expected_gradients, used_gradients)
     evidence = (
         f"the optimizer exchanges gradients in its step: {calls_in_step[0].line}",
         "the gradients that it used are computed from how it changed the parameters",
@@ -175,8 +183,8 @@ def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]
     """Returns by how much the first update decreased each parameter that has a gradient.
 
     Args:
-        update: of one process, or of the ranks.
-        case: the difference; a parameter has a gradient if it has one on one process.
+        update: first update of one process or of the ranks.
+        case: the difference. Parameters without a gradient on one process are left out.
     """
     before = update.merged("initial")
     after = update.merged("parameters")
@@ -188,12 +196,14 @@ def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]
 
 
 def gather_without_gradient(case: Divergence) -> Cause | None:
-    """LS207: the loss was computed from an all-gather, which carries no gradient.
+    """LS207: the loss was computed from an all-gather, which passes no gradient on.
 
     Needs: `gather_line`, or `detached_gather_line` and `loss_compares_samples`.
-    Applies: if there is such a gather. Of tensors that were detached before it, only if on one
-        process nothing is detached and the loss compares samples, so that it should follow them.
-    False positives: a loss that is scaled up, by a wrong number, to replace the lost gradient.
+    Applies: if there is such a gather. If its inputs were detached before, the rule also requires
+        that one process detaches nothing and that the loss compares samples, so that gradients are
+        needed.
+    False positives: a loss that is scaled up, by a wrong number, to compensate for the lost
+        gradient.
     Evidence: the line of the gather.
     """
     line = case.actual.first("gather_line") or _detached_gather_line(case)
@@ -204,11 +214,11 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
 
 
 def _detached_gather_line(case: Divergence) -> str:
-    """Returns the line of a gather of detached tensors, if the loss should have followed them.
+    """Returns the line of a gather of detached tensors, if they should not have been detached.
 
     Empty if there is no such gather, or if detaching may be intended.
     """
-    if case.expected.first("detached_gather_line"):  # one process detaches them as well
+    if case.expected.first("detached_gather_line"):  # one process detaches them too
         return ""
     if not any(rank.loss_compares_samples for rank in case.expected):
         return ""
@@ -216,14 +226,15 @@ def _detached_gather_line(case: Divergence) -> str:
 
 
 def wrong_after_clipping(case: Divergence) -> Cause | None:
-    """LS404: gradients were clipped before they were averaged. LS403: they were clipped otherwise.
+    """LS404: gradients were clipped before they were averaged. LS403: they were clipped
+    differently.
 
     Needs: `unclipped`, and `calls` that clip.
-    Applies: if gradients were clipped in one of the runs and differ after that.
+    Applies: if gradients were clipped in one of the runs and differ afterwards.
         LS403: they were equal before.
         LS404: they differed between the ranks when clipping changed them, and their mean would have
-        been right, or right times a number.
-        Otherwise `explain_gradients` explains the mean before clipping.
+        been right (perhaps times a number).
+        Otherwise, `explain_gradients` explains the mean before clipping.
     False positives: something else that was done to gradients at the same time as clipping.
     Evidence: the line that clips.
     """
@@ -231,22 +242,22 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     if case.kind != "gradients" or not clips:
         return None
 
+    # If the ranks agreed before clipping, they agreed with one process too. Otherwise, the
+    # gradients before clipping would be reported as the first difference.
     line = clips[0].line
     ranks_agreed_before = not case.actual.ranks_that_differ("unclipped", case.tolerance)
     if ranks_agreed_before:
-        # They agreed with one process too: else the gradients before clipping would be the first
-        # difference, and not those after it.
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, line, *gradient_patterns(case)))
 
+    # The gradients that the ranks would have used if they had averaged first.
     expected = case.expected.merged("unclipped")
-    # What the ranks would have used if they had averaged first.
     mean = mean_of([rank.unclipped for rank in case.actual])
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
 
+    # Even the mean is wrong, or clipping did nothing, so there is another cause.
     if ratio is None or not clipping_changed_something:
-        # Even the mean is wrong, or clipping did nothing: something else is the cause.
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)

@@ -1,10 +1,9 @@
 """Rules for parameters that differ from those of one process before the first step.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". `merged(field)` merges the arrays of all ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +20,27 @@ from lockstep.verify.training_record import Update
 
 
 def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
-    """LS314: the optimizer updates parameters that are in no model, so no model is trained.
+    """LS314: the optimizer updates parameters that belong to no model, so no model is trained.
 
-    Needs: `initial`; the names of parameters that are in no model begin with "/".
-    Applies: if on one process all parameters of the optimizer are in a model, and on several ranks
-        the models' own parameters never change.
-    False positives: a sharded model that is trained well. Its parameters are not recorded between
-        steps, so their change is not seen.
+    Needs: `initial`, in which parameters that belong to no model have names that begin with "/".
+    Applies: if all parameters of the optimizer belong to a model on one process, and on several
+        ranks the models' own parameters never change.
+    False positives: a sharded model that is trained correctly. Its parameters are not recorded
+        between steps, so their changes are not seen.
     Evidence: how many such parameters the optimizer has.
     """
-    # A parameter in a model is called "Net/layer.weight", one in no model "/parameter 3 of ...".
+    # Such a parameter has a name like "/parameter 3 of optimizer 1", and not "Net/layer.weight".
     stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
     if not stale_names:
         return None
 
+    # The optimizer is meant to have parameters outside of models.
     one_process_has_some_too = any(name.startswith("/") for name in case.expected.merged("initial"))
-    if one_process_has_some_too:  # then the optimizer is meant to have them
+    if one_process_has_some_too:
         return None
-    if _models_change(case.parallel_run):  # something does train the models
+
+    # The models are trained nevertheless.
+    if _models_change(case.parallel_run):
         return None
 
     optimizer_class = case.actual[0].optimizer_class
@@ -54,8 +56,8 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
 
 
 def _models_change(run: Sequence[Update]) -> bool:
-    """Returns whether a parameter of a model differs between the first and a later step."""
-    # Two numbers for each parameter, which change when any of its values does.
+    """True if a parameter of a model differs between the first and a later step."""
+    # Two numbers for each parameter, which change whenever any of its values does.
     first_sums = run[0].merged("parameter_sums")
     for update in run[1:]:
         sums = update.merged("parameter_sums")
@@ -70,7 +72,7 @@ def _models_change(run: Sequence[Update]) -> bool:
 
 
 def other_initial_parameters(case: Divergence) -> Cause:
-    """LS305: the ranks begin with other parameters than one process.
+    """LS305: the ranks start with other parameters than one process.
 
     Needs: `initial`, and `seeds` for the evidence.
     Applies: always.
@@ -91,12 +93,12 @@ def other_initial_parameters(case: Divergence) -> Cause:
 
 
 def _other_seeds(case: Divergence) -> list[str]:
-    """Names the first line that gave torch different seeds on different processes."""
-    # For one process, then for each rank, its seeds by line.
+    """Names the first line that seeded torch differently on different processes."""
+    # The seeds of one process by line, followed by those of each rank.
     seeds_by_process = [rank.seeds for rank in (*case.expected, *case.actual)]
     for line in seeds_by_process[0]:
-        # A process that did not run the line has the seed None, which differs as well.
-        if len({seeds.get(line) for seeds in seeds_by_process}) > 1:
+        different_seeds = {seeds.get(line) for seeds in seeds_by_process}  # None if not seeded
+        if len(different_seeds) > 1:
             values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
             return [
                 f"torch was seeded with {format_by_process(values)}",

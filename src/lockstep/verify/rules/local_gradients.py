@@ -1,9 +1,9 @@
-"""Rules for gradients that differ between the ranks, which should have averaged them.
+"""Rules for gradients that differ between the ranks, although the ranks should have averaged them.
 
-A *rule* returns the `Cause`, or None. `gradients.names` are the gradients that differ, and
-`gradients.case` is the step: `case.expected` is what one process recorded of it, `case.actual` what
-the ranks recorded (a `RankUpdate` each, with the fields under "Needs"). *Local* gradients are what
-the backward passes of one rank left, before any average.
+A *rule* returns the `Cause`, or None if it does not apply. `gradients.names` are the gradients that
+differ, and `gradients.case` is the difference: `case.expected` is the optimizer step on one
+process, and `case.actual` the same step on the ranks (a `RankUpdate` each, with the fields listed
+under "Needs"). *Local* gradients are those of one rank's backward passes, before any averaging.
 
 `gradients_that_differ_between_ranks` tries the rules in the order of `LOCAL_GRADIENT_RULES`.
 """
@@ -43,12 +43,12 @@ class LocalGradients:
 
     @cached_property
     def num_local_passes(self) -> int:
-        """How many of the last backward passes explain the differences by local gradients.
+        """The number of last backward passes whose gradients were not averaged.
 
-        With 1, each rank used what its last backward pass left, and an average of the passes
-        before it. 0 if something else differs as well, or if local gradients are not known.
+        With 1, each rank used the gradient of its last backward pass, plus an average over the
+        ranks of the passes before. The result is 0 if this does not explain the differences, or if
+        local gradients are not known.
         """
-        # `local_gradients` has one dictionary for each backward pass.
         num_recorded = min(len(rank.local_gradients) for rank in self.case.actual)
         for num_passes in range(1, num_recorded + 1):
             if self._differ_by_last_passes(num_passes):
@@ -56,31 +56,26 @@ class LocalGradients:
         return 0
 
     def _differ_by_last_passes(self, num_passes: int) -> bool:
-        """Returns whether the last passes explain all that differs between the ranks.
+        """True if the ranks differ exactly by the local gradients of their last passes.
 
-        Say that the last passes were not averaged, and the passes before them were. Then each rank
-        used the same average plus the local sum of its last passes:
-        `used = average + local_sum`. So `used - local_sum` must be the same on all ranks. Gradients
-        are taken as they were before clipping.
+        If the last passes were not averaged, but those before them were, then each rank has used
+        the same average plus its own local sum: `used = average + local_sum`. So `used - local_sum`
+        is the same on all ranks. Gradients before clipping are compared.
+
+        Args:
+            num_passes: number of last backward passes.
         """
-        local_sums = []  # for each rank, one vector with all values
-        remainders = []  # for each rank, `used - local_sum`
+        local_sums = []  # one vector with all values for each rank
+        remainders = []  # `used - local_sum` for each rank
         for rank in self.case.actual:
             used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
-            used_vector = flat(used)
-            local_sum = np.zeros_like(used_vector)
-            for gradients in rank.local_gradients[-num_passes:]:
-                gradients_of_pass = {}
-                for name, array in used.items():
-                    # A pass that does not reach a parameter leaves no gradient of it.
-                    gradients_of_pass[name] = gradients.get(name, np.zeros_like(array))
-                local_sum = local_sum + flat(gradients_of_pass)
-
+            local_sum = _sum_of_last_passes(rank, num_passes, used)
             local_sums.append(local_sum)
-            remainders.append(used_vector - local_sum)
+            remainders.append(flat(used) - local_sum)
 
+        # On some ranks, gradients are missing.
         sizes = {len(remainder) for remainder in remainders}
-        if len(sizes) != 1:  # some ranks lack gradients
+        if len(sizes) != 1:
             return False
 
         rounding = self.case.max_error * norm(local_sums[0])
@@ -88,9 +83,8 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """A sentence of evidence: each rank used the local gradients of its last passes.
-
-        These are the last `num_local_passes` backward passes of the step.
+        """A sentence of evidence: each rank used the local gradients of its last backward
+        passes.
         """
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
@@ -110,9 +104,8 @@ class LocalGradients:
 
     @property
     def are_unwrapped(self) -> bool:
-        """True if all parameters with these gradients are of models that nothing wraps.
-
-        That is, neither DDP nor `World.prepare`.
+        """True if all these gradients belong to models that neither DDP nor `World.prepare` has
+        wrapped.
         """
         unwrapped: set[str] = set()
         for rank in self.case.actual:
@@ -129,17 +122,34 @@ class LocalGradients:
         calls = []
         this_and_next = case.parallel_run[case.update_index : case.update_index + 2]
         for update in this_and_next:
-            # `gradient_of` is the name of the parameter, or empty.
             calls += [call for call in update.calls if call.gradient_of]
         return calls
+
+
+def _sum_of_last_passes(rank: RankUpdate, num_passes: int, gradients: Mapping[str, Array]) -> Array:
+    """Returns the sum of a rank's local gradients over its last backward passes, as one vector.
+
+    Args:
+        rank: record of the rank.
+        num_passes: number of last backward passes.
+        gradients: gradients by name, which decide the order of values in the vector.
+    """
+    total = np.zeros_like(flat(gradients))
+    for local_gradients in rank.local_gradients[-num_passes:]:
+        # A pass that does not reach a parameter leaves no gradient for it.
+        in_order = {}
+        for name, array in gradients.items():
+            in_order[name] = local_gradients.get(name, np.zeros_like(array))
+        total = total + flat(in_order)
+    return total
 
 
 def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
     """Tries `LOCAL_GRADIENT_RULES` if ranks step with different gradients.
 
     Needs: `gradients`.
-    Applies: if a gradient is not the same on all ranks that have it.
-    False positives, Evidence: see each rule. The cause is about the gradients that differ.
+    Applies: if a gradient is not the same on all ranks that have it. False positives, Evidence: see
+        each rule. The cause is about the gradients that differ.
     """
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
@@ -155,24 +165,27 @@ def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
 
 
 def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
-    """LS303: the parameters were made trainable after DDP had been built.
+    """LS303: the parameters were made trainable after DDP had been constructed.
 
     Needs: `unknown_to_ddp`.
     Applies: if DDP knows none of the parameters whose gradients differ.
     False positives: none known.
-    Evidence: that DDP was built too early.
+    Evidence: that DDP was constructed too early.
     """
     unknown: set[str] = set()
     for rank in gradients.case.actual:
         unknown |= set(rank.unknown_to_ddp)
-    if not unknown or not set(gradients.names) <= unknown:
+
+    explains_all = set(gradients.names) <= unknown
+    if not unknown or not explains_all:
         return None
+
     text = "DDP was built before they were to be trained"
     return Cause("LS303", (gradients.difference_text, text))
 
 
 def communication_hook(gradients: LocalGradients) -> Cause | None:
-    """LS213: the script gave DDP a communication hook, which decides how gradients are averaged.
+    """LS213: DDP has a communication hook of the script, which decides how gradients are averaged.
 
     Needs: `comm_hook_line`.
     Applies: if there is such a hook.
@@ -188,7 +201,7 @@ def communication_hook(gradients: LocalGradients) -> Cause | None:
 
 
 def averages_within_groups(gradients: LocalGradients) -> Cause | None:
-    """LS315: DDP averages gradients over groups of ranks instead of over all ranks.
+    """LS315: DDP averages gradients within groups of ranks instead of over all ranks.
 
     Needs: `ddp_ranks`.
     Applies: if there are several groups and gradients agree within each.
@@ -196,9 +209,9 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     Evidence: the ranks of each group.
     """
     ranks = gradients.case.actual
-    # For example [(0, 1), (2, 3)]: each group once, in the order of ranks.
+    # All groups without duplicates, such as [(0, 1), (2, 3)].
     groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
-    some_use_all_ranks = () in groups  # as DDP does without a group of the script's
+    some_use_all_ranks = () in groups  # the process group of all ranks is recorded as ()
     if len(groups) < 2 or some_use_all_ranks:
         return None
 
@@ -223,7 +236,7 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     clipping_ranks = []
     for number, rank in enumerate(case.actual):
-        if Update([rank]).clips:  # the calls of this rank alone
+        if Update([rank]).clips:  # the calls of this rank only
             clipping_ranks.append(number)
 
     if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
@@ -234,15 +247,15 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
 
 
 def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
-    """The optimizer exchanges gradients itself. LS201: it adds them up instead of averaging.
+    """The optimizer exchanges gradients in its step. LS201: it sums instead of averaging them.
 
-    LS209: it multiplies them by another number. LS210: what it used is not known.
+    LS209: it multiplies them by another number. LS210: what it uses is not known.
 
-    Needs: `calls` inside of `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
-    Applies: if there is such a call. LS201 and LS209 follow from what the collective left, or from
-        the optimizer's state.
-    False positives: an optimizer that itself divides the sum after the collective.
-    Evidence: the line of the collective, and how many times too large they are.
+    Needs: `calls` inside `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
+    Applies: if there is such a call. LS201 and LS209 follow from the result of the collective, or
+        from the optimizer's state.
+    False positives: an optimizer that divides the sum after the collective.
+    Evidence: the line of the collective, and by which factor gradients are too large.
     """
     case = gradients.case
     calls_in_step = case.actual.in_step
@@ -266,15 +279,16 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
-    """Returns the factor between the gradients of one process and those that the optimizer made.
+    """Returns the factor between the gradients of one process and those after the optimizer's
+    exchange.
 
-    Its own collective, inside of `optimizer.step()`, has left them in the gradients. Returns None
-    if they are no multiple of those of one process, or if no rank recorded them.
+    The exchange is a collective that the optimizer itself calls in its step. The result is None if
+    there is no such factor, or if no rank has recorded the exchanged gradients.
     """
     expected = case.expected.merged("gradients")
     reduced = case.actual.merged("reduced_in_step")
 
-    # The gradients that are known of both, by name.
+    # Gradients that are known for both.
     expected_of_reduced = {}
     actual = {}
     for name in case.names:
@@ -289,11 +303,11 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
 
 
 def _optimizer_state_too_large(case: Divergence) -> list[str]:
-    """Says that state of the optimizer is N times, or N squared times, that of one process.
+    """Says that the optimizer's state is N times, or N squared times, as large as on one process.
 
     The result is one sentence about the first such state in any step, or an empty list.
     """
-    # Adam keeps a mean of gradients ("exp_avg"), and one of their squares ("exp_avg_sq").
+    # Adam keeps a mean of gradients ("exp_avg") and a mean of their squares ("exp_avg_sq").
     factors = {
         case.num_ranks: "the number of processes",
         case.num_ranks**2: "the number of processes, squared",
@@ -313,27 +327,31 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
 
 
 def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[float]]:
-    """Returns how many times as large state tensors of the ranks are as those of one process.
+    """Returns by which factors state tensors of the ranks are larger than those of one process.
 
     Tensors are compared by their largest absolute value.
 
     Args:
-        expected: one process.
-        actual: the ranks in the same update. If each keeps a part of a tensor, the largest counts.
+        expected: record of one process.
+        actual: the same update on the ranks. If each rank has a part of a tensor, the largest value
+            in all parts is used.
 
     Returns:
-        The ratios of all parameters, for each key such as "exp_avg".
+        The factors for all parameters, by key of the state, such as "exp_avg".
     """
     ratios_by_key: dict[str, set[float]] = defaultdict(set)
-    # Tensors are named "Net/layer.weight/exp_avg". Three numbers stand for each.
+
+    # Names are such as "Net/layer.weight/exp_avg". Three numbers stand for each tensor.
     for name, numbers in expected.optimizer_state.items():
+        largest_of_one = numbers[LARGEST]
         largest_of_ranks = []
         for rank in actual:
             if name in rank.optimizer_state:
                 largest_of_ranks.append(rank.optimizer_state[name][LARGEST])
-        if largest_of_ranks and numbers[LARGEST]:
+
+        if largest_of_ranks and largest_of_one:
             key = name.rpartition("/")[2]
-            ratios_by_key[key].add(max(largest_of_ranks) / numbers[LARGEST])
+            ratios_by_key[key].add(max(largest_of_ranks) / largest_of_one)
 
     return ratios_by_key
 
@@ -342,13 +360,15 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     """LS308: the gradients were computed from random numbers. LS304, LS210: something else.
 
     Needs: `local_gradients`; `gradient_draw_line`.
-    Applies: if the ranks did not use their local gradients. LS304 if each rank has the gradients
-        of rank 0 times a number, else LS210.
-    False positives: noise, or weights of the ranks after the average, which have no code.
-    Evidence: what is known of them.
+    Applies: if the ranks did not use their local gradients. LS304 if the gradients of each rank are
+        those of rank 0 times a number, otherwise LS210.
+    False positives: noise, or weights of the ranks after averaging, which have no code of their
+        own.
+    Evidence: what is known about the gradients.
     """
+    # If the ranks used their local gradients, the following rules explain why.
     ranks_used_local_gradients = gradients.num_local_passes > 0
-    if ranks_used_local_gradients:  # the rules after this one say why
+    if ranks_used_local_gradients:
         return None
 
     case = gradients.case
@@ -359,10 +379,10 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         return Cause("LS308", tuple(evidence))
 
     evidence.append("they are not what each rank's own backward passes left")
-    gradients_of_first = case.actual[0].gradients
 
-    # For each rank but rank 0, its gradients divided by those of rank 0; None if that is not one
-    # number.
+    # The factor between the gradients of rank 0 and those of each other rank; None if there is
+    # none.
+    gradients_of_first = case.actual[0].gradients
     ratios = []
     for rank in case.actual[1:]:
         ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
@@ -384,19 +404,20 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     """LS313: the script averages parameters over the ranks instead of gradients.
 
     Needs: `rewritten_parameters` before a later step, and `parameters` after the step before it.
-    Applies: if parameters differed after a step, and before the next one each rank has their mean.
+    Applies: if parameters differed between the ranks after a step, and each rank has their mean
+        before the next step.
     False positives: none known.
     Evidence: before which step.
     """
     case = gradients.case
-    # A script may average parameters only every few steps. So all steps from this one on are looked
-    # at, in pairs of a step and the next one.
+    # A script may average parameters only every few steps, so all later steps are examined, in
+    # pairs of one step and the next.
     for before, after in pairwise(case.parallel_run[case.update_index :]):
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
 
         mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
-        # What the script wrote to the parameters after the step of `before`.
+        # The values that the script wrote to the parameters between the two steps.
         rewritten = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
         if all(_is_equal(arrays, mean, case.max_error) for arrays in rewritten):
             step = after[0].step + 1
@@ -407,18 +428,18 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
 
 
 def _arrays(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """Returns those of the arrays that have one of these names."""
+    """Returns the arrays with the given names."""
     return {name: arrays[name] for name in names if name in arrays}
 
 
 def _is_equal(actual: Mapping[str, Array], expected: Mapping[str, Array], max_error: float) -> bool:
-    """Returns whether all arrays are equal within rounding; False if there are none."""
+    """True if all arrays are equal within rounding; False if there are none."""
     ratio = constant_ratio(expected, actual, max_error)
     return ratio is not None and near(ratio, 1)
 
 
 def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
-    """LS302: forward passes went past the DDP wrapper, which then averages nothing.
+    """LS302: forward passes bypassed the DDP wrapper, so DDP averages nothing.
 
     Needs: `past_wrapper_line` and `wrapped_passes`.
     Applies: if no forward pass went through the wrapper.
@@ -437,7 +458,7 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     """LS406: the script averages these gradients, but after the optimizer has used them.
 
     Needs: `calls` on gradients, in this update and the next one.
-    Applies: if a collective got one of these gradients, though each rank used its local ones.
+    Applies: if a collective got one of these gradients, although each rank used its local ones.
     False positives: a collective whose result is not written back.
     Evidence: the line of the first collective.
     """
@@ -453,7 +474,7 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 
     Needs: `calls` on gradients, or `local_gradients` of models that are not wrapped.
     Applies: if a collective was called with other gradients, or if other gradients of the same
-        models are not the local ones, so that something has averaged them.
+        models are not local, so something has averaged them.
     False positives: none known.
     Evidence: the line of the collective, or the gradients that are averaged.
     """
@@ -471,11 +492,11 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 
 
 def _averaged_names(gradients: LocalGradients) -> list[str]:
-    """Returns gradients that the script itself averages, though not those that differ.
+    """Returns the names of gradients that the script itself averages, other than those that differ.
 
-    Only models that nothing wraps are looked at, since DDP averages for itself. A gradient is
-    averaged if rank 0 used another one than its backward passes left. It must belong to the models
-    or to the optimizer of the gradients that differ.
+    A gradient is averaged if rank 0 used another value than its backward passes computed. Only
+    models that nothing wraps are examined, because DDP averages by itself. The gradient must belong
+    to the same models, or to the same optimizer, as those that differ.
     """
     case = gradients.case
     all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
@@ -484,16 +505,16 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
 
     optimizer = case.actual[0].optimizer
     models = {_model_of(name) for name in gradients.names}
-    averaged: dict[str, None] = {}  # a set that keeps the order
+    averaged: dict[str, None] = {}  # an ordered set
+
     for update in _neighbouring_updates(case):
         rank = update[0]
-        # What all backward passes of the step left, by name; empty if that is not known.
-        local = sum_of_passes(rank.local_gradients, rank.unwrapped)
-        for name, local_gradient in local.items():
+        local_sums = sum_of_passes(rank.local_gradients, rank.unwrapped)
+        for name, local_gradient in local_sums.items():
             is_related = rank.optimizer == optimizer or _model_of(name) in models
             if not is_related or name in gradients.names:
                 continue
-            if name not in rank.unclipped:  # this optimizer does not have the parameter
+            if name not in rank.unclipped:  # the parameter belongs to another optimizer
                 continue
 
             used = rank.unclipped[name]
@@ -505,10 +526,10 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
 
 
 def _neighbouring_updates(case: Divergence) -> Sequence[Update]:
-    """Returns the updates around this one in which each optimizer of the script steps.
+    """Returns the updates around this one, so many that each optimizer of the script steps in them.
 
-    For example, with three optimizers that step in turn, these are two updates before this one, it
-    itself, and two after it.
+    For example, if three optimizers step in turn, the result is this update, two before it, and two
+    after it.
     """
     num_optimizers = len({update[0].optimizer for update in case.parallel_run})
     first = max(0, case.update_index - num_optimizers + 1)
@@ -516,15 +537,15 @@ def _neighbouring_updates(case: Divergence) -> Sequence[Update]:
 
 
 def _model_of(name: str) -> str:
-    """Returns the model in the name of a parameter: "Net" of "Net/layer.weight"."""
+    """Returns the model in the name of a parameter: "Net" for "Net/layer.weight"."""
     return name.partition("/")[0]
 
 
 def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
-    """LS311: the model is neither wrapped by DDP nor prepared by Lockstep.
+    """LS311: the model is neither wrapped with DDP nor prepared by Lockstep.
 
     Needs: `unwrapped` and `unwrapped_line`.
-    Applies: if all these parameters are of such models.
+    Applies: if all these gradients belong to such models.
     False positives: none known.
     Evidence: the line of a forward pass of the model.
     """
@@ -534,7 +555,7 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     text = "neither DDP nor Lockstep wraps the model"
 
-    # A model may have been called before another one's step, so earlier updates count too.
+    # The model may have been called before an earlier step of another optimizer.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
         line = update.first("unwrapped_line")
         if line:
@@ -545,7 +566,7 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
 
 
 def ddp_did_not_average(gradients: LocalGradients) -> Cause:
-    """LS301: DDP knows these parameters, and did not average their gradients.
+    """LS301: DDP knows these parameters, but did not average their gradients.
 
     Needs: `local_gradients`.
     Applies: always.
@@ -561,8 +582,8 @@ def ddp_did_not_average(gradients: LocalGradients) -> Cause:
     return Cause("LS301", tuple(evidence))
 
 
-# In the order in which they are tried. From `parameters_averaged_later` on, each rank used its
-# local gradients.
+# These rules are tried in order. When `parameters_averaged_later` and the rules after it are tried,
+# it is known that each rank used its local gradients.
 LOCAL_GRADIENT_RULES: tuple[Callable[[LocalGradients], Cause | None], ...] = (
     parameters_unknown_to_ddp,
     communication_hook,

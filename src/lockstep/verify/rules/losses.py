@@ -1,10 +1,9 @@
-"""Rules for losses that make something else of the same outputs.
+"""Rules for losses that differ although the outputs of the models are the same.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". `merged(field)` merges the arrays of all ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from lockstep.verify.rules.evidence import (
 from lockstep.verify.sample_rows import MatchedForward, match_forwards
 from lockstep.verify.tolerance import Array, largest
 
-# Gradients smaller than this share of the largest one count as zero.
+# Gradients below this fraction of the largest one are zero but for rounding.
 ZERO_GRADIENT_SHARE = 1e-12
-# Weights of samples are equal if they differ by at most this share of the largest one.
+# Weights of samples are equal if they differ by at most this fraction of the largest one.
 EQUAL_WEIGHT_SHARE = 1e-7
 
 
 def other_loss_value(case: Divergence) -> Cause:
-    """LS501: the loss that the script computed differs, though all gradients are equal.
+    """LS501: the loss that the script computed differs, although all gradients are equal.
 
     Needs: `losses`.
     Applies: always.
-    False positives: a loss that is only printed wrongly, such as a sum instead of a mean.
+    False positives: a loss that is only displayed differently, such as a sum instead of a mean.
     Evidence: both losses.
     """
     text = (
@@ -52,10 +51,10 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
     """LS211: some terms of the loss are the mean over the ranks, and others their sum.
 
     Needs: `loss_terms`, the numbers that were added up to the loss.
-    Applies: if each process made one loss, and every term is a mean or a sum, or some ranks lack
-        terms that others have.
+    Applies: if each process computed one loss, and every term is a mean or a sum, or some ranks
+        lack terms that others have.
     False positives: a few numbers that fit by chance.
-    Evidence: which terms are which.
+    Evidence: which terms are means, and which are sums.
     """
     sentences, explains_all = describe_terms(case)
     if not explains_all:
@@ -64,20 +63,20 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
 
 
 def describe_terms(case: Divergence) -> tuple[list[str], bool]:
-    """Says how the terms of the loss scale, if they do not all scale alike.
+    """Says how the terms of the loss scale with the number of ranks, if they scale differently.
 
-    A term is one of the numbers that were added up to the loss. On one process it should be the
+    A term is one of the numbers that were added up to the loss. On one process, it should be the
     mean of this term over the ranks.
 
     Returns:
-        Sentences, and whether they explain the difference: they do not if some term is neither the
+        Sentences, and whether they explain the difference. They do not if some term is neither the
         mean nor the sum of the ranks' terms.
     """
-    # For each backward pass, the terms of its loss.
+    # A list of terms for each backward pass, on one process and on each rank.
     terms_of_losses = case.expected[0].loss_terms
     ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
 
-    # With several backward passes, terms of one process and of the ranks do not correspond.
+    # With several backward passes, it is not known which terms correspond.
     if case.num_ranks == 1 or len(terms_of_losses) != 1:
         return [], False
     if any(len(losses) != 1 for losses in ranks):
@@ -95,21 +94,21 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     all_terms = list(expected_terms)
     for terms in terms_of_ranks:
         all_terms += terms
+    rounding = case.max_error * max(abs(term) for term in all_terms)
 
-    largest_term = max(abs(term) for term in all_terms)
-    # Numbers of the terms, from 1, that are on one process ...
-    means = []  # the mean over the ranks
-    sums = []  # the sum over the ranks
+    # Numbers of the terms, from 1, by how the term of one process relates to those of the ranks.
+    means = []
+    sums = []
     neither = []
+    for index, expected in enumerate(expected_terms):
+        actual = [terms[index] for terms in terms_of_ranks]
 
-    for place, expected in enumerate(expected_terms):
-        actual = [terms[place] for terms in terms_of_ranks]
-        largest_of_place = max(abs(term) for term in (expected, *actual))
-        is_more_than_rounding = largest_of_place > case.max_error * largest_term
-        if not is_more_than_rounding:
-            continue  # a term that is zero is the mean and the sum
+        # A term that is zero is both the mean and the sum.
+        is_zero = max(abs(term) for term in (expected, *actual)) <= rounding
+        if is_zero:
+            continue
 
-        number = place + 1
+        number = index + 1
         if near(sum(actual) / len(actual), expected, case.max_error):
             means.append(number)
         elif near(sum(actual), expected, case.max_error):
@@ -120,10 +119,8 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     texts = []
     if means:
         texts.append(f"the mean of number {format_items(means)}")
-
     if sums:
         texts.append(f"the sum of number {format_items(sums)}")
-
     if neither:
         texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
 
@@ -135,7 +132,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
 
 
 def local_comparison(case: Divergence) -> Cause | None:
-    """LS208: the loss compares samples with each other, and each rank compared its own only.
+    """LS208: the loss compares samples with each other, but each rank only compared its own.
 
     Needs: `loss_compares_samples` of one process, which is found by the second derivative of the
         loss with respect to the outputs of two samples.
@@ -155,8 +152,8 @@ def local_comparison(case: Divergence) -> Cause | None:
 def _forwards_with_equal_outputs(case: Divergence) -> list[MatchedForward]:
     """Returns the forward passes of both runs, with the rows of the same samples matched.
 
-    Empty if a model returned something else than on one process for any sample: then the loss is
-    not what differs first.
+    The list is empty if a model returned another output for any sample. Then the loss is not the
+    first thing that differs.
     """
     forwards = match_forwards(case.expected, case.actual)
     if any(forward.differing_rows("outputs").any() for forward in forwards):
@@ -165,18 +162,18 @@ def _forwards_with_equal_outputs(case: Divergence) -> list[MatchedForward]:
 
 
 def other_targets(case: Divergence) -> Cause | None:
-    """LS112: torch's loss function was given other targets for the same inputs.
+    """LS112: torch's loss function was called with other targets for the same inputs.
 
     Needs: `forwards` with targets.
-    Applies: if the first model's outputs are equal and its targets are not.
-    False positives: random targets. The line that drew them is named too if it is recorded.
+    Applies: if the first model's outputs are equal, but its targets are not.
+    False positives: random targets. The line that drew them is named too if it was recorded.
     Evidence: for how many samples, and the line of the loss.
     """
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
         return None
 
-    differs = forwards[0].differing_rows("targets")  # a bool for each sample, or empty
+    differs = forwards[0].differing_rows("targets")  # a bool for each sample
     if not differs.any():
         return None
 
@@ -202,26 +199,28 @@ def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
 
 
 def other_loss_arguments(case: Divergence) -> Cause | None:
-    """LS212: torch's loss functions were given other arguments, such as class weights.
+    """LS212: torch's loss functions were called with other arguments, such as class weights.
 
     Needs: `loss_options`.
-    Applies: if the same arguments are known of both runs, and the outputs are equal.
+    Applies: if both runs have recorded the same arguments, and the outputs are equal.
     False positives: none known.
     Evidence: the first argument that differs, and its line.
     """
     if not _forwards_with_equal_outputs(case):
         return None
 
-    # Arrays by names such as "pos_weight of train.py:5: loss = ...".
+    # Arrays with names such as "pos_weight of train.py:5: loss = ...".
     expected_options = case.expected.merged("loss_options")
     if expected_options.keys() != case.actual.merged("loss_options").keys():
         return None
 
     for name, expected in expected_options.items():
         for rank in case.actual:
-            actual = rank.loss_options.get(name)  # None if this rank has not called that line
-            # `scale=0.0`: the tolerance depends on the size of this argument alone.
-            if actual is not None and case.tolerance.differ(expected, actual, scale=0.0):
+            actual = rank.loss_options.get(name)
+            if actual is None:  # this rank did not run the line
+                continue
+            # With `scale=0.0`, the tolerance depends only on the values of this argument.
+            if case.tolerance.differ(expected, actual, scale=0.0):
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
 
@@ -236,15 +235,12 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     False positives: a statistic that does no harm, while something else is wrong in the loss.
     Evidence: the line of the statistic, and how the samples are weighted.
     """
+    # If outputs cannot be compared sample by sample, it is not known whether they are equal.
     forwards = _forwards_with_equal_outputs(case)
-    # Outputs that cannot be compared sample by sample are not known to be equal.
     if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
 
-    statistics = local_statistics(case)
-    if not statistics:
-        statistics = local_scalars(case)
-
+    statistics = local_statistics(case) or local_scalars(case)
     if not statistics or draws_that_may_differ(case):
         return None
 
@@ -256,14 +252,13 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
 
 
 def other_sample_weights(case: Divergence) -> Cause | None:
-    """LS212: the loss weighs samples differently.
+    """LS212: the loss weights samples differently.
 
     Needs: `forwards` with the gradients of the outputs.
-    Applies: if for each sample they are those of one process times a positive number, and this
+    Applies: if the gradient of each sample is that of one process times a positive number, and this
         number is not the same for all samples.
-    False positives: none known. Other targets would turn gradients around, or change their
-        direction.
-    Evidence: the range of the numbers, or how many samples count on some processes only.
+    False positives: none known. Other targets would reverse gradients, or change their direction.
+    Evidence: the range of these numbers, or how many samples count on some processes only.
     """
     forwards = _forwards_with_equal_outputs(case)
     sentences = _sample_weights(case, forwards)
@@ -282,29 +277,34 @@ def _sample_weights(case: Divergence, forwards: list[MatchedForward]) -> tuple[s
 
 
 def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[str, ...]:
-    """Says by which factors the gradients of the outputs differ from those of one process.
+    """Says by which factor the gradient of each sample's output differs from one process.
 
-    Two numbers stand for the gradient of a sample's output: the arrays have the shape (samples, 2).
-    Returns nothing if a factor for each sample does not explain them, or if all factors are equal.
+    Two numbers stand for the gradient of a sample's output, so the arrays have the shape (samples,
+    2). The result is empty if such factors do not explain the difference, or if they are all equal.
+
+    Args:
+        forward: a forward pass of the model in both runs.
+        num_ranks: number of ranks.
     """
-    # The rows of one process, and those of the ranks for the same samples.
     rows = forward.matched_rows("output_gradients")
     if rows is None or not len(rows[0]):
         return ()
 
+    # The gradients for the same samples, on one process and on the ranks.
     expected = rows[0]
     actual = rows[1] / num_ranks  # gradients are averaged over the ranks
 
-    # A sample counts if its gradient is not zero: an array of bools for each run.
-    smallest = ZERO_GRADIENT_SHARE * max(largest(expected), largest(actual))
-    counts_in_expected = np.abs(expected).max(axis=1) > smallest
-    counts_in_actual = np.abs(actual).max(axis=1) > smallest
+    # For each sample, whether its gradient is not zero.
+    rounding = ZERO_GRADIENT_SHARE * max(largest(expected), largest(actual))
+    counts_in_expected = np.abs(expected).max(axis=1) > rounding
+    counts_in_actual = np.abs(actual).max(axis=1) > rounding
 
+    # If actual = factor * expected does not hold for some sample, its gradient has another
+    # direction, which no weight explains.
     factors = _factor_of_each_sample(expected, actual, counts_in_expected)
-    # actual = factor * expected, for each sample that counts on one process?
     errors = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
     if (errors > EQUAL_WEIGHT_SHARE * largest(actual)).any():
-        return ()  # no: the gradient of some sample has another direction
+        return ()
 
     largest_factor = np.abs(factors).max()
     spread = np.ptp(factors)  # the largest minus the smallest
@@ -312,8 +312,9 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     if all_factors_are_equal:
         return ()
 
+    # A weight never reverses a gradient, but another target does.
     some_factor_is_negative = factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor
-    if some_factor_is_negative:  # no weight turns a gradient around, but another target does
+    if some_factor_is_negative:
         return ()
 
     same = "outputs are the same; the loss's gradient by each is that of one process times a number"
@@ -328,14 +329,14 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
 
 
 def _factor_of_each_sample(expected: Array, actual: Array, counts: Array) -> Array:
-    """Returns for each sample the factor f that brings f * expected nearest to actual.
+    """Returns, for each sample, the factor `f` for which `f * expected` is nearest to `actual`.
 
-    By least squares it is f = (expected . actual) / (expected . expected).
+    By least squares, f = (expected . actual) / (expected . expected).
 
     Args:
-        expected: an array of shape (samples, numbers), and so is `actual`.
-        actual: the array that is to be a multiple of `expected` in each row.
-        counts: a bool for each sample; where it is False, the factor is 0.
+        expected: array of shape (samples, numbers).
+        actual: array of the same shape.
+        counts: a bool for each sample; if it is False, the factor is 0.
     """
     squares = (expected * expected).sum(axis=1)
     products = (expected * actual).sum(axis=1)
@@ -346,8 +347,8 @@ def _factor_of_each_sample(expected: Array, actual: Array, counts: Array) -> Arr
 def random_numbers_in_loss(case: Divergence) -> Cause | None:
     """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
 
-    Needs, Applies, False positives: as there. Random numbers may be harmless, so this rule is the
-        last one for losses.
+    Needs, Applies, False positives: as there. Random numbers may be harmless, so this is the last
+        rule for losses.
     Evidence: the gradients, the line that drew the numbers, and the line of the loss.
     """
     cause = random_loss(case, *gradient_patterns(case))

@@ -1,10 +1,10 @@
 """Rules for gradients that differ because models were called with other inputs.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and many ranks, or None.
-Of the step that differs, `case.expected` is what one process recorded, `case.actual` what the ranks
-recorded (a `RankUpdate` each, with the fields under "Needs"). Samples are recognised by the inputs
-of a forward pass: a *row* of an array stands for one sample. See
-`lockstep.verify.sample_rows`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". Samples are recognized by the inputs of a forward pass: each *row* of an array
+stands for one sample (see `lockstep.verify.sample_rows`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from lockstep.verify.sample_rows import (
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch, Forward, Update
 
-# Any two samples lie on a line.
+# Two samples always lie on a line, so they prove nothing.
 MIN_SAMPLES_THAT_SHOW_A_LINE = 3
 MAX_ERROR_OF_A_LINE = 1e-7
 
 
 def inputs_of_ranks(update: Update) -> list[Counter[str]]:
-    """Returns how often each input, by its digest, was given to the models of each rank.
+    """Returns how often the models of each rank got each input, identified by its digest.
 
-    There is one counter for each rank that called a model. Returns an empty list if some input is
-    not known.
+    There is one counter for each rank that called a model. The list is empty if some input is not
+    known.
     """
     counts_of_ranks = []
     for rank in update:
         if not rank.contributes or not rank.model_inputs:
             continue
+
         counts: Counter[str] = Counter()
         for batch in rank.model_inputs:
-            if not batch.contents:  # it could not be split into samples
+            if not batch.contents:  # the batch could not be split into samples
                 return []
             counts.update(batch.contents)
         counts_of_ranks.append(counts)
@@ -54,7 +55,7 @@ def inputs_of_ranks(update: Update) -> list[Counter[str]]:
 
 
 def sum_counts(counts_of_ranks: Sequence[Counter[str]]) -> Counter[str]:
-    """Returns how often each input was given to the models of all ranks."""
+    """Returns how often the models of all ranks together got each input."""
     total: Counter[str] = Counter()
     for counts in counts_of_ranks:
         total.update(counts)
@@ -62,9 +63,9 @@ def sum_counts(counts_of_ranks: Sequence[Counter[str]]) -> Counter[str]:
 
 
 def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
-    """Returns whether several ranks had the same inputs.
+    """True if several ranks had the same inputs.
 
-    False if each had only one: a model may rightly get a constant on all ranks.
+    False if each rank had only one input: a model may rightly get a constant on all ranks.
     """
     if len(counts_of_ranks) < 2 or len(counts_of_ranks[0]) < 2:
         return False
@@ -72,7 +73,7 @@ def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
 
 
 def inputs_differ(case: Divergence) -> bool:
-    """Returns whether models had other inputs than on one process, apart from rounding."""
+    """True if models had other inputs than on one process, apart from rounding."""
     return any(not forward.has_same_inputs for forward in _match(case))
 
 
@@ -86,10 +87,10 @@ def _batches(case: Divergence) -> list[Batch]:
 
 
 def _has_no_loader(case: Divergence) -> bool:
-    """Returns whether no batch came from a DataLoader.
+    """True if no batch came from a DataLoader.
 
-    Then the batches are inputs of models, which have empty lists of indices. A batch of a
-    DataLoader has indices, or None if they are not known.
+    Then the recorded batches are model inputs, with an empty list of indices. Batches of a
+    DataLoader have indices, or None if they are not known.
     """
     return all(batch.ids is not None and not batch.ids for batch in _batches(case))
 
@@ -99,9 +100,8 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
     Needs: `model_inputs` whose contents are known.
     Applies: LS101 if the inputs of all ranks are the same. LS110 if N ranks together computed N
-        times as many inputs as one process, all of one shape.
-    False positives: a model that rightly gets constants on all ranks; one constant alone does not
-        count.
+        times as many inputs as one process, all of the same shape.
+    False positives: a model that rightly gets constants on all ranks. A single constant is ignored.
     Evidence: how many inputs were computed.
     """
     expected = inputs_of_ranks(case.expected)
@@ -127,28 +127,28 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
 
 def other_inputs(case: Divergence) -> Cause | None:
-    """Names the cause of inputs that differ, for the first model that has other inputs.
+    """Names the cause of inputs that differ, for the first model with other inputs.
 
-    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they are inputs of other
-    steps of one process. LS106, LS308: they are random. LS111: they are other inputs.
+    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they belong to other steps
+    of one process. LS106, LS308: they are random. LS111: they are different inputs.
 
     Needs: `forwards` with the inputs of each sample.
-    Applies: if no random numbers were drawn to read the batches, since those explain other inputs
-        by themselves.
+    Applies: if no random numbers were drawn while batches were read, as they would explain it.
     False positives: a model that rightly gets a constant on all ranks (as LS101).
     Evidence: how many inputs are the same.
     """
-    # Worker processes do not record what they draw, so they may have drawn something.
+    # The draws of worker processes are not recorded, so there may have been some.
     if any(batch.random_draws or batch.workers for batch in _batches(case)):
         return None
 
-    # The models, in the order in which they were called.
+    # Models in the order in which they were called.
     for number, forward in enumerate(_match(case)):
         if not forward.has_same_inputs:
-            # Without a DataLoader, the inputs of the first model are all that is known of the
-            # samples. Those of later models may be computed from its outputs.
+            # Without a DataLoader, the inputs of the first model are the samples themselves. Inputs
+            # of later models may be computed from its outputs.
             are_samples = number == 0 and _has_no_loader(case)
             return _cause_of_other_inputs(case, forward, are_samples)
+
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if outputs_differ:
             return _cause_of_other_inputs_after_first(case, forward)
@@ -157,10 +157,10 @@ def other_inputs(case: Divergence) -> Cause | None:
 
 
 def _cause_of_other_inputs_after_first(case: Divergence, forward: MatchedForward) -> Cause | None:
-    """Names the cause of other outputs of a model whose first inputs are the same.
+    """Names the cause of other outputs, for a model whose first inputs are the same.
 
-    A model may have further inputs, such as a hidden state. Returns None if these are the same as
-    well: then the model itself returned something else, which `other_outputs` explains.
+    The model may have further inputs, such as a hidden state. The result is None if these are the
+    same too. Then the model itself returned other outputs, which `other_outputs` explains.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
@@ -178,8 +178,8 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
     """Says for how many samples the inputs after the first one differ.
 
     Args:
-        forward: the forward pass of the model.
-        differing_inputs: for each sample, whether its other inputs differ.
+        forward: forward pass of the model.
+        differing_inputs: a bool for each sample, True if its other inputs differ.
     """
     count = f"{differing_inputs.sum()} of {len(differing_inputs)}"
     return (
@@ -189,31 +189,31 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
 
 
 def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_samples: bool) -> Cause:
-    """Names the cause of inputs that one of the runs has and the other one has not.
+    """Names the cause of inputs that only one of the runs has.
 
     Args:
         case: the difference.
-        forward: the forward pass with these inputs.
-        are_samples: whether the inputs are the samples themselves, which come from no DataLoader.
+        forward: forward pass with these inputs.
+        are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
-    # An extra input is one that a rank has beyond those of one process. For each extra input a
-    # bool: is it one of this step of one process, or one of any step?
-    extra_places = forward.extra_places
-    num_extra = len(extra_places)
-    extra_inputs = forward.actual.inputs[extra_places]
+    # Extra inputs are those that the ranks have beyond the inputs of one process. For each of them:
+    # does one process have this input in the same step, or in any step?
+    extra_inputs = forward.actual.inputs[forward.extra_indices]
+    num_extra = len(extra_inputs)
     is_repeated = rows_among(extra_inputs, forward.expected.inputs)
-    is_of_other_step = rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected))
-    is_known = is_repeated | is_of_other_step
+    is_of_any_step = rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected))
+    is_known = is_repeated | is_of_any_step
 
+    num_same = len(forward.expected_indices)
     numbers = (
         f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
         f"{len(forward.actual.inputs)} on {case.num_ranks}; "
-        f"{len(forward.expected_places)} are the same"
+        f"{num_same} are the same"
     )
     left_out = f"{forward.num_missing} inputs of one process were computed by none"
     repeated = f"{num_extra} inputs were computed by several ranks, or twice"
 
-    # Samples themselves: left out, repeated, or those of another step.
+    # The inputs are samples that are left out, repeated, or taken from another step.
     if are_samples and num_extra == 0:
         return Cause("LS102", (numbers, left_out))
     if are_samples and is_repeated.all():
@@ -228,7 +228,7 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
             return Cause("LS105", (numbers, of_other_steps, *own_order))
         return Cause("LS109", (numbers, of_other_steps, *draws))
 
-    # Inputs that the script computes from samples, or reads from nowhere known.
+    # The script computes the inputs from samples, or they come from an unknown source.
     if draws:
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
 
@@ -252,10 +252,10 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
 
 
 def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
-    """Returns the inputs that one process gave to the same model in any step, one row each."""
+    """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
-        # The second value is the rank of each row, which does not matter on one process.
+        # The second value, the rank of each row, does not matter on one process.
         for joined, _ in joined_forwards(update).values():
             if joined.model == forward.model and joined.shape == forward.shape:
                 inputs.append(joined.inputs)
@@ -263,11 +263,11 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
 
 
 def _orders_of_ranks(case: Divergence) -> list[str]:
-    """Says that each rank drew an order of its own, at a line where all ranks drew.
+    """Says that each rank drew a sample order of its own, at a line that all ranks ran.
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # For each rank, a digest of the numbers that were drawn at each line.
+    # A digest of the numbers drawn at each line, for each rank.
     draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     if not draws_of_ranks:
         return []
@@ -284,12 +284,12 @@ def _orders_of_ranks(case: Divergence) -> list[str]:
 
 
 def _is_normalized_by_rank(forward: MatchedForward) -> bool:
-    """Returns whether each rank shifted and scaled the inputs of one process by its own numbers.
+    """True if each rank has shifted and scaled the inputs of one process by numbers of its own.
 
-    The ranks must have the samples in the order of one process: either rank 0 the first ones, rank
-    1 the next ones and so on, or each rank every N-th one.
+    The ranks must have the samples in the order of one process: either rank 0 has the first
+    samples, rank 1 the next ones and so on, or each rank has every N-th sample.
     """
-    # Arrays of shape (samples, values); empty if there were too many values to record.
+    # Arrays of shape (samples, values), which are empty if there were too many values to record.
     rows_of_one = forward.expected.input_values
     rows_of_several = forward.actual.input_values
     if rows_of_one.shape != rows_of_several.shape or rows_of_one.size == 0:
@@ -302,9 +302,9 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
         return False
 
+    # The rows of one process that each rank should have, in both orders. For ranks with 3, 3 and 2
+    # samples, the first order is split before rows 3 and 6.
     num_ranks = len(rows_of_rank)
-    # The rows of one process that each rank should have, in the two orders. For ranks with 3, 3 and
-    # 2 samples, the first order is split before rows 3 and 6.
     bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
     contiguous = np.split(rows_of_one, bounds)
     interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
@@ -318,53 +318,54 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
 
 
 def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
-    """Returns whether each column of `actual` is that of `expected` times a number plus another.
+    """True if each column of `actual` is the column of `expected` times a factor, plus a shift.
 
     Args:
-        expected: values of shape (samples, columns).
-        actual: the values of the same samples.
+        expected: array of shape (samples, columns).
+        actual: array for the same samples.
     """
     if expected.shape != actual.shape:
         return False
 
-    # actual = f * expected + shift. Subtracting the mean of each column leaves, for each column,
-    # centered_actual = f * centered_expected, which by least squares has
-    # f = (centered_expected . centered_actual) / (centered_expected . centered_expected).
+    # Without their means, the columns of actual = f * expected + shift are
+    # centered_actual = f * centered_expected.
     centered_expected = expected - expected.mean(axis=0)
     centered_actual = actual - actual.mean(axis=0)
+
+    # By least squares, f = (centered_expected . centered_actual) / |centered_expected|^2.
     squares = (centered_expected * centered_expected).sum(axis=0)
     products = (centered_expected * centered_actual).sum(axis=0)
     factors = products / np.where(squares > 0, squares, 1.0)  # 0 for a constant column
-    remainder = np.abs(centered_actual - factors * centered_expected).max()
-    largest_value = max(np.abs(centered_actual).max(), 1e-30)  # all values may be constant
 
+    remainder = np.abs(centered_actual - factors * centered_expected).max()
+    largest_value = max(np.abs(centered_actual).max(), 1e-30)  # not 0, even for constant columns
     return bool(remainder <= MAX_ERROR_OF_A_LINE * largest_value)
 
 
 def other_padding(case: Divergence) -> Cause | None:
-    """LS111: the inputs are the same except for how far each row is padded.
+    """LS111: the inputs are the same except for the length to which each row is padded.
 
     Needs: `forwards` with `input_values`.
     Applies: if the rows of both runs are equal once all are padded to the same width.
     False positives: none known.
     Evidence: which widths there are.
     """
-    # A table has the shape (samples, width), with one padded sample in each row.
+    # Arrays of shape (samples, width), with one padded sample in each row.
     expected_tables = _first_input_values(case.expected)
     actual_tables = _first_input_values(case.actual)
     if not expected_tables or not actual_tables:
         return None
 
     tables = [*expected_tables, *actual_tables]
-    if any(table.size == 0 for table in tables):  # it was too large to be recorded
+    if any(table.size == 0 for table in tables):  # too large to be recorded
         return None
 
     widths = {table.shape[1] for table in tables}
     if len(widths) < 2:
         return None
 
+    # The padding value is not known, so every value at the end of a row of full width is tried.
     width = max(widths)
-    # The padding value is not known, so each value at the end of a row of full width is tried.
     possible_paddings = set()
     for table in tables:
         if table.shape[1] == width:
@@ -382,14 +383,14 @@ def other_padding(case: Divergence) -> Cause | None:
 
 
 def _first_input_values(update: Update) -> list[Array]:
-    """Returns the inputs of each rank's first forward pass."""
+    """Returns the inputs of the first forward pass of each rank."""
     return [rank.forwards[0].input_values for rank in update if rank.contributes and rank.forwards]
 
 
 def _count_padded_rows(
     tables: Sequence[Array], width: int, padding: float
 ) -> Counter[tuple[float, ...]]:
-    """Pads all rows to a width and returns how often each of them occurs."""
+    """Pads all rows to the given width, and returns how often each padded row occurs."""
     counts: Counter[tuple[float, ...]] = Counter()
     for table in tables:
         for row in table:
@@ -404,26 +405,27 @@ def _count_padded_rows(
 def unknown_inputs_code(
     expected_of_ranks: Sequence[Counter[str]], actual_of_ranks: Sequence[Counter[str]], size: int
 ) -> str:
-    """Returns the code for inputs that differ where no rule names a cause.
+    """Returns the code for inputs that differ, if no rule names the cause.
 
     Args:
-        expected_of_ranks: inputs on one process.
-        actual_of_ranks: inputs of each rank.
+        expected_of_ranks: how often each input occurs on one process.
+        actual_of_ranks: how often each input occurs on each rank.
         size: number of ranks.
 
     Returns:
         LS101 if inputs are repeated, LS110 if there are N times as many, LS102 if inputs are left
-        out, else LS111.
+        out, and otherwise LS111.
     """
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
 
-    # How many inputs the ranks computed less often, and more often, than one process.
+    # Number of inputs that only one process has, and that only the ranks have.
     num_left_out = (expected - actual).total()
     num_added = (actual - expected).total()
 
+    # The ranks have all inputs of one process and no others, so some are repeated.
     if num_left_out == 0 and set(actual) == set(expected):
-        return "LS101"  # no new input was added, so those of one process were repeated
+        return "LS101"
     if num_left_out == 0 and actual.total() == size * expected.total():
         return "LS110"
     if num_added == 0:

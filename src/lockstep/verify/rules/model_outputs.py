@@ -1,10 +1,9 @@
-"""Rules for models that return something else for the same inputs, and for BatchNorm.
+"""Rules for models that return other outputs for the same inputs, and for BatchNorm.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". `merged(field)` merges the arrays of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def local_batchnorm(case: Divergence) -> Cause | None:
 
     Needs: `local_norm_layers`.
     Applies: if there is such a layer and more than one rank.
-    False positives: such a layer may be harmless, while something else is wrong.
+    False positives: the layer may be harmless, while something else is wrong.
     Evidence: which layers, and whether they belong to a model that is not trained.
     """
     layers: set[str] = set()
@@ -56,8 +55,8 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
     """LS307: BatchNorm saw the samples in another number of forward passes.
 
     Needs: `buffers` with BatchNorm's running mean, and `losses`, one for each backward pass.
-    Applies: if the number of backward passes is not that of one process.
-    False positives: a model whose BatchNorm is in evaluation mode.
+    Applies: if the number of backward passes differs from one process.
+    False positives: a model whose BatchNorm layers are in evaluation mode.
     Evidence: the numbers of backward passes.
     """
     has_batchnorm = any(name.endswith("running_mean") for name in case.actual.merged("buffers"))
@@ -69,16 +68,16 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
 
 
 def _patterns_of_gradients(case: Divergence) -> tuple[str, ...]:
-    """Says which gradients are wrong, unless it is the buffers that differ."""
+    """Says which gradients are wrong, unless the difference is in buffers."""
     if case.kind == "buffers":
         return ()
     return gradient_patterns(case)
 
 
 def batchnorm_buffers(case: Divergence) -> Cause | None:
-    """LS306 or LS307, if all buffers that differ are BatchNorm's.
+    """LS306 or LS307, if all buffers that differ belong to BatchNorm layers.
 
-    For the rest see `local_batchnorm` and `batchnorm_in_other_passes`.
+    See `local_batchnorm` and `batchnorm_in_other_passes`.
     """
     if not all(name.endswith(BATCHNORM_BUFFERS) for name in case.names):
         return None
@@ -86,7 +85,7 @@ def batchnorm_buffers(case: Divergence) -> Cause | None:
 
 
 def other_buffers(case: Divergence) -> Cause:
-    """LS309: buffers that are not BatchNorm's differ after the step.
+    """LS309: buffers that do not belong to BatchNorm layers differ after the step.
 
     Needs: `buffers`, and `write_stacks` for the evidence.
     Applies: always.
@@ -98,12 +97,12 @@ def other_buffers(case: Divergence) -> Cause:
 
 
 def later_inputs_of_model(case: Divergence) -> Cause | None:
-    """LS111: what a model was given besides its first input differs.
+    """LS111: the inputs of a model after its first input differ.
 
     Needs: `forwards` with inputs.
-    Applies: if the outputs cannot be compared sample by sample. If they can, `other_inputs` has
-        found such inputs already.
-    False positives: none known. A state that an earlier step made wrong differs in that step.
+    Applies: if the outputs cannot be compared sample by sample. Otherwise, `other_inputs` has found
+        such inputs already.
+    False positives: none known. A state that was wrong after an earlier step is reported there.
     Evidence: for how many samples.
     """
     for forward in match_forwards(case.expected, case.actual):
@@ -116,13 +115,13 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
 def other_outputs(case: Divergence) -> Cause | None:
     """Names the cause of outputs that differ for the same inputs.
 
-    LS208: an output depends on the other samples of the batch, which another rank has. LS309: the
+    LS208: an output depends on other samples of the batch, which are on another rank. LS309: the
     model keeps tensors that differ. LS308, LS106: random numbers were drawn.
 
     Needs: `forwards`; `coupling_model` of one process, a model whose output for a sample depends on
         other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
-    Applies: to the first model with other outputs. LS208 needs ranks that exchanged nothing before
-        the backward pass.
+    Applies: to the first model with other outputs. LS208 requires that the ranks exchanged nothing
+        before the backward pass.
     False positives: something else may be wrong in the model as well.
     Evidence: for how many inputs the output differs, and why.
     """
@@ -135,7 +134,8 @@ def other_outputs(case: Divergence) -> Cause | None:
             f"{forward.model}: for {differs.sum()} of {len(differs)} inputs it returned "
             "something else than on one process"
         )
-        if case.expected.first("coupling_model") and not _ranks_exchanged_tensors(case):
+        samples_are_coupled = bool(case.expected.first("coupling_model"))
+        if samples_are_coupled and not _ranks_exchanged_tensors(case):
             text = "on one process its output for a sample follows from the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
@@ -151,32 +151,37 @@ def other_outputs(case: Divergence) -> Cause | None:
 
 
 def _ranks_exchanged_tensors(case: Divergence) -> bool:
-    """Returns whether a collective on something else than a gradient preceded a backward pass."""
+    """True if the ranks exchanged anything but gradients before a backward pass."""
     num_passes = case.actual.backward_passes
     for call in case.actual.calls:
-        is_in_time = call.passes_before < num_passes
-        if is_in_time and not call.gradient_of:  # `gradient_of` names a parameter, or is empty
+        is_before_backward = call.passes_before < num_passes
+        is_of_gradient = bool(call.gradient_of)
+        if is_before_backward and not is_of_gradient:
             return True
+
     return False
 
 
 def _kept_tensors_that_differ(case: Divergence) -> list[str]:
-    """Returns names of buffers and other tensors of modules that differ from one process.
+    """Returns the names of buffers and other tensors of modules that differ from one process.
 
-    The names are without the model: "norm.running_mean".
+    Names are without the model: "norm.running_mean".
     """
-    names: dict[str, None] = {}  # a set that keeps the order
+    names: dict[str, None] = {}  # an ordered set
     for field_name in ("module_tensors_before", "module_tensors", "buffers"):
         expected_arrays = case.expected.merged(field_name)
         scale = scale_of(expected_arrays)
+
         for name, expected in expected_arrays.items():
-            arrays = []  # of the ranks that have the tensor
+            # The arrays of all ranks that have this tensor.
+            arrays = []
             for rank in case.actual:
                 if name in getattr(rank, field_name):
                     arrays.append(getattr(rank, field_name)[name])
 
+            # Buffers are recorded with all their values, and other tensors as three numbers.
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
-            if field_name == "buffers":  # recorded with all their values
+            if field_name == "buffers":
                 is_wrong = differs and all(array.shape == expected.shape for array in arrays)
             else:
                 is_wrong = _is_wrong_tensor(expected, arrays, case.num_ranks, differs=differs)
@@ -190,17 +195,17 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
 def _is_wrong_tensor(
     expected: Array, arrays: Sequence[Array], num_ranks: int, *, differs: bool
 ) -> bool:
-    """Returns whether a tensor that a module keeps is wrong on the ranks.
+    """True if a tensor that a module keeps is wrong on the ranks.
 
     A tensor with fewer values than on one process may rightly hold something for the samples of its
-    rank alone. Then it is wrong only if all ranks have the same in it.
+    rank. It is wrong only if all ranks have the same values in it.
 
     Args:
-        expected: three numbers that stand for the tensor of one process: a sum, the largest
+        expected: three numbers that stand for the tensor on one process: a sum, the largest
             absolute value, and the number of values.
-        arrays: the same for each rank that has the tensor.
+        arrays: the same three numbers for each rank that has the tensor.
         num_ranks: number of ranks.
-        differs: whether those of some rank are not those of one process.
+        differs: whether the numbers of some rank differ from those of one process.
     """
     have_same_size = all(array[SIZE] == expected[SIZE] for array in arrays)
     if have_same_size and differs:
@@ -209,10 +214,10 @@ def _is_wrong_tensor(
 
 
 def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
-    """Returns whether N ranks each have 1/N of a tensor's values, and all have the same values.
+    """True if each of N ranks has 1/N of a tensor's values, and all ranks have the same values.
 
-    Values that belong to different samples should be different. Zeros say nothing. See
-    `_is_wrong_tensor` for the arguments.
+    Values that belong to different samples should be different. Zeros are ignored, because they
+    prove nothing. See `_is_wrong_tensor` for the arguments.
     """
     for array in arrays:
         if expected[SIZE] <= 0 or array[SIZE] * num_ranks != expected[SIZE]:
@@ -221,6 +226,7 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     if len(arrays) < 2 or arrays[0][LARGEST] == 0:
         return False
 
-    # For each of the three numbers, the difference between the largest and the smallest of a rank.
+    # The difference between the largest and the smallest value of all ranks, for each of the three
+    # numbers.
     spread = np.ptp(arrays, axis=0)
     return not spread.any()

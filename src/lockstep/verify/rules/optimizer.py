@@ -1,10 +1,9 @@
-"""Rules for learning rates, optimizers, and parameters that differ around a step.
+"""Rules for learning rates, optimizers, and parameters that differ before or after a step.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def other_parameter_groups(case: Divergence) -> Cause | None:
     Needs: `learning_rates`, one for each group.
     Applies: if processes have different numbers of learning rates.
     False positives: none known.
-    Evidence: what is different in the parameter groups and the optimizer's state.
+    Evidence: what is different in the parameter groups and in the optimizer's state.
     """
     ranks = (*case.expected, *case.actual)
     if len({len(rank.learning_rates) for rank in ranks}) == 1:
@@ -42,25 +41,25 @@ def other_learning_rates(case: Divergence) -> Cause:
     """LS401: the scheduler made more or fewer steps than on one process. LS402: another reason.
 
     Needs: `learning_rates`, `learning_rate_lines`, and `calls` of schedulers.
-    Applies: always. LS401 if all ranks stepped the scheduler equally often, and not as often as one
+    Applies: always. LS401 if all ranks stepped the scheduler equally often, but not as often as one
         process.
-    False positives: LS402 does not tell a rate that the script sets from a scheduler of another
-        length, or from one that follows a metric.
+    False positives: LS402 covers rates that the script sets, schedulers of another length, and
+        schedulers that follow a metric.
     Evidence: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
-    # The first element of these lists is that of one process, the others are those of the ranks.
-    # One process may train several replicas; they have the same learning rates.
-    processes = (case.expected[0], *case.actual)
-    rates = []  # for each process, one text with the learning rates of all parameter groups
-    for process in processes:
+    # One text with the learning rates of all parameter groups, for one process and then for each
+    # rank. One process may train several replicas, which all have the same learning rates.
+    rates = []
+    for process in (case.expected[0], *case.actual):
         rates.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
 
+    # The number of scheduler steps, in the same order.
     scheduler_steps = _count_scheduler_steps(case)
+
     ranks_have_equal_rates = len(set(rates[1:])) == 1
     ranks_have_equal_steps = len(set(scheduler_steps[1:])) == 1
     ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
     places = ["one process"]
-
     if ranks_agree:
         places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
     else:
@@ -72,10 +71,15 @@ def other_learning_rates(case: Divergence) -> Cause:
     if some_scheduler_stepped:
         how = f"steps of the scheduler until then: {_format_by_place(scheduler_steps, places)}"
     elif differs_from_start and ranks_agree:
-        # The script has set the rates for the number of ranks: "2 times as high".
+        # The script has scaled the rates with the number of ranks: "2 times as high".
         how = _format_rate_ratio(ratio, case.num_ranks)
     else:
         how = "no scheduler stepped"
+
+    steps_of_one, steps_of_rank_0 = scheduler_steps[:2]
+    code = "LS402"
+    if ranks_have_equal_steps and steps_of_one != steps_of_rank_0:
+        code = "LS401"
 
     evidence = (
         _format_by_place(rates, places),
@@ -83,26 +87,23 @@ def other_learning_rates(case: Divergence) -> Cause:
         *_lines_that_set_rates(case),
         *_metrics_of_schedulers(case),
     )
-    code = "LS402"
-    steps_of_one, steps_of_rank_0 = scheduler_steps[:2]
-
-    if ranks_have_equal_steps and steps_of_one != steps_of_rank_0:
-        code = "LS401"
-
     return Cause(code, evidence, ratio=ratio)
 
 
 def _format_by_place(values: Sequence[object], places: Sequence[str]) -> str:
-    """Joins values with their places: "0.1 on one process, 0.2 on 4".
+    """Formats values with the processes that have them: "0.1 on one process, 0.2 on 4".
 
-    The second place, 4, may stand for all ranks. Then the values of the other ranks are left out.
+    If all ranks agree, there is only one place for all of them, such as "4", and the values of
+    further ranks are ignored.
     """
     pairs = zip(values, places, strict=False)
     return ", ".join(f"{value} on {place}" for value, place in pairs)
 
 
 def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
-    """Returns the updates of one process, then those of each rank, up to this one."""
+    """Returns the updates of one process, followed by those of each rank, up to the current
+    update.
+    """
     end = case.update_index + 1
     processes = [[update[0] for update in case.reference_run[:end]]]
     for rank in range(case.num_ranks):
@@ -111,12 +112,12 @@ def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
 
 
 def _count_scheduler_steps(case: Divergence) -> list[int]:
-    """Returns how many steps schedulers made so far: on one process, then on each rank."""
+    """Returns the number of scheduler steps so far, on one process and then on each rank."""
     counts = []
     for updates in _updates_of_processes(case):
         scheduler_calls: list[ScriptCall] = []
         for update in updates:
-            # The script's calls of `scheduler.step()` are recorded as "schedule".
+            # Calls of `scheduler.step()` are recorded under this name.
             scheduler_calls += [call for call in update.calls if call.name == "schedule"]
         counts.append(len(scheduler_calls))
 
@@ -124,7 +125,9 @@ def _count_scheduler_steps(case: Divergence) -> list[int]:
 
 
 def _ratio_of_first_rates(case: Divergence) -> float:
-    """Returns how many times as high the first learning rate is; NaN if it is not known."""
+    """Returns the ratio of the first learning rate to that of one process; NaN if it is not
+    known.
+    """
     expected = case.expected[0].learning_rates
     actual = case.actual[0].learning_rates
     if not expected or not actual or not expected[0]:
@@ -133,7 +136,7 @@ def _ratio_of_first_rates(case: Divergence) -> float:
 
 
 def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
-    """Says how a learning rate was scaled with the number of ranks: "4 times as high"."""
+    """Describes how a learning rate was scaled with the number of ranks: "4 times as high"."""
     if near(ratio, num_ranks):
         text = f"{num_ranks} times"
     elif near(ratio, math.sqrt(num_ranks)):
@@ -145,10 +148,10 @@ def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
 
 def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set a learning rate to another value than some process has."""
-    lines: dict[str, None] = {}  # a set that keeps the order
+    lines: dict[str, None] = {}  # an ordered set
     for rank in (*case.actual, *case.expected):
         for other_rank in (*case.expected, *case.actual):
-            # One element for each parameter group.
+            # One tuple for each parameter group.
             rates = zip(
                 rank.learning_rates,
                 other_rank.learning_rates,
@@ -163,10 +166,10 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 
 
 def _metrics_of_schedulers(case: Divergence) -> list[str]:
-    """Says that ReduceLROnPlateau was given different metrics on different processes.
+    """Says that ReduceLROnPlateau got different metrics on different processes.
 
-    The last call of each process counts. Empty if the metrics are equal, or if some process has not
-    called it.
+    The last call on each process is used. Empty if the metrics are equal, or if some process has
+    not called it.
     """
     last_calls: list[ScriptCall] = []
     for updates in _updates_of_processes(case):
@@ -174,6 +177,7 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
         for update in updates:
             # Only calls of ReduceLROnPlateau.step(metric) have a value.
             calls += [call for call in update.calls if call.value is not None]
+
         if not calls:
             return []
         last_calls.append(calls[-1])
@@ -187,7 +191,7 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
 
 
 def other_optimizer(case: Divergence) -> Cause | None:
-    """LS403: the parameters differ after a step by other options or state of the optimizer.
+    """LS403: the parameters differ after a step because of other options or state of the optimizer.
 
     Needs: `group_options` and `optimizer_state`.
     Applies: if options or state differ from one process.
@@ -201,18 +205,19 @@ def other_optimizer(case: Divergence) -> Cause | None:
 
 
 def _only_parameters_differ() -> str:
-    """Returns the first evidence of all rules for parameters after a step."""
+    """Returns the first sentence of evidence for parameters that differ after a step."""
     return "gradients and learning rates are equal, and the parameters after the step are not"
 
 
 def _optimizer_differences(case: Divergence) -> list[str]:
     """Names options of parameter groups that differ; if there are none, state that differs.
 
-    Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on
-    rank 0 and rank 1".
+    Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
+    0 and rank 1".
     """
-    # The options of ranks that have not stepped, as under `Join`, are not known.
+    # Options are not known for ranks that have not stepped, as under `Join`.
     ranks = (*case.expected, *(rank for rank in case.actual if rank.stepped))
+
     sentences = []
     num_groups = [len(rank.group_options) for rank in ranks]
     if len(set(num_groups)) > 1:
@@ -221,14 +226,14 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 
     for group in range(min(num_groups)):
         options_of_ranks = [rank.group_options[group] for rank in ranks]
-        keys: dict[str, None] = {}  # a set that keeps the order
+        keys: dict[str, None] = {}  # an ordered set
         for options in options_of_ranks:
             keys.update(dict.fromkeys(options))
 
         for key in keys:
             values = [options.get(key) for options in options_of_ranks]
             if any(value != values[0] for value in values):
-                # The entry "parameters" is the group's size, which is no option of torch's.
+                # The entry "parameters" is the size of the group, and not an option of torch's.
                 option = "number of parameters" if key == "parameters" else key
                 by_process = format_by_process(values)
                 sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
@@ -240,18 +245,19 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 
 
 def _state_difference(case: Divergence) -> list[str]:
-    """Names tensors of the optimizer's state that differ on the first rank where some do.
+    """Names tensors of the optimizer's state that differ, on the first rank where some do.
 
     The result is one sentence, or an empty list.
     """
     expected = case.expected.merged("optimizer_state")
-    scale = scale_of(expected)  # the largest value of all tensors, for the tolerance
+    scale = scale_of(expected)
+
     for number, rank in enumerate(case.actual):
+        actual = rank.optimizer_state
         names = []
-        for name in sorted(expected.keys() | rank.optimizer_state.keys()):
-            if name not in expected or name not in rank.optimizer_state:  # only one of them has it
-                names.append(name)
-            elif case.tolerance.differ(expected[name], rank.optimizer_state[name], scale):
+        for name in sorted(expected.keys() | actual.keys()):
+            is_in_both = name in expected and name in actual
+            if not is_in_both or case.tolerance.differ(expected[name], actual[name], scale):
                 names.append(name)
 
         if names:
@@ -265,7 +271,7 @@ def _state_difference(case: Divergence) -> list[str]:
 
 
 def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
-    """LS304: the step left ranks with different parameters.
+    """LS304: the ranks have different parameters after the step.
 
     Needs: `parameters`.
     Applies: if the ranks differ from each other, and `other_optimizer` explains nothing.
@@ -280,18 +286,18 @@ def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
 
 
 def other_parameters_after_step(case: Divergence) -> Cause:
-    """LS403: the step left all ranks with the same wrong parameters.
+    """LS403: all ranks have the same wrong parameters after the step.
 
     Needs: `parameters`.
     Applies: always.
-    False positives: anything that the script does inside of `optimizer.step()`.
+    False positives: anything that the script does inside `optimizer.step()`.
     Evidence: that gradients and learning rates are right.
     """
     return Cause("LS403", (_only_parameters_differ(),))
 
 
 def frozen_parameters_differ(case: Divergence) -> Cause | None:
-    """LS309: parameters that nothing trains differ before the step, such as those of a teacher.
+    """LS309: parameters that nothing trains, such as those of a teacher, differ before the step.
 
     Needs: `frozen` and `parameter_sums`; `write_stacks` for the evidence.
     Applies: if all parameters that differ are frozen.
@@ -307,27 +313,27 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
 
 
 def parameters_changed_between_steps(case: Divergence) -> Cause:
-    """LS210: something other than the optimizer changed parameters; it is not known what.
+    """LS210: something other than the optimizer changed parameters, but it is not known what.
 
     Needs: `parameter_sums`; `write_stacks` for the evidence.
     Applies: always.
     False positives: a change in a forward pass.
-    Evidence: the lines that wrote to the parameters, if the last step left the right ones.
+    Evidence: the lines that wrote to the parameters, if they were right after the last step.
     """
     step = case.actual[0].step + 1
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
-    parameters_after_last_step: Mapping[str, Array] = {}
 
+    parameters_after_last_step: Mapping[str, Array] = {}
     if case.update_index > 0:
         update_before = case.parallel_run[case.update_index - 1]
         parameters_after_last_step = update_before.merged("parameters")
 
-    if not parameters_after_last_step:  # then it is not known whether they were right
+    # Without recorded parameters, it is not known whether they were right after the last step.
+    if not parameters_after_last_step:
         return Cause("LS210", (text, *writes))
 
-    # The last step left the right ones: otherwise they would differ after it already, and this
-    # difference would not be the first one.
+    # They were right after the last step, because otherwise they would have been reported there.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 
@@ -339,11 +345,11 @@ def other_number_of_steps(case: Divergence) -> Cause:
 
     Needs: all updates.
     Applies: always.
-    False positives: a script that stops by time.
+    False positives: a script that stops after a certain time.
     Evidence: the numbers of steps.
     """
     num_expected = len(case.reference_run)
-    if not case.parallel_run:  # it has only steps that all ranks made
+    if not case.parallel_run:  # there is no step that all ranks made
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
         num_actual = len(case.parallel_run)

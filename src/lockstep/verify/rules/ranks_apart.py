@@ -1,10 +1,9 @@
 """Rules for ranks whose parameters or optimizers differ from those of other ranks.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". `case.parallel_run` holds all steps of the ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from lockstep.wording import format_ranks
 
 
 def different_optimizers(case: Divergence) -> Cause | None:
-    """LS405: in what should be one step, ranks step with optimizers of different classes.
+    """LS405: in what should be the same step, ranks step with optimizers of different classes.
 
     Needs: `optimizer_class`.
-    Applies: if ranks that stepped have different classes. Nothing else can be compared then.
+    Applies: if ranks that stepped have different classes. Then nothing else can be compared.
     False positives: none known.
     Evidence: the class of each rank.
     """
@@ -41,14 +40,14 @@ def different_optimizers(case: Divergence) -> Cause | None:
 
 
 def replicas_that_differ(case: Divergence) -> Cause:
-    """LS304: ranks hold other parameters than rank 0 before the step.
+    """LS304: before the step, some ranks have other parameters than rank 0.
 
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
     Applies: always.
     False positives: none known.
-    Evidence: which ranks, whether the last step left them so, and the lines that wrote to them.
+    Evidence: which ranks, whether the last step made them differ, and the lines that wrote to them.
     """
-    # By parameter, the ranks that held other values before the step than rank 0.
+    # The ranks whose values differ from rank 0 before the step, by parameter.
     ranks_by_name = case.actual.replicas_that_differ()
     step = case.actual[0].step + 1
     sentence = (
@@ -56,7 +55,8 @@ def replicas_that_differ(case: Divergence) -> Cause:
         "held other parameters than rank 0"
     )
     writes = describe_writes(case, tuple(ranks_by_name))
-    if case.update_index == 0:  # there was no step before
+
+    if case.update_index == 0:  # there is no earlier step
         return Cause("LS304", (sentence, *writes))
 
     update_before = case.parallel_run[case.update_index - 1]
@@ -70,27 +70,30 @@ def replicas_that_differ(case: Divergence) -> Cause:
 
 @dataclass(frozen=True)
 class _OptimizerOwner:
-    """The first rank that stepped with an optimizer, and the optimizer's parameters."""
+    """The first rank that stepped with an optimizer, and the names of the optimizer's
+    parameters.
+    """
 
     rank: int
     parameter_names: Sequence[str]
 
 
 def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
-    """LS304: some ranks step with an optimizer, and others hold other values of its parameters.
+    """LS304: some ranks step with an optimizer, but its parameters differ on other ranks.
 
-    Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, `unstepped_sums`
-        of those that did not.
+    Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, and
+        `unstepped_sums` of ranks that did not.
     Applies: if these parameters differ between the ranks in this update for the first time.
     False positives: none known.
-    Evidence: which ranks hold other parameters, and the optimizer's class.
+    Evidence: which ranks have other parameters, and the class of the optimizer.
     """
     names_by_rank = _unstepped_names_that_differ(case, case.update_index)
     if not names_by_rank:
         return None
 
+    # The difference must be new in this step.
     for number in range(case.update_index):
-        if _unstepped_names_that_differ(case, number):  # it is not new in this step
+        if _unstepped_names_that_differ(case, number):
             return None
 
     names: set[str] = set()
@@ -119,33 +122,33 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
 
 
 def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
-    """Compares parameters of optimizers that step on some ranks only, before an update.
+    """Compares the parameters of optimizers that only some ranks step with, before an update.
 
-    A rank that never steps with an optimizer has recorded no names of its parameters, but only
-    their sums, by the optimizer's number and the parameter's place in it (`unstepped_sums`). The
-    number counts the optimizers as they are built, so it is the same on the rank that steps, the
-    *owner*.
+    The *owner* of an optimizer is the first rank that steps with it. A rank that never steps with
+    it has not recorded the names of its parameters, but only their sums, by the number of the
+    optimizer and the parameter's index in it (`unstepped_sums`). Optimizers are numbered in the
+    order of construction, so the number is the same on the owner.
 
     Args:
         case: the difference.
-        number: of the update before which the values are compared.
+        number: number of the update before which values are compared.
 
     Returns:
-        For each rank that does not step, the parameters whose values are not those of the owner.
+        The names of the parameters that differ from the owner, for each rank that does not step.
     """
     owners = _owners_of_optimizers(case.parallel_run[:number])
     update = case.parallel_run[number]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
+
     for rank_number, rank in enumerate(update):
-        for (index, place), sums in rank.unstepped_sums.items():
-            if index not in owners:
+        for (optimizer_index, parameter_index), sums in rank.unstepped_sums.items():
+            owner = owners.get(optimizer_index)
+            if owner is None:
+                continue
+            if parameter_index >= len(owner.parameter_names):  # another optimizer on this rank
                 continue
 
-            owner = owners[index]
-            if place >= len(owner.parameter_names):  # the rank built another optimizer
-                continue
-
-            name = owner.parameter_names[place]
+            name = owner.parameter_names[parameter_index]
             owner_sums = update[owner.rank].parameter_sums.get(name)
             if owner_sums is not None and not np.array_equal(owner_sums, sums):
                 names_by_rank[rank_number].append(name)
@@ -156,33 +159,35 @@ def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, lis
 def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwner]:
     """Returns the first rank that stepped with each optimizer while another rank did not.
 
-    The key is the optimizer's number in the order in which a rank builds its optimizers.
+    Keys are the numbers of the optimizers, in the order in which a rank constructs them.
     """
     owners: dict[int, _OptimizerOwner] = {}
     for update in updates:
         all_ranks_stepped = all(rank.stepped for rank in update)
         if all_ranks_stepped:
             continue
+
         for rank_number, rank in enumerate(update):
-            index = rank.construction_index
-            is_known = index >= 0
-            if is_known and index not in owners:
-                owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+            optimizer_index = rank.construction_index
+            is_known = optimizer_index >= 0
+            if is_known and optimizer_index not in owners:
+                owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+                owners[optimizer_index] = owner
 
     return owners
 
 
 def changed_between_passes(case: Divergence) -> Cause | None:
-    """Names the cause of parameters that the ranks change differently within one step.
+    """Names the cause of parameters that the ranks changed differently within one step.
 
-    LS302: an earlier backward pass of the step averaged no gradients, because the script called the
-    model without its DDP wrapper. LS301: it averaged none for another reason. LS304: it averaged
+    LS302: an earlier backward pass of the step did not average gradients, because the script
+    bypassed the DDP wrapper. LS301: it did not average them for another reason. LS304: it averaged
     them.
 
     Needs: `changed_between_passes` and `local_passes`.
-    Applies: if the ranks changed parameters between two backward passes to different values.
+    Applies: if the ranks changed parameters to different values between two backward passes.
     False positives: none known.
-    Evidence: which ranks, and whether an earlier pass left each rank's own gradients.
+    Evidence: which ranks, and whether the gradients of an earlier pass were local.
     """
     ranks_by_name = case.actual.ranks_that_differ("changed_between_passes", case.tolerance)
     if not ranks_by_name:
@@ -192,11 +197,11 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     sentence = (
         f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
     )
+    # `local_passes` says for each backward pass whether its gradients were not averaged.
     some_earlier_pass_was_local = False
     for rank in case.actual:
-        # `local_passes`: for each backward pass, True if its gradients were not averaged.
-        earlier_passes = rank.local_passes[:-1]
-        if any(earlier_passes):
+        all_but_last_pass = rank.local_passes[:-1]
+        if any(all_but_last_pass):
             some_earlier_pass_was_local = True
 
     if not some_earlier_pass_was_local:
@@ -214,12 +219,12 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
     """LS404: ranks multiplied their gradients by different numbers after the backward passes.
 
     Needs: `gradient_factor`.
-    Applies: if it is known of all ranks and differs.
-    False positives: another scaling than clipping that each rank does for its shards.
+    Applies: if this number is known for all ranks and differs.
+    False positives: other scaling than clipping that each rank applies to its shards.
     Evidence: the number of each rank, and the line that clips.
     """
+    # NaN means that the gradients of a rank were not all multiplied by the same number.
     factors = [rank.gradient_factor for rank in case.actual]
-    # NaN: on this rank not all gradients were multiplied by the same number.
     if any(math.isnan(factor) for factor in factors):
         return None
     if all(near(factors[0], factor) for factor in factors):

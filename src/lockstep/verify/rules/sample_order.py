@@ -1,10 +1,9 @@
 """Rules for batches of a DataLoader that have other samples than on one process.
 
-A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
-None. Of the optimizer step that differs, `case.expected` is what one process recorded and
-`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
-`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
-`case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
+several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
+and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
+listed under "Needs". All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -17,31 +16,30 @@ from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, contents_that_differ, same_samples
 from lockstep.verify.training_record import Sample, Update
 
-# Returns the samples of an update, or None if they are not known.
+# A function that returns the samples of an update, or None if they are not known.
 ListSamples = Callable[[Update], list[Sample] | None]
 
 
-def _method_that_lists_samples(case: Divergence) -> ListSamples:
-    """Returns `Update.contents` or `Update.indices`, which both list the samples of an update.
+def _choose_sample_listing(case: Divergence) -> ListSamples:
+    """Returns the method that lists the samples of an update: `Update.contents` or
+    `Update.indices`.
 
-    A sample is known by its content if possible: ranks may have different datasets, in which the
-    same index means different samples.
+    Contents are preferred, because ranks may have different datasets, in which the same index
+    stands for different samples.
     """
-    # True or False if the contents are known, None if they are not.
     _, same_contents = same_samples(case.expected, case.actual)
-    if same_contents is not None:
-        return Update.contents
-    return Update.indices
+    contents_are_known = same_contents is not None
+    return Update.contents if contents_are_known else Update.indices
 
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
-    """Returns how often each sample is in this update, on one process and on several."""
-    list_samples = _method_that_lists_samples(case)
+    """Returns how often each sample occurs in this update, on one process and on the ranks."""
+    list_samples = _choose_sample_listing(case)
     return Counter(list_samples(case.expected)), Counter(list_samples(case.actual))
 
 
 def _format_numbers_of_samples(case: Divergence) -> str:
-    """Says how many samples were trained in this step, on one process and on several."""
+    """Says how many samples were trained in this step, on one process and on the ranks."""
     expected, actual = _count_samples(case)
     return (
         f"one process trained {expected.total()} samples in this step, "
@@ -53,12 +51,12 @@ def skipped_steps(case: Divergence) -> Cause | None:
     """LS405: some processes skip the optimizer step after some of their backward passes.
 
     Needs: `losses`, one for each backward pass.
-    Applies: if the processes made different numbers of backward passes since the step before, and
-        a process does not always make the same number.
+    Applies: if the processes made different numbers of backward passes since the last step, and a
+        process does not always make the same number.
     False positives: a loop that accumulates gradients over a varying number of batches.
     Evidence: the numbers of backward passes.
     """
-    # One loss for each backward pass. The losses of some ranks do not count (`contributes`).
+    # There is one loss for each backward pass. Ranks whose losses do not count are left out.
     passes_of_one = [len(rank.losses) for rank in case.expected]
     passes_by_rank = {}
     for number, rank in enumerate(case.actual):
@@ -66,11 +64,13 @@ def skipped_steps(case: Divergence) -> Cause | None:
             passes_by_rank[number] = len(rank.losses)
 
     all_numbers = {*passes_of_one, *passes_by_rank.values()}
+    all_made_the_same = len(all_numbers) == 1
     some_made_none = 0 in all_numbers
-    if len(all_numbers) == 1 or some_made_none:
+    if all_made_the_same or some_made_none:
         return None
-    # The numbers may differ in every step, as 4 passes on one process and 2 on each of two ranks.
-    # Only a number that varies from step to step shows that a step was skipped.
+
+    # The numbers may rightly differ in every step, as 4 passes on one process and 2 on each of two
+    # ranks. Only a number that varies from step to step shows that a step was skipped.
     if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
         return None
 
@@ -85,7 +85,7 @@ def skipped_steps(case: Divergence) -> Cause | None:
 
 
 def _num_passes_varies(run: Sequence[Update]) -> bool:
-    """Returns whether a rank made different numbers of backward passes in different updates."""
+    """True if some rank made different numbers of backward passes in different updates."""
     for rank in range(len(run[0])):
         if len({len(update[rank].losses) for update in run}) > 1:
             return True
@@ -96,18 +96,18 @@ def repeated_samples(case: Divergence) -> Cause | None:
     """LS101, or LS108 for an IterableDataset: samples are trained more often than on one process.
 
     Needs: `batches` with indices or contents.
-    Applies: if all samples that are too many in this step were trained by several ranks, or were
-        trained in an earlier step already.
-    False positives: a sampler that repeats samples to give all ranks equally many. The catalogue's
-        entry for LS101 is about it too.
+    Applies: if all surplus samples of this step were trained by several ranks, or already in an
+        earlier step.
+    False positives: a sampler that repeats samples to give all ranks the same number. The
+        catalogue's entry for LS101 covers this too.
     Evidence: which samples are repeated, or that every rank trained the same ones.
     """
     expected, actual = _count_samples(case)
     repeated = _repeated_samples(case)
 
-    # If the ranks also have samples too many that are new, another rule explains them.
-    too_many = set(actual - expected)
-    explains_all = too_many <= set(repeated)
+    # Surplus samples that are new are explained by another rule.
+    surplus = set(actual - expected)
+    explains_all = surplus <= set(repeated)
     if not repeated or not explains_all:
         return None
 
@@ -128,15 +128,15 @@ def repeated_samples(case: Divergence) -> Cause | None:
 
 def _repeated_samples(case: Divergence) -> list[Sample]:
     """Returns the samples of this step that the ranks train more often than one process does."""
-    list_samples = _method_that_lists_samples(case)
+    list_samples = _choose_sample_listing(case)
     expected, actual = _count_samples(case)
+    # Samples of earlier steps, without those that one process also trains in this step.
     samples_before = _count_all(case.parallel_run[: case.update_index], list_samples)
-
-    # A sample of an earlier step is no mistake if one process, too, trains it in this step.
     trained_before = samples_before.keys() - expected.keys()
+
     repeated = []
     for sample, count in actual.items():
-        # One process, too, may train a sample several times in a step.
+        # One process may train a sample several times in a step too.
         is_trained_more_often = count > max(1, expected[sample])
         if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
@@ -145,13 +145,14 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
 
 
 def _all_ranks_trained_the_same(case: Divergence) -> bool:
-    """Returns whether all ranks trained the same samples in this step."""
-    list_samples = _method_that_lists_samples(case)
+    """True if all ranks trained the same samples in this step."""
+    list_samples = _choose_sample_listing(case)
     counts_of_ranks = []
     for rank in case.actual:
         if rank.contributes:
-            samples_of_rank = list_samples(Update([rank]))  # of this rank alone
+            samples_of_rank = list_samples(Update([rank]))
             counts_of_ranks.append(Counter(samples_of_rank))
+
     return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
 
 
@@ -181,30 +182,31 @@ def left_out_samples(case: Divergence) -> Cause | None:
     """LS102: samples of one process are left out, and none are added.
 
     Needs: `batches` with indices or contents.
-    Applies: if the ranks together have fewer samples, all of which one process has too.
+    Applies: if the ranks together have fewer samples, and one process has all of these too.
     False positives: none known.
     Evidence: which samples are left out.
     """
     expected, actual = _count_samples(case)
-    added = actual - expected  # samples that the ranks have more often than one process
+    added = actual - expected  # samples that occur more often on the ranks
     if actual.total() >= expected.total() or added:
         return None
+
     left_out = _format_samples(expected - actual, case)
     return Cause("LS102", (_format_numbers_of_samples(case), f"left out: {left_out}"))
 
 
 def samples_of_several_ranks(case: Divergence) -> Cause | None:
-    """LS105: over the steps compared, several ranks trained the same samples.
+    """LS105: over all compared steps, several ranks trained the same samples.
 
-    Needs: `batches` with indices or contents, in the steps before too.
-    Applies: if one process trains these samples once.
+    Needs: `batches` with indices or contents, also in the steps before.
+    Applies: if one process trains these samples only once.
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
-    list_samples = _method_that_lists_samples(case)
+    list_samples = _choose_sample_listing(case)
 
     def samples_of_ranks(update: Update) -> list[list[Sample]]:
-        """Returns the samples of each rank; an empty list for a rank whose samples are unknown."""
+        """Returns the samples of each rank, or an empty list if they are not known."""
         return [list_samples(Update([rank])) or [] for rank in update]
 
     sentences = trained_by_several_ranks(case, samples_of_ranks)
@@ -219,10 +221,10 @@ def other_order(case: Divergence) -> Cause:
 
     Needs: `batches` with indices or contents.
     Applies: always.
-    False positives: all that no rule before explains, such as another dataset.
+    False positives: everything that no rule before explains, such as another dataset.
     Evidence: whether all steps together have the same samples.
     """
-    list_samples = _method_that_lists_samples(case)
+    list_samples = _choose_sample_listing(case)
     if _count_all(case.reference_run, list_samples) == _count_all(case.parallel_run, list_samples):
         text = "over all steps compared they are the same samples"
     else:
@@ -234,7 +236,7 @@ def other_order(case: Divergence) -> Cause:
 
 
 def _count_all(updates: Sequence[Update], list_samples: ListSamples) -> Counter[Sample]:
-    """Returns how often each sample is in several updates; unknown samples are not counted."""
+    """Returns how often each sample occurs in several updates; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
         counts.update(list_samples(update) or ())
@@ -242,46 +244,48 @@ def _count_all(updates: Sequence[Update], list_samples: ListSamples) -> Counter[
 
 
 def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
-    """Names samples by their indices on one process, if these are known: "3, 5 and 8 more".
+    """Lists samples by their indices on one process, if these are known: "3, 5 and 8 more".
 
     Args:
-        samples: to be named, each known by its index or by a digest of its content.
+        samples: samples to be listed, identified by their index or by a digest of their contents.
         case: the difference.
     """
+    # The contents and the indices of an update list the same samples in the same order.
     index_of_content: dict[Sample, Sample] = {}
     for update in case.reference_run:
-        # Two lists with one element for each sample, in the same order; None if not known.
         contents = update.contents()
         indices = update.indices()
         if contents is not None and indices is not None:
             index_of_content.update(zip(contents, indices, strict=False))
 
-    # A sample that one process never had, or that is known by its index already, stays as it is.
+    # A sample that one process never had, or that is identified by its index, stays as it is.
     return format_items([index_of_content.get(sample, sample) for sample in samples])
 
 
 def trained_by_several_ranks(
     case: Divergence, samples_of_ranks: Callable[[Update], Sequence[Any]]
 ) -> list[str]:
-    """Says how many samples several ranks trained, though one process trains each once.
+    """Says how many samples were trained by several ranks, although one process trains each only
+    once.
 
-    Steps are looked at until one process trains a sample for the second time: from then on it is
-    no mistake that samples are repeated.
+    Steps are examined until one process trains some sample for the second time: from then on,
+    repeated samples are no mistake.
 
     Args:
         case: the difference.
-        samples_of_ranks: returns the samples of each rank in an update.
+        samples_of_ranks: function that returns the samples of each rank in an update.
     """
     counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
     trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
 
-    # The same step of both runs, from the first step on.
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
             counts_of_one.update(samples)
+
         one_process_repeats_samples = max(counts_of_one.values(), default=0) > 1
         if one_process_repeats_samples:
             break
+
         for rank, samples in enumerate(samples_of_ranks(actual)):
             trained_by_rank[rank] |= set(samples)
 
@@ -302,8 +306,8 @@ def trained_by_several_ranks(
 # Samples with the same index but other contents
 
 
-def _text_about_contents(case: Divergence) -> str:
-    """A sentence of evidence: which samples have another content under the same index."""
+def _describe_other_contents(case: Divergence) -> str:
+    """Says which samples have other contents under the same index."""
     indices = contents_that_differ(case.expected, case.actual)
     return (
         f"{len(indices)} samples have other content under the same index: {format_items(indices)}"
@@ -314,19 +318,20 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     """LS105: ranks have the same samples under other indices.
 
     Needs: `batches` with indices and contents.
-    Applies: if at least half of the contents that differ have another index on one process.
+    Applies: if at least half of the contents that differ exist under another index on one process.
     False positives: none known.
-    Evidence: how many have another index.
+    Evidence: how many exist under another index.
     """
-    # The indices under which the ranks have another content than one process.
-    indices = contents_that_differ(case.expected, case.actual)
-    known_digests: set[str] = set()  # of all samples of one process, in any step
+    # Digests of all samples that one process trained in any step.
+    known_digests: set[str] = set()
     for update in case.reference_run:
         for rank in update:
             for batch in rank.batches:
                 known_digests.update(batch.contents)
 
-    digests = []  # of the ranks' samples with these indices
+    # Digests of the ranks' samples whose contents differ from one process under the same index.
+    indices = contents_that_differ(case.expected, case.actual)
+    digests = []
     for rank in case.actual:
         for batch in rank.batches:
             for index, digest in zip(batch.ids or (), batch.contents, strict=False):
@@ -339,13 +344,13 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
         return None
 
     text = f"{num_known} of them stand under another index on one process"
-    return Cause("LS105", (_text_about_contents(case), text))
+    return Cause("LS105", (_describe_other_contents(case), text))
 
 
 def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
-    """Returns the random streams that each rank drew from while its first batch was read.
+    """Returns the random streams that each rank used while its first batch was read.
 
-    They are dictionaries of digests by stream. Ranks without a batch are left out.
+    Each entry maps a stream to a digest. Ranks without a batch are left out.
     """
     return [dict(rank.batches[0].random_draws) for rank in case.actual if rank.batches]
 
@@ -353,11 +358,11 @@ def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
 def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     """LS104: rank 0 has the dataset of one process, and other ranks have another one.
 
-    Needs: `batches` with contents, and `random_draws` while they were read.
-    Applies: if nothing was drawn at random, and rank 0 reads the contents of one process.
-    False positives: a generator of the dataset's own that is seeded by the rank. On rank 0 it may
-        give what it gives on one process.
-    Evidence: that rank 0 alone is right.
+    Needs: `batches` with contents, and `random_draws` made while they were read.
+    Applies: if nothing was drawn at random, and rank 0 has the contents of one process.
+    False positives: a generator in the dataset that is seeded by the rank, so that rank 0 gets the
+        same numbers as one process.
+    Evidence: that only rank 0 is right.
     """
     some_rank_drew = any(_draws_of_ranks(case))
     if some_rank_drew or case.num_ranks <= 1:
@@ -368,37 +373,38 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
         return None
 
     text = "rank 0 has the same content as one process, other ranks have not"
-    return Cause("LS104", (_text_about_contents(case), text))
+    return Cause("LS104", (_describe_other_contents(case), text))
 
 
 def random_contents(case: Divergence) -> Cause:
-    """LS107: random numbers were drawn to read the samples. LS106: all ranks drew the same ones.
+    """LS107: random numbers were drawn while samples were read. LS106: all ranks drew the same
+    ones.
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
-    False positives: none known. Contents without a recorded draw may depend on a generator of the
-        dataset's own, on the clock, or on the rank.
+    False positives: none known. Contents without a recorded draw may depend on a generator in the
+        dataset, on the clock, or on the rank.
     Evidence: which random streams were used.
     """
-    contents_text = _text_about_contents(case)
+    contents_text = _describe_other_contents(case)
     if any(batch.workers for rank in case.actual for batch in rank.batches):
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (contents_text, text))
 
     draws_of_ranks = _draws_of_ranks(case)
     recorded_draws = [draws for draws in draws_of_ranks if draws]
-    if not recorded_draws:  # no rank drew from a stream that is watched
+    if not recorded_draws:  # no rank used a stream that is watched
         text = (
             "no draw from torch or a global stream was seen; what is left is a generator of "
             "numpy's or Python's that is the dataset's own, the clock, or the rank"
         )
         return Cause("LS107", (contents_text, text))
 
+    # With equal digests, the streams of all ranks were in the same state.
     streams = "; ".join(recorded_draws[0])
-    # Equal digests: the streams of all ranks were in the same state.
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
-    all_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
-    if len(draws_of_ranks) > 1 and all_the_same:
+    all_ranks_drew_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
+    if len(draws_of_ranks) > 1 and all_ranks_drew_the_same:
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
         return Cause("LS106", (contents_text, text))
 
