@@ -136,8 +136,7 @@ def _parameters_changed_after_steps(
 def _first_pair_with_forward_pass(
     pairs: Sequence[tuple[Update, Update]],
 ) -> tuple[Update, Update] | None:
-    """Returns the first pair of updates in which both runs made a forward pass; None if there is
-    none.
+    """Returns the first pair of updates in which both runs made a forward pass, or None.
 
     Parameters are recorded again only at forward passes. Two optimizers may step after one backward
     pass, without a forward pass in between.
@@ -386,18 +385,14 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
 
 
 def _arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the arrays without those of parameters that belong to no model, only to an
-    optimizer.
-    """
+    """Returns the arrays without those of parameters that only an optimizer has."""
     return {name: array for name, array in arrays.items() if not is_in_no_model(name)}
 
 
 def _are_equal(
     expected: Mapping[str, Array], actual: Mapping[str, Array], tolerance: Tolerance
 ) -> bool:
-    """True if both have arrays with the same names, and values that are equal within the
-    tolerance.
-    """
+    """True if both have the same names, with values that are equal within the tolerance."""
     if expected.keys() != actual.keys():
         return False
     scale = scale_of(expected)

@@ -52,8 +52,7 @@ def constant_ratio(
 def weights(
     target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], max_error: float = 1e-7
 ) -> tuple[float, ...] | None:
-    """Returns the weights with which `parts` add up to `target`: `target = w1 * part1 + w2 *
-    part2`.
+    """Returns the weights with which `parts` add up to `target`: `w1 * part1 + w2 * part2 + ...`.
 
     Args:
         target: a gradient, as tensors by name.

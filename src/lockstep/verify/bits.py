@@ -99,9 +99,7 @@ class BitVerdict:
         return "DIFFERENT" if self.first is not None or numbers_differ else "EQUAL"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the verdict as plain values, with the keys of `Verdict.as_json` that apply to
-        bits.
-        """
+        """Returns the verdict as plain values, with the keys that `Verdict.as_json` uses."""
         findings = [note.as_json() for note in self.notes]
         if self.first is not None:
             difference = self.first.differences[0]

@@ -1,5 +1,4 @@
-"""The catalogue of findings: every known reason why several processes compute other numbers than
-one.
+"""The catalogue of findings: known reasons why several processes compute other numbers than one.
 
 An *entry* has a code, such as LS303, a title, a cause and a cure. Errors and warnings that belong
 to an entry contain its code. `lockstep explain CODE` prints the entry, and docs/findings.md lists
@@ -161,9 +160,7 @@ def find(words: str) -> list[Entry]:
 
 
 def _find_by_code(beginning: str) -> list[Entry]:
-    """Returns the entries whose codes begin like this; if there are none, up to two similar
-    ones.
-    """
+    """Returns the entries whose codes begin like this, or up to two similar ones."""
     entries = [entry for entry in ENTRIES.values() if entry.code.startswith(beginning)]
     if entries:
         return entries

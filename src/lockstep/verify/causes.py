@@ -44,9 +44,7 @@ class Kind:
 
 
 def explain_gradient_values(case: Divergence) -> Cause:
-    """Explains a difference in gradients by their values. It is the last rule and always
-    applies.
-    """
+    """Explains wrong gradients by their values. This is the last rule, and always applies."""
     # The kind is the field that differs: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)

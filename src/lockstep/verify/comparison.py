@@ -206,8 +206,7 @@ class Comparison:
         yield Result(self._compare_within_tolerance(replace(way, name=name)))
 
     def _find_rounding_noise(self, reference: RunRecord) -> list[Finding]:
-        """Returns the finding LS408 in a list, if an optimizer takes steps from nothing but
-        rounding.
+        """Returns the finding LS408 in a list, if an optimizer takes steps from mere rounding.
 
         The finding is about the run on one process, so it is returned only once.
 
@@ -231,8 +230,7 @@ class Comparison:
     # Within a tolerance
 
     def reference(self) -> RunRecord:
-        """Returns the run on one process for comparisons within the tolerance; the first call runs
-        it.
+        """Returns the run on one process for comparisons within the tolerance.
 
         Raises:
             UsageError: The run has failed, or gives nothing to compare with.
@@ -290,9 +288,7 @@ _NAMES_OF_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def least_virtual_ranks(way: RunConfig) -> int:
-    """Returns the smallest number of virtual ranks that gives every process at least one of
-    them.
-    """
+    """Returns the smallest number of virtual ranks that gives every process at least one."""
     try:
         shares = initial_shares(way.overrides.get("shares"), way.nproc)
     except LockstepError:  # the run itself will report what is wrong with the shares

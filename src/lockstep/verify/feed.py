@@ -44,9 +44,7 @@ class _PassNames:
         self._loaders.append(loader)
 
     def number_of(self, loader: Any) -> int | None:
-        """Returns the number of a loader; None if it was constructed before loaders were
-        watched.
-        """
+        """Returns the number of a loader; None if it was built before loaders were watched."""
         for number, known_loader in enumerate(self._loaders):
             if known_loader is loader:
                 return number
@@ -145,8 +143,7 @@ class BatchReader(_PassNames):
             number += 1
 
     def length(self, loader: Any) -> int | None:
-        """Returns the number of batches that a loader had in the other run; None if it is not
-        known.
+        """Returns the number of batches that a loader had in the other run; None if not known.
 
         If the ranks had different numbers, the number of the first rank is returned.
         """

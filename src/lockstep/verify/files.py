@@ -113,9 +113,7 @@ class FilesBefore:
                     self.keep_path(os.path.join(os.fsdecode(moved_to), relative_path))
 
     def keep_moved(self, path: Any, moved_to: Any) -> None:
-        """Keeps what a move changes: what is at both paths, and everything inside a moved
-        folder.
-        """
+        """Keeps what a move changes: what is at both paths, and the contents of a folder."""
         self.keep_path(path)
         self.keep_path(moved_to)
         self.keep_folder(path, moved_to=moved_to)
@@ -129,9 +127,7 @@ class FilesBefore:
             self._keep_once(path)
 
     def _keep_once(self, path: str) -> None:
-        """Copies what is at a path and adds it to the index, unless some rank has already done
-        so.
-        """
+        """Copies what is at a path and adds it to the index, unless a rank has done so."""
         copy_name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
         copy_path = os.path.join(self._copies, copy_name)
         file_of_known_path = copy_path + ".known"

@@ -182,8 +182,7 @@ def _find_parts(
 
 
 def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation | None:
-    """Finds the dimension along which the parts of all ranks can be concatenated to the whole
-    tensor.
+    """Finds the dimension along which the parts of all ranks form the whole tensor.
 
     Returns:
         The dimension and size, or None if there is no such dimension.
@@ -213,9 +212,7 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
 
 
 def _sizes_without(array: Array, dimension: int) -> list[int]:
-    """Returns the shape of an array without one of its dimensions: [2, 4] for [2, 3, 4] without
-    1.
-    """
+    """Returns the shape of an array without one dimension: [2, 4] for [2, 3, 4] and 1."""
     sizes = list(array.shape)
     del sizes[dimension]
     return sizes

@@ -114,9 +114,7 @@ def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
 
 
 def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Returns one update for the n-th steps of all ranks, for each n that all ranks have
-    reached.
-    """
+    """Returns one update for the n-th steps of all ranks, as far as all ranks have got."""
     updates = []
     for step_of_rank in zip(*ranks, strict=False):
         updates.append(Update(chain(*step_of_rank)))

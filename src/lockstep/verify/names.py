@@ -41,8 +41,7 @@ FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 
 
 def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
-    """Returns the updates of another run, with the names that the reference uses for the same
-    tensors.
+    """Returns the updates of another run, with the tensor names of the reference.
 
     A tensor whose name does not exist in the reference gets an unused name of the reference, if
     both may be the same tensor.

@@ -191,7 +191,5 @@ def read_end(rank_folder: Path) -> RankEnd | None:
 
 
 def count_steps(run_folder: Path) -> int:
-    """Returns the number of steps that rank 0 has written so far, of its optimizer with the most
-    steps.
-    """
+    """Returns how many steps rank 0 has written, of its optimizer with the most steps."""
     return len(list(run_folder.glob(f"rank0/{_STEP_FILE_PREFIX}*")))

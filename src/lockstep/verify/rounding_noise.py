@@ -88,8 +88,7 @@ def may_have_noise(run: Sequence[Update]) -> bool:
 
 
 def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update]) -> list[Finding]:
-    """Returns the finding LS408 in a list if an optimizer uses noise as a gradient; else an empty
-    list.
+    """Returns the finding LS408 in a list, if an optimizer uses noise as a gradient.
 
     Args:
         run: updates of a run on one process, in the script's own precision.

@@ -59,9 +59,7 @@ class RunConfig:
 
     @property
     def trains_replicas(self) -> bool:
-        """Whether the strategy trains several replicas, so that the reference must train them
-        too.
-        """
+        """Whether the strategy trains several replicas; then the reference must do so too."""
         strategy = str(self.overrides.get("strategy"))
         strategy_name = strategy.partition(":")[0]  # options follow the colon
         return strategy_name == _STRATEGY_WITH_REPLICAS

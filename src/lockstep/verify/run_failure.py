@@ -114,8 +114,7 @@ def _peers_were_stopped(
 def _explain_rank_without_steps(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> str:
-    """Explains a failure by a rank that made backward passes but no step, while other ranks
-    stepped.
+    """Explains a failure by a rank that made backward passes but no step, unlike others.
 
     Returns:
         A sentence, or an empty string if this did not happen.

@@ -23,8 +23,7 @@ def run_by_command(
     config: RunConfig,
     show_progress: Callable[[int], None] = _ignore_progress,
 ) -> str:
-    """Runs the script with `lockstep run`, and returns its output without the launcher's first
-    line.
+    """Runs the script with `lockstep run`, and returns its output.
 
     Args:
         folder: folder of the run, which contains its configuration. The ranks write their records

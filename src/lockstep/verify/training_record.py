@@ -452,8 +452,7 @@ class Update(tuple[RankUpdate, ...]):
         return ranks_by_name
 
     def replicas_that_differ(self) -> dict[str, list[int]]:
-        """Returns the ranks whose parameters before the update differ from those of rank 0, by
-        parameter.
+        """Returns the ranks whose parameters before the update differ from rank 0, by name.
 
         Copies of a parameter must agree in any precision, so the tolerance of float64 is used.
         """

@@ -54,8 +54,7 @@ def refuse_own_ranks(*_: Any, **__: Any) -> None:
 
 
 def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
-    """Makes it an error to open a process group with more ranks than the run, then calls a
-    function.
+    """Makes it an error to open a process group with more ranks than the run.
 
     A larger group means that the script has started ranks of its own. It remains an error in this
     process after the call.

@@ -210,9 +210,7 @@ class Verdict:
         return lines
 
     def _tolerance_line(self) -> list[str]:
-        """Returns a line about the tolerance of the comparison, or no line if everything was in
-        float64.
-        """
+        """Returns a line about the tolerance of the comparison; none if all was in float64."""
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []

@@ -1,5 +1,4 @@
-"""Describes the batches that a training loop is handed, and decides which optimizer step they
-belong to.
+"""Describes the batches that a script trains on, and decides which step they belong to.
 
 A batch is a nest (tuples, lists, dictionaries) of tensors, each with one row for each sample. A
 `Batch` record holds a digest of each sample, and *weights*: the counts that a loss may be averaged
@@ -163,8 +162,7 @@ class UnusedBatches:
         self._unused[self._last_number] = record
 
     def use(self, number: int) -> None:
-        """Removes a batch from the unused ones, because a model is called with a tensor made from
-        it.
+        """Notes that a model is called with a tensor made from this batch, which is now used.
 
         Earlier batches of the same loader are removed too: they belong to the same optimizer step.
         Those of an earlier epoch were never trained on; the script only looked at them.
@@ -187,8 +185,7 @@ class UnusedBatches:
             del self._unused[other_number]
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
-        """Forgets the batches of the optimizer step that ends, and keeps those that were fetched
-        ahead.
+        """Forgets the batches of the step that ends, but not those that were fetched ahead.
 
         Returns:
             The batches that were fetched ahead for a later step, and the batches that were never

@@ -1,5 +1,4 @@
-"""Records hashes of everything that a script using Lockstep trains, so that runs can be compared
-bit by bit.
+"""Records hashes of all that a script using Lockstep trains, to compare runs bit by bit.
 
 The `BitRecorder` only listens to the events of Lockstep's steps and changes nothing that the script
 computes. For each optimizer step it hashes the samples, the loss and the gradients of each *virtual
@@ -70,9 +69,7 @@ class BitRecorder(Extension):
         """The line of the script that started the first process of its own; empty if none did."""
 
     def note_own_process(self, line: str) -> None:
-        """Records the line at which the script started a process of its own; only the first is
-        kept.
-        """
+        """Records the line at which the script first started a process of its own."""
         self.own_process_line = self.own_process_line or line
 
     def note_settings(self, settings: Settings) -> None:
@@ -139,9 +136,7 @@ class BitRecorder(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Records the gradients of one virtual rank, before they are added to those of other
-        virtual ranks.
-        """
+        """Records the gradients of one virtual rank, before those of others are added."""
         name_of_id = {id(parameter): name for name, parameter in self.state.models.parameters()}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             name = name_of_id.get(id(parameter))
@@ -156,9 +151,7 @@ class BitRecorder(Extension):
 
     @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Records everything that an optimizer's step starts from: gradients, parameters and
-        options.
-        """
+        """Records what an optimizer's step starts from: gradients, parameters and options."""
         state = self.state
         update = state.update
         parameters = self._parameters_of(optimizer)
@@ -200,9 +193,7 @@ class BitRecorder(Extension):
 
     @guarded
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Records the parameters, buffers and optimizer state after a step, and writes the
-        update.
-        """
+        """Records parameters, buffers and optimizer state after a step, and writes the update."""
         state = self.state
         update = state.update
         parameters = self._parameters_of(optimizer)

@@ -41,8 +41,7 @@ class Branches:
         self._outcomes: dict[Place, int] = {}
 
     def install(self) -> None:
-        """Patches Python's loader of source files, so that tests are recorded in every file
-        imported later.
+        """Patches Python's loader, so that tests are recorded in all files imported later.
 
         The user's modules are always compiled from source. Cached `.pyc` files are neither used for
         them nor written.
@@ -72,8 +71,7 @@ class Branches:
         loader_class.source_to_code = source_to_code
 
     def _note_outcome(self, place: Place, value: Any) -> Any:
-        """Records the outcome of a test, and returns it. The changed source calls this for each
-        test.
+        """Records the outcome of a test, and returns it. The changed source calls this.
 
         Outcomes are combined as bits: a test that was true once and false later has the value
         `WAS_TRUE | WAS_FALSE`.
@@ -107,8 +105,7 @@ def add_notes(tree: ast.Module, path: str) -> ast.Module:
 
 
 class _TestNoter(ast.NodeTransformer):
-    """Replaces each test in a file by a call of the recording function, if it may change the
-    training.
+    """Replaces tests in a file by calls of the recording function, if they may matter.
 
     `NodeTransformer` calls `visit_If` for every `if` of the file, `visit_While` for every `while`,
     and so on.

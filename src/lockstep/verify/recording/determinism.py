@@ -88,18 +88,14 @@ class Determinism:
         return arguments["input"]
 
     def without_attention_dropout(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments of a call, with the dropout of attention weights set to
-        0.
-        """
+        """Returns the keyword arguments of a call, without dropout of attention weights."""
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.switched_off["dropout of attention"] += 1
             return {**kwargs, "dropout_p": 0.0}
         return kwargs
 
     def prepare_module(self, module: nn.Module) -> None:
-        """Switches off a module's dropout layers and converts it to float64, the first time it is
-        seen.
-        """
+        """Switches off a module's dropout layers and converts it to float64, only once."""
         if id(module) in self._prepared_ids:
             return
 
@@ -126,10 +122,9 @@ class Determinism:
         self._set_default_dtype(torch.float64)
 
     def set_script_dtype(self, dtype: torch.dtype) -> None:
-        """Replaces `torch.set_default_dtype`: the default stays float64, and the dtype is
-        remembered.
+        """Replaces `torch.set_default_dtype`: the default stays float64.
 
-        Random numbers are still drawn in the script's own default dtype, and then converted.
+        The dtype is remembered: random numbers are still drawn in it, and then converted.
         """
         # A script may read the default and set it again later. Then it passes the float64 that was
         # set here, although its own default was float32.
@@ -138,8 +133,7 @@ class Determinism:
     def widen_call(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Changes a call that converts a tensor to a lower precision, so that it converts to
-        float64.
+        """Makes a call that converts a tensor to a lower precision convert it to float64.
 
         `x.half()` becomes `x.double()`, and `x.to(torch.float16)` becomes `x.to(torch.float64)`.
 
@@ -183,8 +177,7 @@ class Determinism:
         return func, wide_args, wide_kwargs
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draws the random numbers that the unmodified script would draw, and converts them to
-        float64.
+        """Draws the random numbers that the unmodified script would draw, as float64.
 
         A generator gives other numbers in float64 than in float32, so the draw itself is made in
         the script's own dtype.
@@ -246,9 +239,7 @@ class Determinism:
             return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))
 
     def _narrow(self, value: Any) -> Any:
-        """Converts a float64 tensor to the script's own dtype; other values are returned
-        unchanged.
-        """
+        """Converts a float64 tensor to the script's own dtype; returns other values unchanged."""
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return value.to(self._script_dtype)
         return value

@@ -39,8 +39,7 @@ class DrawLog:
         """Hash of the numbers of all draws since `restart`."""
 
     def begin(self, generator: Any) -> str:
-        """Counts a draw that is about to be made, and returns its line, which is passed to
-        `finish`.
+        """Counts a draw that is about to be made, and returns its line for `finish`.
 
         Args:
             generator: the `generator` argument of the call.
@@ -78,9 +77,7 @@ class DrawLog:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def since_restart(self) -> dict[str, str]:
-        """Returns the draws since `restart`: `{line of the first draw: digest of all numbers}`, or
-        {}.
-        """
+        """Returns the draws since `restart`: {line of the first draw: digest of all numbers}."""
         if not self._first_line:
             return {}
         return {self._first_line: self._hash.hexdigest()}

@@ -1,5 +1,4 @@
-"""Records *foreign steps*: updates of this rank's parameters that are not made by its own
-optimizer.
+"""Records *foreign steps*: updates of parameters that this rank's optimizers do not make.
 
 A rank without an optimizer gets its parameters from another rank, or changes them by hand. Such an
 update is complete when the parameters differ from those at the first forward pass of the update.
@@ -34,8 +33,7 @@ class ForeignStepRecorder:
         self._gradients = gradients
 
     def record_if_parameters_changed(self) -> None:
-        """Records an update if the parameters have changed since the first forward pass of the
-        update.
+        """Records an update if parameters have changed since its first forward pass.
 
         Called before each forward pass. It does nothing on a rank with an optimizer, whose step
         ends the update, or if there was no backward pass, as nothing was trained then.

@@ -76,16 +76,13 @@ class ForwardRecorder:
 
     @guarded
     def add_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """Adds a module that was wrapped with DDP to the recorded models, and watches its
-        parameters.
-        """
+        """Adds a module that was wrapped with DDP to the recorded models."""
         self.state.models.add_ddp(wrapper)
         self._gradients.hook_parameters()
         self.state.watch_writes()
 
     def _add_model(self, module: nn.Module) -> None:
-        """Adds a module to the recorded models, and watches its gradients and writes to its
-        tensors.
+        """Adds a module to the recorded models, and watches its parameters and buffers.
 
         Its dropout is switched off, and it is converted to float64. This is repeated in every
         forward pass, because a model may have new parameters by then.
@@ -172,9 +169,7 @@ class ForwardRecorder:
         return len(self.state.update.model_inputs) == len(self.state.update.losses)
 
     def _note_batch_norm(self, layer: nn.Module) -> None:
-        """Records a BatchNorm layer in training mode whose statistics cover only this rank's
-        samples.
-        """
+        """Records a BatchNorm layer whose statistics cover only the samples of this rank."""
         # A subclass with its own forward pass, such as SyncBatchNorm, may exchange statistics.
         if type(layer).forward is not BatchNorm.forward:
             return
@@ -420,8 +415,7 @@ class ForwardRecorder:
                 forward_pass.hidden = with_rows[0]
 
     def _mark_output(self, output: Any) -> None:
-        """Marks the output of a model with the line of the call and the BatchNorm layers it went
-        through.
+        """Marks the output of a model with the line of the call and its BatchNorm layers.
 
         If a loss is computed from this output in a later step, the marks on the loss tell so.
         """
@@ -433,8 +427,7 @@ class ForwardRecorder:
         mark(output, **marks)
 
     def _end_forward_pass(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
-        """Records the outputs of a model, and hooks them to record the gradients that they will
-        get.
+        """Records the outputs of a model, and hooks them to record their gradients later.
 
         The forward pass is kept in `state.notes.forward_passes` until the next backward pass.
 

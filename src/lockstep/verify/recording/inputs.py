@@ -41,9 +41,7 @@ class InputRecorder:
 
     @guarded
     def begin_pass(self, loader: DataLoader[Any]) -> None:
-        """Counts a pass over one of torch's DataLoaders, which begins to be iterated for
-        training.
-        """
+        """Counts a pass over one of torch's DataLoaders, which begins for training."""
         self._passes_over[loader] = self._passes_over.get(loader, 0) + 1
 
     @guarded

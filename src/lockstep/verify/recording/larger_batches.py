@@ -21,9 +21,7 @@ class CannotEnlargeError(Exception):
 
 
 class EnlargedBatchSize(int):
-    """A batch size that was already multiplied. A loader that is rebuilt from another one inherits
-    it.
-    """
+    """A batch size that was already multiplied. A rebuilt copy of the loader inherits it."""
 
 
 def enlarge(arguments: dict[str, Any], times: int) -> None:

@@ -1,5 +1,4 @@
-"""Reads how a loss is computed: calls of torch's loss functions, terms of sums, and the user's
-line.
+"""Reads how a loss is computed: calls of loss functions, terms of sums, and the user's line.
 
 A loss is a scalar tensor that requires a gradient. The *terms* of a loss are the numbers that were
 added up to it: the loss `a + b` with `a` = 1 and `b` = 2 has the terms 1 and 2. The terms, and the
@@ -156,8 +155,7 @@ def _is_single_number(value: Any) -> bool:
 
 
 def divisor_mark(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the mark for a loss that is divided by a number: `{"divisor": (number, user's
-    line)}`.
+    """Returns the mark for a loss divided by a number: {"divisor": (number, line)}.
 
     The result is empty if the call does not divide by a number.
 

@@ -1,5 +1,4 @@
-"""Records each loss when its backward pass begins: its value, its terms, and what it was computed
-from.
+"""Records losses when their backward passes begin: values, terms, and what they depend on.
 
 `state.update` is the record of the current optimizer step, and `state.notes` holds what is needed
 until the step is complete. *Marks* on the loss tell what it was computed from. A `ForwardPass`
@@ -103,9 +102,7 @@ class LossRecorder:
         self._end_forward_passes(forward_passes)
 
     def _hook_all_parameters(self) -> None:
-        """Hooks all parameters to see their gradients, including those that only an optimizer
-        has.
-        """
+        """Hooks all parameters to see their gradients, even if only an optimizer has them."""
         optimized_parameters = []
         for optimizer in self.state.models.built_optimizers:
             optimized_parameters += parameters_of(optimizer)
@@ -191,8 +188,7 @@ class LossRecorder:
             update.coupling_model = self._coupling_model(forward_passes)
 
     def _coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
-        """Returns the name of a model in which samples influence each other; empty if there is
-        none.
+        """Returns the name of a model in which samples influence each other, or "".
 
         Each model is tested first, unless an earlier answer is still valid.
         """
@@ -310,8 +306,7 @@ class LossRecorder:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records the targets of a forward pass: two numbers for each sample, as `targets` of its
-    record.
+    """Records two numbers for the targets of each sample, in the record of a forward pass.
 
     Nothing is recorded unless all targets have one row for each sample, or the same number of rows
     for each.

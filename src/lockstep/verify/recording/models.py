@@ -50,9 +50,7 @@ class Models:
         """Line that registered a communication hook with DDP; empty without one."""
 
     def add(self, module: nn.Module) -> None:
-        """Adds a module that was called or wrapped as a root, unless it is already part of a
-        root.
-        """
+        """Adds a module that was called or wrapped as a root, if no root contains it."""
         inner_module = unwrap(module)  # such as the module inside of DDP
         if id(inner_module) in self._module_ids or not has_tensors(inner_module):
             return
@@ -85,8 +83,7 @@ class Models:
             self.ddp_group_ranks = ranks
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields pairs of a name and a parameter; a shared parameter comes once, under its first
-        name.
+        """Yields pairs of a name and a parameter. Shared parameters come only once.
 
         Parameters of the roots come first. Then come parameters that only an optimizer has, with
         names such as "/parameter 3 of optimizer 1".
@@ -202,9 +199,7 @@ class Models:
     # How models are wrapped
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """True if a module, or the module that it wraps, is inside DDP or was prepared by
-        Lockstep.
-        """
+        """True if a module, or the module it wraps, is inside DDP or prepared by Lockstep."""
         return id(unwrap(module)) in self._wrapped_ids()
 
     def has_prepared(self, parameter_ids: Collection[int]) -> bool:
@@ -222,9 +217,7 @@ class Models:
         return [name for name, p in self.parameters() if p.requires_grad and id(p) in unknown_ids]
 
     def unwrapped_parameters(self) -> list[str]:
-        """Returns the names of trainable parameters that are neither in DDP nor prepared by
-        Lockstep.
-        """
+        """Returns the trainable parameters that neither DDP nor Lockstep has wrapped, by name."""
         wrapped_ids = self._parameter_ids_within(self._wrapped_ids())
         names = []
         for name, parameter in self.parameters():
@@ -240,9 +233,7 @@ class Models:
         return self.ddp_parameter_ids.keys() | self.prepared_ids
 
     def _parameter_ids_within(self, module_ids: Collection[int]) -> set[int]:
-        """Returns the ids of all parameters of the roots that are, or wrap, one of the given
-        modules.
-        """
+        """Returns the ids of all parameters of roots that are, or wrap, one of these modules."""
         parameter_ids = set()
         for _, root in self._roots:
             if id(unwrap(root)) in module_ids:

@@ -65,9 +65,7 @@ class ParameterGroup(dict[str, Any]):
         self.line = user_line() or ""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Sets an option, and remembers the line of the script if the option is the learning
-        rate.
-        """
+        """Sets an option. For the learning rate, also remembers the line of the script."""
         super().__setitem__(key, value)
         if key == "lr":
             self.line = user_line() or ""
@@ -137,8 +135,7 @@ class OptimizerRecorder:
         return (itself, *recording_args), recording_kwargs
 
     def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
-        """Wraps a closure so that the gradients it computes are recorded; other values stay the
-        same.
+        """Wraps a closure to record the gradients it computes; returns other values unchanged.
 
         Args:
             value: an argument of `step`.
@@ -249,8 +246,7 @@ class OptimizerRecorder:
         update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
 
     def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
-        """Records whether the gradients depend on random numbers, or on model outputs of earlier
-        steps.
+        """Records whether gradients depend on random numbers or on outputs of earlier steps.
 
         This sets `earlier_outputs_line` and `gradient_draw_line` of the update; they are empty if
         there are none.

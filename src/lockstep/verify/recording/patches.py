@@ -228,8 +228,7 @@ def _disable_autocast(determinism: Determinism) -> None:
 
 
 def _see_recomputed_activations(mode: FunctionMode) -> None:
-    """Patches `torch.utils.checkpoint.checkpoint`, so that recomputed activations are in float64
-    too.
+    """Patches `torch.utils.checkpoint.checkpoint`, to recompute activations in float64 too.
 
     Torch disables a function mode within a call of torch, and the backward pass is such a call. The
     mode is therefore enabled again while activations are recomputed.
@@ -258,9 +257,7 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
 
 
 def _disable_compile(determinism: Determinism) -> None:
-    """Patches `torch.compile` to do nothing, because it would trace through the recorder's
-    hooks.
-    """
+    """Patches `torch.compile` to do nothing, as it would trace through the recorder's hooks."""
     original_compile: Any = torch.compile
 
     @wraps(original_compile)
@@ -275,9 +272,7 @@ def _disable_compile(determinism: Determinism) -> None:
 
 
 def _disable_checkpoints(determinism: Determinism) -> None:
-    """Patches Lockstep's `Checkpoint` to do nothing; one run would resume what another one has
-    saved.
-    """
+    """Patches Lockstep's `Checkpoint` to do nothing, or a run would resume from another one."""
     checkpoint_class: Any = Checkpoint
     original_init = checkpoint_class.__init__
 
@@ -336,9 +331,7 @@ def _watch_collectives(recorder: Recorder) -> None:
 
 
 def _watch_torch_collective(recorder: Recorder, name: str) -> None:
-    """Patches a collective of `torch.distributed`, to see its input and the result of an
-    all-reduce.
-    """
+    """Patches a collective of `torch.distributed`, to see its input and an all-reduce's result."""
 
     def before(*args: Any, **kwargs: Any) -> None:
         """Records the call and its input, unless Lockstep itself has made the call."""
@@ -432,9 +425,7 @@ def _watch_gradient_clipping(recorder: Recorder) -> None:
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
-    """Patches optimizers and schedulers, to see when they are constructed and who sets learning
-    rates.
-    """
+    """Patches optimizers and schedulers, to see them constructed and learning rates set."""
 
     def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Records a new parameter group, and its optimizer if it is being constructed.
@@ -467,10 +458,9 @@ def _watch_optimizers(recorder: Recorder) -> None:
 
 
 def _watch_seeds_and_epochs(recorder: Recorder) -> None:
-    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`, to explain differences by
-    them.
+    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`.
 
-    Examples are ranks that use the same seed, or a sampler whose epoch is never set.
+    They may explain differences: ranks may use the same seed, or a sampler's epoch is never set.
     """
 
     def before_epoch(sampler: Any, *_: Any, **__: Any) -> None:
@@ -736,8 +726,7 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 
 
 def _refuse_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
-    """Patches functions that start processes, because ranks that the script starts are not
-    recorded.
+    """Patches the start of processes: ranks that the script starts are not recorded.
 
     `torch.multiprocessing.spawn` and `start_processes` always start ranks, so they raise an error.
     A `Process` may be a helper. It is taken for a rank, and raises an error, if it opens a process
@@ -814,7 +803,5 @@ def _is_of_lockstep(module_name: str) -> bool:
 
 
 def _is_lockstep_dataset(dataset: Any) -> bool:
-    """True for the dataset inside one of Lockstep's loaders, which is not a dataset of the
-    script.
-    """
+    """True for the dataset inside one of Lockstep's loaders, which is not the script's."""
     return _is_of_lockstep(type(dataset).__module__)

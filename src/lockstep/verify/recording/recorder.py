@@ -88,15 +88,11 @@ class Recorder(Extension):
     # Called by patches
 
     def note_own_process(self, line: str) -> None:
-        """Records the line at which the script started a process of its own; only the first is
-        kept.
-        """
+        """Records the line at which the script first started a process of its own."""
         self.own_process_line = self.own_process_line or line
 
     def note_loader_not_enlarged(self, line: str) -> None:
-        """Records the line of a DataLoader whose batches cannot be enlarged; only the first is
-        kept.
-        """
+        """Records the line of the first DataLoader whose batches cannot be enlarged."""
         self.line_of_loader_not_enlarged = self.line_of_loader_not_enlarged or line
 
     # The end of the script
@@ -108,9 +104,7 @@ class Recorder(Extension):
 
     @property
     def backward_passes_without_step(self) -> int:
-        """Number of backward passes since the last update, on a rank without an optimizer;
-        otherwise 0.
-        """
+        """Number of backward passes since the last update; 0 on a rank with an optimizer."""
         return 0 if self.state.has_optimizer else len(self.state.update.losses)
 
     @guarded

@@ -87,8 +87,7 @@ class SavedFiles:
         lockstep.save_weights = save_weights
 
     def _patch_function(self, owner: Any, name: str) -> None:
-        """Patches a function whose first argument is a path, so that it uses a saved file if there
-        is one.
+        """Patches a function whose first argument is a path, to use a saved file if there is one.
 
         Args:
             owner: module that the function belongs to.

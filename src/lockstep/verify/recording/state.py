@@ -1,5 +1,4 @@
-"""The state that the parts of the recorder share: the update being recorded, and the run's
-progress.
+"""The state that the parts of the recorder share: the current update, and the run's progress.
 
 An *update* is one step of one optimizer, with everything that led to it since the last step; it is
 recorded as a `RankUpdate`. Each part of the recorder (`inputs`, `forwards`, `losses`, `gradients`,
@@ -54,8 +53,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(method: Method) -> Method:
-    """Decorates a method of the recorder, so that its errors are not mistaken for errors of the
-    script.
+    """Decorates a method of the recorder, whose errors are then not taken for the script's.
 
     Such an error ends the script with `RecordingFailed`, and its traceback is kept in
     `state.internal_error`.

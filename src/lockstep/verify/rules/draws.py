@@ -16,8 +16,9 @@ from lockstep.verify.rules.evidence import other_draws
 
 
 def random_loss(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: the loss was computed from random numbers that one process did not draw. LS106: in
-    addition, all ranks drew the same numbers.
+    """LS308: the loss was computed from random numbers that one process did not draw.
+
+    LS106: in addition, all ranks drew the same numbers.
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
@@ -44,8 +45,7 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
 
 
 def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: after the batch was read, random numbers were drawn from another generator than
-    torch's.
+    """LS308: after the batch was read, another generator than torch's was used.
 
     Needs: `random_streams`, whose keys are names such as "numpy's global stream".
     Applies: if a process drew from such a generator.

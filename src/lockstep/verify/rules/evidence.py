@@ -206,9 +206,7 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
 
 
 def loss_compares_local_samples(case: Divergence) -> list[str]:
-    """Says that the loss compares samples with each other, but each rank only has its own
-    samples.
-    """
+    """Says that the loss compares samples, but each rank only has its own samples."""
     # After a gather, each rank may have compared all samples.
     gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
     if gathers or case.num_ranks == 1:

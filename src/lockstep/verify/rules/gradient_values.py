@@ -181,8 +181,7 @@ def _gather_without_graph(case: Divergence) -> list[str]:
 def multiplied_after_passes(
     case: Divergence, expected: Gradients, actual: Gradients
 ) -> Cause | None:
-    """LS403: gradients were right after the last backward pass, and were then multiplied by a
-    number.
+    """LS403: gradients were right after the last backward pass, and then multiplied.
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.

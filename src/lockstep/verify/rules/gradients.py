@@ -1,5 +1,4 @@
-"""Rules for wrong gradients that are the same on all ranks: what was trained, gathers, and
-clipping.
+"""Rules for wrong gradients that are the same on all ranks: training modes, gathers, clipping.
 
 A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
 several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
@@ -226,8 +225,7 @@ def _detached_gather_line(case: Divergence) -> str:
 
 
 def wrong_after_clipping(case: Divergence) -> Cause | None:
-    """LS404: gradients were clipped before they were averaged. LS403: they were clipped
-    differently.
+    """LS404: gradients were clipped before averaging. LS403: they were clipped differently.
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if gradients were clipped in one of the runs and differ afterwards.

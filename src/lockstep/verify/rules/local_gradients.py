@@ -83,9 +83,7 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """A sentence of evidence: each rank used the local gradients of its last backward
-        passes.
-        """
+        """A sentence of evidence: ranks used the local gradients of the last backward passes."""
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
             return (
@@ -104,9 +102,7 @@ class LocalGradients:
 
     @property
     def are_unwrapped(self) -> bool:
-        """True if all these gradients belong to models that neither DDP nor `World.prepare` has
-        wrapped.
-        """
+        """True if these gradients belong to models that neither DDP nor Lockstep has wrapped."""
         unwrapped: set[str] = set()
         for rank in self.case.actual:
             unwrapped |= set(rank.unwrapped)
@@ -279,8 +275,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
-    """Returns the factor between the gradients of one process and those after the optimizer's
-    exchange.
+    """Returns by which factor gradients are too large after the optimizer's own exchange.
 
     The exchange is a collective that the optimizer itself calls in its step. The result is None if
     there is no such factor, or if no rank has recorded the exchanged gradients.

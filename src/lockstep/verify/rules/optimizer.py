@@ -101,9 +101,7 @@ def _format_by_place(values: Sequence[object], places: Sequence[str]) -> str:
 
 
 def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
-    """Returns the updates of one process, followed by those of each rank, up to the current
-    update.
-    """
+    """Returns the updates of one process and then of each rank, up to the current one."""
     end = case.update_index + 1
     processes = [[update[0] for update in case.reference_run[:end]]]
     for rank in range(case.num_ranks):
@@ -125,9 +123,7 @@ def _count_scheduler_steps(case: Divergence) -> list[int]:
 
 
 def _ratio_of_first_rates(case: Divergence) -> float:
-    """Returns the ratio of the first learning rate to that of one process; NaN if it is not
-    known.
-    """
+    """Returns the ratio of the first learning rate to that of one process, or NaN."""
     expected = case.expected[0].learning_rates
     actual = case.actual[0].learning_rates
     if not expected or not actual or not expected[0]:

@@ -70,9 +70,7 @@ def replicas_that_differ(case: Divergence) -> Cause:
 
 @dataclass(frozen=True)
 class _OptimizerOwner:
-    """The first rank that stepped with an optimizer, and the names of the optimizer's
-    parameters.
-    """
+    """The first rank that stepped with an optimizer, and the optimizer's parameters."""
 
     rank: int
     parameter_names: Sequence[str]

@@ -21,8 +21,7 @@ ListSamples = Callable[[Update], list[Sample] | None]
 
 
 def _choose_sample_listing(case: Divergence) -> ListSamples:
-    """Returns the method that lists the samples of an update: `Update.contents` or
-    `Update.indices`.
+    """Returns the method that lists samples: `Update.contents` or `Update.indices`.
 
     Contents are preferred, because ranks may have different datasets, in which the same index
     stands for different samples.
@@ -265,8 +264,7 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
 def trained_by_several_ranks(
     case: Divergence, samples_of_ranks: Callable[[Update], Sequence[Any]]
 ) -> list[str]:
-    """Says how many samples were trained by several ranks, although one process trains each only
-    once.
+    """Says how many samples several ranks trained, although one process trains each once.
 
     Steps are examined until one process trains some sample for the second time: from then on,
     repeated samples are no mistake.
@@ -377,8 +375,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
 
 
 def random_contents(case: Divergence) -> Cause:
-    """LS107: random numbers were drawn while samples were read. LS106: all ranks drew the same
-    ones.
+    """LS107: random numbers were drawn to read samples. LS106: all ranks drew the same ones.
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
