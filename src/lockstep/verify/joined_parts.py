@@ -239,17 +239,16 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
     activations, and not gradients. Copies of one model may differ too, but by mistake, because they
     started with different values.
     """
-    # If something averages the gradients of the tensor over the ranks, the tensors are copies. It
-    # may be a collective that the script calls,
+    # A collective that the script calls averages the gradients, so the tensors are copies.
     for update in parallel_run:
         if any(call.gradient_of == name for call in update.calls):
             return False
 
-    # DDP or Lockstep, which have wrapped the model,
+    # DDP or Lockstep has wrapped the model and averages the gradients.
     if not all(name in rank.unwrapped for rank in parallel_run[0]):
         return False
 
-    # or something else, if the gradients are equal on all ranks.
+    # All ranks have the same gradients, so something averages them.
     for update in parallel_run:
         gradients = [rank.gradients[name] for rank in update if name in rank.gradients]
         all_ranks_have_it = len(gradients) == len(update)

@@ -8,7 +8,7 @@ of the run. *Sums* over a tensor are numbers that change when its values do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,13 +94,7 @@ def record_run(
 
     rank_folders = [folder / f"rank{rank}" for rank in range(config.nproc)]
     updates_of_ranks = [list(read_updates(rank_folder)) for rank_folder in rank_folders]
-
-    # By rank. A rank that was killed has written no end.
-    ends: dict[int, RankEnd] = {}
-    for rank, rank_folder in enumerate(rank_folders):
-        end = read_end(rank_folder)
-        if end is not None:
-            ends[rank] = end
+    ends = _read_ends(rank_folders)
 
     internal_error = _first_text(ends, "internal_error")
     if internal_error:
@@ -110,14 +104,6 @@ def record_run(
     idle_ranks: tuple[int, ...] = ()
     if failure is None:
         idle_ranks = find_idle_ranks(ends, updates_of_ranks)
-
-    # Idle ranks have no steps, so they are added afterwards as ranks that missed all updates.
-    steps_of_trained_ranks = []
-    for rank, updates in enumerate(updates_of_ranks):
-        if rank not in idle_ranks:
-            steps_of_trained_ranks.append(group_by_step(updates))
-
-    all_updates = with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
 
     # An exception says what went wrong. The exit code of `sys.exit` says little, so the output of
     # the script is kept too.
@@ -131,7 +117,7 @@ def record_run(
 
     return RunRecord(
         config,
-        all_updates,
+        _line_up_ranks(updates_of_ranks, idle_ranks),
         error=failure.error if failure else "",
         code=failure.code if failure else "",
         output="\n".join(last_lines) if needs_output else "",
@@ -148,6 +134,31 @@ def record_run(
         branch_outcomes=[_outcomes(end.branch_outcomes) for end in ends.values()],
         idle_ranks=idle_ranks,
     )
+
+
+def _read_ends(rank_folders: Sequence[Path]) -> dict[int, RankEnd]:
+    """Reads how the script ended on each rank. A rank that was killed has written nothing."""
+    ends = {}
+    for rank, rank_folder in enumerate(rank_folders):
+        end = read_end(rank_folder)
+        if end is not None:
+            ends[rank] = end
+    return ends
+
+
+def _line_up_ranks(
+    updates_of_ranks: Sequence[list[RankUpdate]], idle_ranks: Collection[int]
+) -> list[Update]:
+    """Aligns the steps of all ranks to updates.
+
+    Idle ranks have no steps. They are added afterwards, as ranks that missed all updates.
+    """
+    steps_of_trained_ranks = []
+    for rank, updates in enumerate(updates_of_ranks):
+        if rank not in idle_ranks:
+            steps_of_trained_ranks.append(group_by_step(updates))
+
+    return with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
 
 
 def _find_failure(

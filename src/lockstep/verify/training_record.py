@@ -18,46 +18,48 @@ import numpy as np
 
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
 
-# Indices of the largest absolute value and of the number of values in the arrays of
-# `RankUpdate.optimizer_state`.
+# In the arrays of `RankUpdate.optimizer_state`, the index of the largest absolute value, and the
+# index of the number of values.
 LARGEST = 1
 SIZE = 2
 
-# An `if` or `while` in the script: its file, its first line, and the last line of its body.
+# An `if` or `while` statement in the script: its file, its first line, and its last line.
 Place = tuple[str, int, int]
 
-# A sample that was trained on: loader, epoch, and its index or a digest of its content.
+# A sample that was trained on: its loader, its epoch, and its index or a digest of its contents.
 Sample = tuple[int, int, int | str]
 
-# The outcomes of a test that are recorded in `RankUpdate.branch_outcomes`.
+# Outcomes of tests, as recorded in `RankUpdate.branch_outcomes`.
 WAS_TRUE = 1
 WAS_FALSE = 2
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """A batch that a training loop was given, or the arguments with which a model was called."""
+    """A batch that was handed out to a training loop, or the arguments that a model was called
+    with.
+    """
 
-    # Number of the script's loader, in the order of their first use.
+    # Number of the loader, in the order of first use.
     loader: int = 0
     epoch: int = 0
-    # Indices in the dataset; None if they are not known, as for a stream.
+    # Indices of the samples in the dataset; None if they are not known, as for a stream.
     ids: Sequence[int] | None = None
-    # For each sample, the digests of its tensors joined by dots. Empty if the batch cannot be split
-    # into samples.
+    # One text for each sample, with the digests of its tensors joined by dots. Empty if the batch
+    # could not be split into samples.
     contents: Sequence[str] = ()
-    # Shape of a sample. Digests can be compared only between samples of the same shape.
+    # Shape of one sample. Only digests of samples of the same shape can be compared.
     shape: str = ""
-    # What a mean over the batch may be divided by: its number of samples, and for each of its
-    # tensors the number of values that are not padding.
+    # Numbers that a mean over the batch may be divided by, such as its number of samples, or the
+    # number of values in a tensor that are not padding.
     weights: Mapping[str, float] = field(default_factory=dict)
-    # Random streams from which this process drew while the batch was read, with a digest of each.
+    # Random generators that this process used while the batch was read, with a digest of each.
     random_draws: Mapping[str, str] = field(default_factory=dict)
-    # Read by worker processes, whose random draws are not recorded.
+    # Whether worker processes read the batch. Their random draws are not recorded.
     workers: bool = False
-    # From an IterableDataset.
+    # Whether the dataset is an IterableDataset.
     iterable: bool = False
-    # From a DistributedSampler that shuffles and whose `set_epoch` was never called.
+    # Whether a DistributedSampler shuffles the samples, but its `set_epoch` was never called.
     order_fixed: bool = False
 
 
@@ -72,53 +74,53 @@ class ScriptCall:
     carries_gradient: bool = False
     # Whether the input was computed from the output of a trained model, even if it was detached.
     uses_model_output: bool = False
-    # The parameter whose gradient is the input; empty if it is no gradient.
+    # Name of the parameter whose gradient is the input; empty if the input is not a gradient.
     gradient_of: str = ""
     # Whether that gradient was changed after the backward passes.
     gradient_changed: bool = False
-    # Number of backward passes of this update that came before the call.
+    # Number of backward passes of this update before the call.
     passes_before: int = 0
     # Whether clipping changed a gradient.
     has_clipped: bool = False
-    # Whether it was called in the forward pass of an autograd function with its own backward pass.
+    # Whether the call was made in the forward pass of an autograd function of the script.
     in_function: bool = False
-    # Whether it was called inside of `optimizer.step()`.
+    # Whether the call was made inside `optimizer.step()`.
     in_step: bool = False
-    # The metric that a scheduler was given.
+    # The metric that a scheduler was called with.
     value: float | None = None
 
 
 @dataclass(kw_only=True)
 class Forward:
-    """A forward pass in training, with two numbers for each sample that change with its values.
+    """A training forward pass, with two numbers for each sample that change with its values.
 
-    Arrays have the shape (samples, 2). They are empty if there is no row for each sample.
+    Arrays have the shape (samples, 2). They are empty if a tensor has no row for each sample.
     """
 
-    # The model's class, and the number of the pass since the last backward pass.
+    # The class of the model, and the number of the pass since the last backward pass.
     model: str
-    # Shape of a sample's input. Only samples of the same shape are compared.
+    # Shape of the input for one sample. Only samples of the same shape are compared.
     shape: str
-    # From the first input tensor.
+    # Computed from the first input tensor.
     inputs: Array
-    # From all other input tensors, such as a hidden state.
+    # Computed from all other input tensors, such as a hidden state.
     other_inputs: Array
     outputs: Array = field(default_factory=lambda: np.zeros((0, 2)))
-    # From the gradient of the loss with respect to the outputs.
+    # Computed from the gradient of the loss with respect to the outputs.
     output_gradients: Array = field(default_factory=lambda: np.zeros((0, 2)))
-    # The values of the first input themselves, one row for each sample, if they are few.
+    # All values of the first input, one row for each sample; empty if there are too many.
     input_values: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    # From the targets that torch's loss functions were given together with the outputs.
+    # Computed from the targets that torch's loss functions compared with the outputs.
     targets: Array = field(default_factory=lambda: np.zeros((0, 2)))
-    # Whether the outputs or all inputs have the same number of rows, so that each row is a sample.
+    # Whether each row is known to be a sample.
     rows_are_samples: bool = True
 
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """Which step of which optimizer it is."""
+    """Which step of which optimizer the update is."""
 
-    # Number of the script's optimizer, in the order of their first steps.
+    # Number of the optimizer, in the order of first steps.
     optimizer: int = 0
     optimizer_class: str = ""
     # Number of this optimizer's step, from 0.
@@ -126,25 +128,26 @@ class StepRecord:
     # False if no optimizer of this rank stepped: the rank had joined (`Join`), has no optimizer, or
     # leaves this step to other ranks. Then the values of the step are not known.
     stepped: bool = True
-    # Number of the optimizer in the order in which this rank built its optimizers; -1: not known.
+    # Number of the optimizer, in the order in which this rank constructed its optimizers; -1 if not
+    # known.
     construction_index: int = -1
-    # Names of the optimizer's parameters, in its order.
+    # Names of the optimizer's parameters, in its own order.
     optimizer_parameters: Sequence[str] = ()
-    # The dtype of the lowest precision that losses and gradients have had so far.
+    # The dtype with the lowest precision of all losses and gradients so far.
     dtype: str = "torch.float64"
 
 
 @dataclass(kw_only=True)
 class InputRecord:
-    """The batches of the update, and what went through the models."""
+    """The batches of the update, and the forward passes of the models."""
 
-    # Batches that were given to the training loop since the update before.
+    # Batches that were handed out to the training loop since the last update.
     batches: list[Batch] = field(default_factory=list)
-    # The arguments of the first model in each backward pass.
+    # Arguments of the first model that was called before each backward pass.
     model_inputs: list[Batch] = field(default_factory=list)
-    # The forward passes of all models, up to the last backward pass.
+    # Forward passes of all models before the last backward pass.
     forwards: list[Forward] = field(default_factory=list)
-    # Whether a forward pass in training came between the update before and this one.
+    # Whether there was a training forward pass between the last update and this one.
     began_with_forward: bool = False
 
 
@@ -152,29 +155,29 @@ class InputRecord:
 class LossRecord:
     """The losses of the update, and what they were computed from."""
 
-    # The weighted loss of each backward pass since the update before.
+    # The weighted loss of each backward pass since the last update.
     losses: list[float] = field(default_factory=list)
-    # False if this rank's losses are left out, as those of all pipeline stages except one.
+    # False if the losses and samples of this rank do not count, as on all pipeline stages but one.
     contributes: bool = True
-    # The line of the last backward pass.
+    # The line that computed the last loss.
     loss_line: str = ""
-    # For each loss the terms that it is a sum of, if they are known.
+    # The terms that were added up to each loss, if they are known.
     loss_terms: list[list[float]] = field(default_factory=list)
-    # For each loss what it may have been divided by, by a description of the count.
+    # Numbers that each loss may have been divided by, by description.
     loss_divisors: list[dict[str, float]] = field(default_factory=list)
     # Arguments of torch's loss functions except outputs and targets, by argument and line.
     loss_options: dict[str, Array] = field(default_factory=dict)
     # Whether the gradient of one sample depends on the output of another, as in contrastive losses.
     loss_compares_samples: bool = False
-    # A model in which the output of one sample depends on other samples of the batch.
+    # A model in which the output for one sample depends on other samples of the batch.
     coupling_model: str = ""
-    # Statistics over the samples that the loss was computed from, by line.
+    # Statistics over the samples of a batch that the loss was computed from, by line.
     batch_statistics: dict[str, float] = field(default_factory=dict)
-    # Statistics over the samples that became Python numbers before the loss, by line.
+    # Statistics over the samples of a batch that became Python numbers before the loss, by line.
     scalar_statistics: dict[str, float] = field(default_factory=dict)
-    # The line of an earlier step's forward pass whose outputs this loss was computed from too.
+    # The line of a forward pass of an earlier step whose outputs this loss was computed from.
     earlier_outputs_line: str = ""
-    # The line of an all-gather that the loss was computed from without its gradient.
+    # The line of an all-gather that the loss was computed from, but that passes no gradient on.
     gather_line: str = ""
     # The same for tensors that were detached before the all-gather, which may be intended.
     detached_gather_line: str = ""
@@ -182,15 +185,15 @@ class LossRecord:
 
 @dataclass(kw_only=True)
 class DrawRecord:
-    """Random numbers that were drawn for the update."""
+    """The random numbers that were drawn for the update."""
 
-    # Random streams except torch's that were drawn from before the loss, with a digest of each.
+    # Random generators other than torch's that were used before the loss, with a digest of each.
     random_streams: dict[str, str] = field(default_factory=dict)
-    # The last random numbers that each loss was computed from: their line and a digest.
+    # The last random numbers that each loss was computed from, as their line and a digest.
     loss_draws: list[tuple[str, str]] = field(default_factory=list)
     # Digests of all random numbers that were drawn before the loss.
     drawn_digests: frozenset[str] = frozenset()
-    # The line of random numbers that the gradients were computed from.
+    # The line that drew random numbers which the gradients were computed from.
     gradient_draw_line: str = ""
     # The seeds that torch was given before the first update, by line.
     seeds: dict[str, int] = field(default_factory=dict)
@@ -198,39 +201,39 @@ class DrawRecord:
 
 @dataclass(kw_only=True)
 class GradientRecord:
-    """Gradients by parameter name, at several moments of the update."""
+    """Gradients by parameter name, at several points of the update."""
 
-    # As each backward pass of this rank left them, before they were averaged. May be empty.
+    # The gradients that each backward pass added on this rank, before averaging. May be empty.
     local_gradients: list[dict[str, Any]] = field(default_factory=list)
     # For each backward pass, whether its gradients stayed on this rank and were not averaged.
     local_passes: list[bool] = field(default_factory=list)
-    # After all backward passes, before the script clipped them.
+    # The gradients after all backward passes, before the script clipped them.
     unclipped: Mapping[str, Array] = field(default_factory=dict)
-    # As `optimizer.step()` found them.
+    # The gradients at the beginning of `optimizer.step()`.
     gradients: Mapping[str, Array] = field(default_factory=dict)
-    # As collectives inside of `optimizer.step()` left them.
+    # The gradients after collectives inside `optimizer.step()`.
     reduced_in_step: Mapping[str, Array] = field(default_factory=dict)
-    # The number by which all gradients were multiplied after the last backward pass; NaN if it was
-    # not one number.
+    # The number that all gradients were multiplied by after the last backward pass; NaN if they
+    # were not all multiplied by the same number.
     gradient_factor: float = 1.0
-    # The line of a hook of the script that changed a gradient during a backward pass.
+    # The line that registered a hook which changed a gradient during a backward pass.
     gradient_hook_line: str = ""
 
 
 @dataclass(kw_only=True)
 class OptimizerRecord:
-    """Settings and state of the optimizer."""
+    """The options and the state of the optimizer."""
 
     # The learning rate of each parameter group.
     learning_rates: Sequence[float] = ()
-    # The line that set each of them last; empty if it is not known.
+    # The line that last set each learning rate; empty if it is not known.
     learning_rate_lines: Sequence[str] = ()
-    # The numeric options of each parameter group except its learning rate.
+    # The numeric options of each parameter group, without its learning rate.
     group_options: Sequence[Mapping[str, Any]] = ()
-    # For each tensor of the optimizer's state before the step: a sum, the largest absolute value,
-    # and the number of values. Named "PARAMETER/KEY".
+    # Three numbers for each tensor of the optimizer's state before the step: a sum, the largest
+    # absolute value, and the number of values. Names are such as "Net/weight/exp_avg".
     optimizer_state: Mapping[str, Array] = field(default_factory=dict)
-    # Whether Lockstep prepared the model, but not this optimizer of its parameters.
+    # Whether Lockstep has prepared the model, but not the optimizer of its parameters.
     optimizer_unprepared: bool = False
 
 
@@ -240,17 +243,17 @@ class ModelRecord:
 
     # Parameters before the first update; empty at later ones.
     initial: Mapping[str, Array] = field(default_factory=dict)
-    # Sums over the parameters before the update, for those that are whole on this rank.
+    # Sums over the parameters before the update, for parameters that are whole on this rank.
     parameter_sums: Mapping[str, Array] = field(default_factory=dict)
     # The optimizer's parameters after the update.
     parameters: Mapping[str, Array] = field(default_factory=dict)
-    # Parameters that something changed between the update before and this one's first forward pass.
+    # Parameters that were changed between the last update and the first forward pass of this one.
     rewritten_parameters: Mapping[str, Array] = field(default_factory=dict)
     # Sums over parameters that were changed between the backward passes of this update.
     changed_between_passes: Mapping[str, Array] = field(default_factory=dict)
-    # Before the first forward pass: sums over parameters that are in no known model, of optimizers
-    # that have not stepped on this rank. By the optimizer's `construction_index` and the
-    # parameter's place in it.
+    # Sums over parameters that belong to no known model, and to an optimizer that has not stepped
+    # on this rank, before the first forward pass. The key is the optimizer's `construction_index`
+    # and the parameter's index in the optimizer.
     unstepped_sums: Mapping[tuple[int, int], Array] = field(default_factory=dict)
     # Buffers after the update.
     buffers: Mapping[str, Array] = field(default_factory=dict)
@@ -262,25 +265,25 @@ class ModelRecord:
     frozen: Sequence[str] = ()
     # Parameters of modules that were trained in evaluation mode.
     in_eval_mode: Sequence[str] = ()
-    # BatchNorm layers that computed their statistics from this rank's samples alone.
+    # BatchNorm layers whose statistics cover only this rank's samples.
     local_norm_layers: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class WrapperRecord:
-    """How the models are wrapped by DDP or prepared by Lockstep."""
+    """How the models are wrapped with DDP or prepared by Lockstep."""
 
     # Trained parameters of models that are neither wrapped nor prepared.
     unwrapped: Sequence[str] = ()
     # The line of a training forward pass of such a model.
     unwrapped_line: str = ""
-    # The line of a training forward pass that called a wrapped model without its DDP wrapper.
+    # The line of a training forward pass that bypassed the model's DDP wrapper.
     past_wrapper_line: str = ""
     # Number of training forward passes through DDP.
     wrapped_passes: int = 0
     # Trained parameters that DDP does not know.
     unknown_to_ddp: Sequence[str] = ()
-    # The ranks of DDP's process group, if these are not all ranks.
+    # The ranks of DDP's process group; empty if these are all ranks.
     ddp_ranks: Sequence[int] = ()
     # The line at which the script registered a communication hook with DDP.
     comm_hook_line: str = ""
@@ -288,23 +291,23 @@ class WrapperRecord:
 
 @dataclass(kw_only=True)
 class LineRecord:
-    """What the script's own lines did since the update before."""
+    """What the script's own lines did since the last update."""
 
     calls: list[ScriptCall] = field(default_factory=list)
-    # Frames of the script, as (file, line), in which a parameter or buffer was written to last.
+    # Frames of the script, as (file, line), at the last write to each parameter or buffer.
     write_stacks: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    # Outcomes of tests in the script: WAS_TRUE, WAS_FALSE, or both added up.
+    # Outcomes of tests in the script: WAS_TRUE, WAS_FALSE, or both combined as bits.
     branch_outcomes: Mapping[Place, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class BitRecord:
-    """Hashes, in a run that is compared bit by bit. Most other fields are then empty."""
+    """Hashes, recorded in a run that is compared bit by bit. Most other fields are then empty."""
 
-    # Hashes by kind (`lockstep.verify.bits.KINDS`), then by the name of what was hashed: of a
-    # parameter, or of a virtual rank ("virtual rank 3").
+    # Hashes by kind (`lockstep.verify.bits.KINDS`), and then by the name of a parameter, or by that
+    # of a virtual rank ("virtual rank 3").
     bits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # The optimizer's parameters before the update, of the first updates on one process.
+    # The optimizer's parameters before the update, recorded for the first updates on one process.
     parameters_before: Mapping[str, Array] = field(default_factory=dict)
 
 
@@ -321,7 +324,7 @@ class RankUpdate(
     LineRecord,
     BitRecord,
 ):
-    """All that one rank recorded of one update. It is filled in while the update happens."""
+    """Everything that one rank recorded of one update. It is filled in while the update happens."""
 
 
 class Update(tuple[RankUpdate, ...]):
@@ -393,7 +396,7 @@ class Update(tuple[RankUpdate, ...]):
         """Number of samples in the update."""
         total = 0
         for rank in self:
-            if rank.contributes:  # False if its samples are those of another rank
+            if rank.contributes:
                 total += _count_samples(rank)
         return total
 

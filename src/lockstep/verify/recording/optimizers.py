@@ -283,7 +283,7 @@ class OptimizerRecorder:
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
 
-        # They differ if the step of an inner optimizer has raised an error: it is still in the
+        # The two differ if the step of an inner optimizer has raised an error: it is still in the
         # list.
         if ended_optimizer is not optimizer or not is_outermost:
             return

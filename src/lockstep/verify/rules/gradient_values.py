@@ -292,6 +292,20 @@ def changed_after_right_passes(
             "of one process"
         )
 
+    return _cause_of_change_after_passes(case, actual, local_sums, right)
+
+
+def _cause_of_change_after_passes(
+    case: Divergence, actual: Gradients, local_sums: Sequence[Gradients], right: str
+) -> Cause:
+    """Names what was done to gradients after the backward passes (see the function above).
+
+    Args:
+        case: the difference.
+        actual: gradients that the ranks used.
+        local_sums: the sum of each rank's local gradients over its backward passes.
+        right: first sentence of evidence: the mean of the local gradients is right.
+    """
     patterns = gradient_patterns(case)
 
     hook_line = case.actual.first("comm_hook_line")
@@ -409,13 +423,30 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         *loss_line(case),
     )
 
+    return _cause_of_other_weights(case, evidence, right_weights, used_weights)
+
+
+def _cause_of_other_weights(
+    case: Divergence,
+    evidence: tuple[str, ...],
+    right_weights: Sequence[float],
+    used_weights: Sequence[float],
+) -> Cause:
+    """Names the cause of wrong weights (see `other_weights`).
+
+    Args:
+        case: the difference.
+        evidence: sentences about the weights, which come first.
+        right_weights: weights with which the parts add up to the gradient of one process.
+        used_weights: weights with which the parts add up to the gradient of the ranks.
+    """
     # Perhaps the parts should be weighted by something that was counted, such as samples. If the
     # ranks have not weighted the parts equally, the right weights are relative to theirs.
     relative_weights = []
     for right, used in zip(right_weights, used_weights, strict=True):
         relative_weights.append(right / used if used else 0.0)
 
-    for key, counts in _counts_of_parts(case, len(parts)).items():
+    for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
         if proportional(relative_weights, counts):
             code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)

@@ -8,6 +8,8 @@ listed under "Needs". `merged(field)` merges the arrays of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lockstep.verify.algebra import near
@@ -82,6 +84,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     if any(len(losses) != 1 for losses in ranks):
         return [], False
 
+    # The ranks may have added up another number of terms than one process.
     expected_terms = terms_of_losses[0]
     terms_of_ranks = [losses[0] for losses in ranks]
     counts = [len(terms) for terms in terms_of_ranks]
@@ -91,31 +94,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
         some_ranks_lack_terms = len(set(counts)) > 1
         return [text], some_ranks_lack_terms
 
-    all_terms = list(expected_terms)
-    for terms in terms_of_ranks:
-        all_terms += terms
-    rounding = case.max_error * max(abs(term) for term in all_terms)
-
-    # Numbers of the terms, from 1, by how the term of one process relates to those of the ranks.
-    means = []
-    sums = []
-    neither = []
-    for index, expected in enumerate(expected_terms):
-        actual = [terms[index] for terms in terms_of_ranks]
-
-        # A term that is zero is both the mean and the sum.
-        is_zero = max(abs(term) for term in (expected, *actual)) <= rounding
-        if is_zero:
-            continue
-
-        number = index + 1
-        if near(sum(actual) / len(actual), expected, case.max_error):
-            means.append(number)
-        elif near(sum(actual), expected, case.max_error):
-            sums.append(number)
-        else:
-            neither.append(number)
-
+    means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, case.max_error)
     texts = []
     if means:
         texts.append(f"the mean of number {format_items(means)}")
@@ -129,6 +108,42 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
 
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
     return [sentence], not neither
+
+
+def _classify_terms(
+    expected_terms: Sequence[float], terms_of_ranks: Sequence[Sequence[float]], max_error: float
+) -> tuple[list[int], list[int], list[int]]:
+    """Sorts the terms of a loss by how those of one process relate to those of the ranks.
+
+    Args:
+        expected_terms: terms on one process.
+        terms_of_ranks: the same terms on each rank.
+        max_error: largest relative difference that counts as rounding.
+
+    Returns:
+        The numbers of the terms, from 1, that are on one process the mean over the ranks, the sum
+        over the ranks, and neither. Terms that are zero are left out, as they are both.
+    """
+    largest_term = max(abs(term) for terms in (expected_terms, *terms_of_ranks) for term in terms)
+    means = []
+    sums = []
+    neither = []
+    for index, expected in enumerate(expected_terms):
+        actual = [terms[index] for terms in terms_of_ranks]
+        largest_of_all = max(abs(term) for term in (expected, *actual))
+        is_more_than_rounding = largest_of_all > max_error * largest_term
+        if not is_more_than_rounding:
+            continue
+
+        number = index + 1
+        if near(sum(actual) / len(actual), expected, max_error):
+            means.append(number)
+        elif near(sum(actual), expected, max_error):
+            sums.append(number)
+        else:
+            neither.append(number)
+
+    return means, sums, neither
 
 
 def local_comparison(case: Divergence) -> Cause | None:
