@@ -119,10 +119,12 @@ class Verdict:
         """
         if self.word != "DIFFERENT":
             return False
-        was_given_already = self.reference.config.batches_folder is not None
+
+        was_already_given = self.reference.config.batches_folder is not None
         has_torch_loaders = self.reference.num_loaders > 0 and not self.reference.uses_lockstep
-        if was_given_already or not has_torch_loaders:
+        if was_already_given or not has_torch_loaders:
             return False
+
         return self.findings[0].cause.code in CODES_OF_SAMPLE_ORDER
 
     def lines(self) -> list[str]:

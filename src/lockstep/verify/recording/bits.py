@@ -55,7 +55,7 @@ class BitRecorder(Extension):
 
     def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
         self.state = RecorderState(writer, config, mode)
-        self._keeps_values = config.nproc == 1
+        self._keeps_values = config.nproc == 1  # the values are only needed on one process
         self._loaders: list[Any] = []
         self._samples: dict[str, str] = {}
         """Hash of the samples of each virtual rank of this process, in the current step."""
@@ -170,7 +170,7 @@ class BitRecorder(Extension):
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
 
-        # Only those of this optimizer's parameters; other optimizers may step later.
+        # Gradients of other optimizers' parameters are kept until those optimizers step.
         virtual_rank_gradients: dict[str, str] = {}
         for name in parameters:
             virtual_rank_gradients |= self._virtual_rank_gradients.pop(name, {})
@@ -187,7 +187,8 @@ class BitRecorder(Extension):
         self._samples = {}
         self._losses = {}
 
-        if self._keeps_values and update.step < MIN_STEPS:
+        is_one_of_first_steps = update.step < MIN_STEPS
+        if self._keeps_values and is_one_of_first_steps:
             update.gradients = copy_arrays(gradients.items())
             update.parameters_before = copy_arrays(parameters.items())
 

@@ -271,16 +271,16 @@ class RecorderState:
             draws_before: number of random draws before this step; earlier draws are ignored.
         """
         for kind, value in marks.items():
-            # "statistic train.py:12: ...": the value is a summary of the statistic.
             if kind.startswith(STATISTIC):
+                # "statistic train.py:12: ...", whose value is a summary of the statistic.
                 line = kind.removeprefix(STATISTIC)
                 self.update.batch_statistics[line] = value
-            # "model 3": the value is the line at which a model was called before update 3.
             elif kind.startswith(MODEL_CALL):
+                # "model 3", whose value is the line at which a model was called before update 3.
                 update_number = int(kind.removeprefix(MODEL_CALL))
                 self.notes.earlier_model_calls[update_number] = value
-            # "norm 140": the value is the id of a BatchNorm layer.
             elif kind.startswith(BATCH_NORM):
+                # "norm 140", whose value is the id of a BatchNorm layer.
                 self.notes.local_batch_norms.add(value)
 
         if "draw" in marks:

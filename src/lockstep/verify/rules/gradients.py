@@ -3,8 +3,8 @@
 A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
 several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
 and `case.actual` the same step on the ranks: a `RankUpdate` (record) for each rank, with the fields
-listed under "Needs". `merged(field)` merges the arrays of all ranks. Gradients before clipping are
-called *unclipped*.
+listed under "Needs". Gradients before clipping are *unclipped*. `merged(field)` merges the arrays
+of all ranks.
 
 Rules that compare the values of gradients are in `gradient_values`.
 """
