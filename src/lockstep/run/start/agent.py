@@ -1,16 +1,17 @@
 """Starts the ranks of this machine, watches them, and ends them: torch elastic's agent.
 
-Words: a *rank* is a process of the run; a *launcher* (`lockstep run`) starts the ranks of one
-machine, which is a *node*. An *attempt* is one start of the ranks; after a failure torch elastic
-may start them again. The *zygote* is the process from which ranks are forked. The *supervisor*
-finds out when ranks wait for each other forever.
+A *rank* is a process of the run. A *launcher* (`lockstep run`) starts the ranks of one machine,
+which is a *node*. An *attempt* is one start of the ranks; after a failure, torch elastic may start
+them again. The *zygote* is the process that the ranks are forked from, and the *supervisor* finds
+out when ranks wait for each other forever.
 
 `Agent` is torch elastic's SimpleElasticAgent (torch/distributed/elastic/agent/server/api.py): its
-loop, its rendezvous and its restarts are torch's, and the four abstract methods are here. The loop
-calls `_monitor_workers` every `monitor_interval` seconds, which is also the supervisor's clock.
+loop, its rendezvous and its restarts are torch's, and the four abstract methods are implemented
+here. The loop calls `_monitor_workers` every `monitor_interval` seconds, which also drives the
+supervisor.
 
-Where machines may come and go (`--nnodes MIN:MAX`), the loss of a machine is no failure: the others
-start their ranks again without it.
+If machines may join and leave (`--nnodes MIN:MAX`), the loss of a machine is not a failure: the
+others restart their ranks without it.
 """
 
 from __future__ import annotations
@@ -83,28 +84,28 @@ from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.wording import count_noun, format_ranks
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-"""Variable of a rank: the name of the launcher that started it; `lockstep.init` prints it."""
+"""Environment variable of a rank: the name of its launcher, which `lockstep.init` prints."""
 
 _ELASTIC_ERROR_FILE_NAME = "elastic_error.json"
 _EXIT_REPORT_KEY = "exit report"
-"""Under this key the launchers of a run publish their exit reports for each other."""
+"""The key under which the launchers of a run publish their exit reports for each other."""
 _MAX_PENDING_STARTS = 8
-"""How many ranks are asked for before the zygote's answers are read."""
+"""How many ranks may be requested before the zygote's answers are read."""
 _MAX_MONITOR_INTERVAL_S = 0.5
-"""Other launchers wait only seconds for an answer, so the ranks are looked at this often."""
+"""The longest pause between two checks: other launchers wait only seconds for an answer."""
 _SLOW_CHECKS_INTERVAL_S = 2.0
 _SETTLE_S = 0.5
-"""Other ranks fail moments after the first one, and which was first matters: wait for them."""
+"""How long to wait for other ranks to fail after the first one, to find out which was first."""
 _INTERRUPT_GRACE_S = 10.0
-"""Time for what a script does at Ctrl-C, such as saving."""
+"""The time that a script gets after Ctrl-C, for example to save."""
 _EXIT_AFTER_EXCEPTION_S = 10.0
 """A rank that has raised an exception must end within this time."""
 _REPORTS_WAIT_S = 5.0
-"""After a failure here, the other launchers have this time to report theirs."""
+"""The time that the other launchers get to report their failures after a failure here."""
 _MAX_FULL_REPORTS = 3
-"""Failures of one kind are printed in full so often, then in a line each."""
+"""How many failures of one kind are printed in full. Further ones get one line each."""
 _MEMBERSHIP_CHANGE_S = 2.0
-"""Ranks notice a lost connection up to this much earlier than launchers notice a lost machine."""
+"""How much earlier ranks may notice a lost connection than launchers notice a lost machine."""
 
 
 def launch_agent(
@@ -114,21 +115,21 @@ def launch_agent(
     folder: Path,
     start_zygote: Callable[[], Zygote] | None = None,
 ) -> Agent:
-    """Meets the other machines, starts the ranks of this one and watches them to their end.
+    """Meets the other machines, starts the ranks of this one, and watches them until they end.
 
     Args:
-        plan: what to start here.
+        plan: what to start on this machine.
         flags: torchrun's flags.
-        zygote: forks the ranks.
+        zygote: the process that forks the ranks.
         folder: the folder of the run; each attempt gets a folder in it.
-        start_zygote: starts another zygote, if something has killed the first. None: that cannot be
-            done.
+        start_zygote: function that starts another zygote if something has killed the first one;
+            None if that is not possible.
 
     Returns:
         The agent, which knows how the run has ended on this machine.
 
     Raises:
-        SettingError: a flag has a value that cannot be honoured.
+        SettingError: a flag has a value that cannot be used.
         JoinError: the machines of the run did not come together.
     """
     parameters = rendezvous_parameters(flags)
@@ -145,27 +146,17 @@ def launch_agent(
         agent.start_zygote = start_zygote
         at_end.callback(agent.close_other_zygote)
 
-        handlers: dict[int, Callable[[int], object]] = {
-            signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
-            signal.SIGUSR2: agent.end_unless_started,
-            signal.SIGTSTP: agent.stop,
-        }
-        for text in flags.signals_to_handle.split(","):
-            name = text.strip()
-            if name:
-                handlers[signal.Signals[name]] = agent.interrupt
-
         # `events.record` tells the handler of --event-log-handler how the run ended, as torchrun
         # does.
         try:
-            with job_control.handled(handlers), _without_torch_warnings():
+            with job_control.handled(_signal_handlers(agent, flags)), _without_torch_warnings():
                 agent.run()
         except SignalException:  # `agent.interrupted` says which signal it was
             events.record(agent.get_event_failed(), flags.event_log_handler)
         except LockstepError as error:
             if agent.failure is None:
                 raise
-            # It was raised by a restart. The failure that made the restart necessary came first.
+            # A restart raised it. The failure that made the restart necessary came first.
             console.announce(f"the ranks cannot be started again: {error}")
         else:
             events.record(agent.get_event_succeeded(), flags.event_log_handler)
@@ -177,16 +168,30 @@ def launch_agent(
                 "and resume() before the loop"
             )
 
-        # If this machine leaves before the end of the run, the other launchers are told why.
+        # If this machine leaves before the end of the run, tell the other launchers why.
         if agent.failure is not None:
             rendezvous.close(agent.failure.headline)
         elif agent.interrupted is not None:
             rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
 
-        # After Ctrl-C the console does not wait for a slow terminal.
+        # After Ctrl-C, the console does not wait for a slow terminal.
         console.hurry = agent.interrupted is not None
 
     return agent
+
+
+def _signal_handlers(agent: Agent, flags: argparse.Namespace) -> dict[int, Callable[[int], object]]:
+    """Returns what the launcher does at each signal, by the number of the signal."""
+    handlers: dict[int, Callable[[int], object]] = {
+        signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
+        signal.SIGUSR2: agent.end_unless_started,
+        signal.SIGTSTP: agent.stop,
+    }
+    for text in flags.signals_to_handle.split(","):  # torchrun's flag: "SIGTERM,SIGINT"
+        name = text.strip()
+        if name:
+            handlers[signal.Signals[name]] = agent.interrupt
+    return handlers
 
 
 def _variables_of_all_ranks(
@@ -194,8 +199,10 @@ def _variables_of_all_ranks(
 ) -> dict[str, str]:
     """Returns the environment variables that every rank of this machine gets."""
     variables: dict[str, str] = {}
+
+    # Variables that the user has set stay as they are.
     for name, value in FLIGHT_RECORDER_VARIABLES.items():
-        if name not in os.environ:  # a value that the user has set stays
+        if name not in os.environ:
             variables[name] = value
 
     variables.update(gloo_variables(os.environ, rendezvous.interface))
@@ -209,12 +216,12 @@ def _variables_of_all_ranks(
 
     variables.update(plan.environment)
 
-    # The width of the launcher's terminal. The only rank of a run has the terminal itself.
+    # Ranks that do not have the terminal themselves are told its width. A single rank has it.
     is_only_rank = plan.nproc == 1 and plan.one_node
     if not is_only_rank:
         variables.update(console.environment)
 
-    # A script that spawns its ranks itself must not take its first process for a rank.
+    # A script that spawns its own ranks must not mistake its first process for a rank.
     if not plan.script_spawns_ranks:
         variables[LAUNCHER] = plan.launcher
 
@@ -225,14 +232,14 @@ class Agent(api.SimpleElasticAgent):
     """Starts, watches and ends the ranks of this machine.
 
     Args:
-        plan: what to start here.
+        plan: what to start on this machine.
         flags: torchrun's flags.
-        zygote: forks the ranks.
+        zygote: the process that forks the ranks.
         folder: the folder of the run.
         variables: environment variables of every rank.
-        console: opens and reads the ranks' output streams.
-        rendezvous: joins the machines of the run, and carries messages between their launchers.
-        step_memory: memory that outlives the ranks, in which they keep each step.
+        console: opens and reads the output streams of the ranks.
+        rendezvous: connects the machines of the run, and carries messages between their launchers.
+        step_memory: memory that outlives the ranks, in which they keep their latest step.
     """
 
     def __init__(
@@ -265,60 +272,60 @@ class Agent(api.SimpleElasticAgent):
         )
 
         if rendezvous.can_publish:
-            # torch's barrier waits up to 300 s in C++, where Ctrl-C is not heard. With a rendezvous
-            # of our own `_monitor_workers` has waited for the other machines by then.
+            # torch's barrier waits up to 300 s in C++ code, which Ctrl-C does not interrupt. With
+            # Lockstep's rendezvous, `_monitor_workers` has already waited for the other machines.
             skip_exit_barrier(self)
 
         self._grace_s = shutdown_timeout(flags.shutdown_timeout, os.environ)
         self._plan = plan
         self._flags = flags
         self._devices: list[str] = []
-        """The GPUs that are left, as in CUDA_VISIBLE_DEVICES; empty: none has been left out."""
+        """The GPUs that are still used, as in CUDA_VISIBLE_DEVICES; empty while all of them are."""
         self._zygote = zygote
         self._first_zygote = zygote
         self.start_zygote: Callable[[], Zygote] | None = None
-        """As in `launch_agent`."""
+        """See `launch_agent`."""
         self._folder = folder
         self._variables = variables
         self._console = console
         self._announce = console.announce
         self._rdzv = rendezvous
-        report_folder = {**os.environ, **variables}.get("LOCKSTEP_REPORT")
-
-        # The supervisor gets a method of the journal, not of this agent: it would keep the agent
-        # alive, and with it the store.
-        self._journal = Journal(report_folder, console.announce)
         self._step_memory = step_memory
-        """The write times of the rounds when a machine that wants to join was first noticed."""
+
+        # The supervisor is given a method of the journal. A method of this agent would keep the
+        # agent alive, and with it the store.
+        report_folder = {**os.environ, **variables}.get("LOCKSTEP_REPORT")
+        self._journal = Journal(report_folder, console.announce)
+
         self._timeout_at = math.inf
         self._next_slow_checks = 0.0
         self._oom_counts_before = read_oom_counts()
         self._why_not_started: str | None = None
-        """Why the system did not let a rank start; None: it has let all of them start."""
+        """Why the system refused to start a rank; None if it has not."""
         self._keyboard_rank: Process | None = None
-        """The only rank of the run, if it reads the terminal's keyboard."""
+        """The rank that reads the terminal's keyboard, which only a single rank may do."""
         self._failed_attempts = 0
         self._interrupts_delayed = False
         self._delayed_interrupt: SignalException | None = None
         """See `_delay_interrupts`."""
         self._kill_at_once = False
-        """True once the user has asked a second time to end the run."""
+        """True once the user has asked for the second time to end the run."""
         self._late_ends: dict[int, LateEnd] = {}
-        """The processes that have to end, by their ids."""
+        """How long processes that should end have taken so far, by process id."""
         self._supervisor: Supervisor | None = None
         self._snapshot_exchange: SnapshotExchange
         self._spawned_ranks: list[Process]
-        """The processes that the only rank has spawned as ranks of its own."""
+        """The ranks that a script has spawned itself, if the launcher started one process."""
         self.attempts: list[Attempt] = []
         """Empty if the run was interrupted before any rank was started."""
         self.interrupted: Interruption | None = None
         """The signal that ended the run from outside."""
         self.timed_out_ranks: tuple[int, ...] = ()
-        """The ranks that were ended because they ran longer than the plan allows."""
+        """The ranks that were ended because they ran for longer than the plan allows."""
 
     @property
     def failure(self) -> FirstFailure | None:
-        """What failed first in the last attempt, known once it is over; None: nothing failed."""
+        """The first failure of the last attempt, known once it is over; None if nothing failed."""
         return self.attempts[-1].failure if self.attempts else None
 
     @property
@@ -333,13 +340,12 @@ class Agent(api.SimpleElasticAgent):
     # Starting the ranks
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this machine; called by torch elastic after each rendezvous.
+        """Starts the ranks of this machine. torch elastic calls this after each rendezvous.
 
-        The new attempt becomes the last one of `attempts`.
+        The new attempt is appended to `attempts`.
 
         Args:
-            worker_group: the ranks of this machine (*workers*), as the rendezvous has numbered
-                them.
+            worker_group: the ranks of this machine (*workers*), as numbered by the rendezvous.
 
         Returns:
             The process ids, by local rank.
@@ -360,8 +366,8 @@ class Agent(api.SimpleElasticAgent):
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
-
         self._wait_for_starts(attempt, max_pending=0)
+
         if self._why_not_started is not None:  # the system has refused to start a rank
             raise BlockingIOError(errno.EAGAIN, self._why_not_started)
 
@@ -375,20 +381,22 @@ class Agent(api.SimpleElasticAgent):
             self._zygote = self.start_zygote()
 
     def close_other_zygote(self) -> None:
-        """Ends a zygote that has taken the place of the first, which its owner closes."""
+        """Ends the zygote that has replaced the first one, if any. The first one is closed by its
+        owner.
+        """
         if self._zygote is not self._first_zygote:
             self._zygote.close()
 
     def _forget_last_attempt(self) -> None:
-        """Resets what is only true of the attempt before."""
+        """Resets everything that was only true for the last attempt."""
         self._keyboard_rank = None
         self._supervisor = None
         self._late_ends = {}
 
     def _wait_for_starts(self, attempt: Attempt, *, max_pending: int) -> None:
-        """Waits until at most `max_pending` of the requested ranks have not been started yet.
+        """Waits until at most `max_pending` of the requested ranks are still to be started.
 
-        Without a limit the socket to the zygote could become full in both directions, and each side
+        Without this limit, the socket to the zygote could fill up in both directions, and each side
         would wait for the other one to read.
         """
         while True:
@@ -398,18 +406,20 @@ class Agent(api.SimpleElasticAgent):
             self._read_events(timeout=1.0)
 
     def _start_rank(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
-        """Asks the zygote for a rank and adds it to the attempt; does not wait until it runs."""
+        """Requests a rank from the zygote and adds it to the attempt, without waiting for its
+        start.
+        """
         rank = worker.global_rank
         process = Process(rank, worker.local_rank, attempt.folder / f"rank_{rank}")
-        with contextlib.suppress(OSError):  # the disk is full, which the console says
+        with contextlib.suppress(OSError):  # if the disk is full, the console says so
             process.folder.mkdir(parents=True)
 
         if can_hold_evidence(self._plan.nproc):
             process.evidence_memory = create_evidence_memory(process.folder)
 
+        # A single rank stays in the session of the terminal, so that pdb and input() work.
         is_only_rank = attempt.world_size == 1
         if is_only_rank and self._plan.keyboard and job_control.in_foreground():
-            # It stays in the terminal's session, so pdb and input() work.
             self._keyboard_rank = process
 
         command = self._plan.command.for_rank(worker.local_rank)
@@ -425,7 +435,8 @@ class Agent(api.SimpleElasticAgent):
             error_file=process.evidence.error,
             recent=process.stderr_tail,
         )
-        attempt.logs += process.folder.glob("*.log")  # the console has just made them
+        attempt.logs += process.folder.glob("*.log")  # the console has just created them
+
         with self._delay_interrupts():
             try:
                 self._zygote.start(
@@ -450,14 +461,16 @@ class Agent(api.SimpleElasticAgent):
     def _variables_of_rank(
         self, group: api.WorkerGroup, worker: api.Worker, process: Process
     ) -> dict[str, str]:
-        """Returns the environment variables of one rank: its place in the run, and its files."""
+        """Returns the environment variables of one rank: its numbers in the run, and its files."""
         variables: dict[str, str] = {}
 
-        # A script that spawns its ranks itself must not take its first process for a rank.
+        # A script that spawns its own ranks must not mistake its first process for a rank.
         if not self._plan.script_spawns_ranks:
-            restarts = self._rdzv.attempt  # all machines count the attempts alike
-            if restarts is None:  # torch's own rendezvous counts none
-                restarts = self._failed_attempts  # those of this machine
+            # Lockstep's rendezvous counts the attempts of all machines alike. torch's own does not
+            # count, so the failures of this machine are used instead.
+            restarts = self._rdzv.attempt
+            if restarts is None:
+                restarts = self._failed_attempts
 
             environ = dict(os.environ)
             if self._devices:
@@ -470,20 +483,19 @@ class Agent(api.SimpleElasticAgent):
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
-
-        # Memory in which a rank that trains with DiLoCo keeps its last round, for after a restart.
         return variables
 
     # Watching the ranks
 
     def _begin_watching(self, attempt: Attempt) -> None:
-        """Starts the clock and the supervisor of an attempt whose ranks have been started."""
+        """Starts the timeout and the supervisor of an attempt whose ranks have been started."""
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
 
-        # The report has the numbers of the ranks here. If this machine is lost later, the other
+        # The report lists the ranks of this machine. If the machine is lost later, the other
         # launchers know from it which ranks are lost.
         self._publish_report(attempt)
+
         processes = attempt.processes
         self._snapshot_exchange = SnapshotExchange(
             self._rdzv,
@@ -501,9 +513,9 @@ class Agent(api.SimpleElasticAgent):
         )
 
     def _watch_spawned_ranks(self, attempt: Attempt) -> None:
-        """Lets the supervisor watch the ranks that the only rank of an attempt has spawned.
+        """Makes the supervisor watch the ranks that the only process of an attempt has spawned.
 
-        As long as there are none, the supervisor watches the only rank itself.
+        As long as it has spawned none, the supervisor watches that process itself.
         """
         spawned = spawned_ranks(attempt.processes[0])
         pids = [process.pid for process in spawned]
@@ -517,13 +529,13 @@ class Agent(api.SimpleElasticAgent):
             )
             self._spawned_ranks = spawned
 
-        # `spawned_ranks` makes new `Process` objects each time. The supervisor has older ones, so
-        # they get the new exit codes.
+        # `spawned_ranks` creates new `Process` objects each time. Copy their exit codes to the
+        # older objects that the supervisor has.
         for watched, current in zip(self._spawned_ranks, spawned, strict=True):
             watched.code = current.code
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
-        """Looks at the ranks; called by torch elastic's loop every `monitor_interval` seconds.
+        """Checks the ranks. torch elastic's loop calls this every `monitor_interval` seconds.
 
         Returns:
             FAILED if a rank has failed or all must be ended, SUCCEEDED if the ranks of all machines
@@ -532,14 +544,16 @@ class Agent(api.SimpleElasticAgent):
         attempt = self.attempts[-1]
         self._read_events()
 
+        # The user may have pressed Ctrl-Z, or entered `fg`.
         keyboard_pid = self._running_keyboard_pid()
-        if keyboard_pid is not None:  # the user may have pressed Ctrl-Z, or entered `fg`
+        if keyboard_pid is not None:
             job_control.pass_keyboard(keyboard_pid, self.signal_ranks)
 
         if self._must_end(attempt) or _process_failures(attempt):
             return self._result_of_failure(attempt)
 
-        # While ranks of other machines run, those here that have ended may have to start again.
+        # While ranks of other machines are running, those that have ended here may have to be
+        # restarted.
         if attempt.running or self._others_run(attempt):
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
@@ -549,37 +563,37 @@ class Agent(api.SimpleElasticAgent):
         )
 
     def _result_of_failure(self, attempt: Attempt) -> api.RunResult:
-        """Returns what torch elastic is told when ranks have failed or must be ended.
+        """Returns the result for torch elastic when ranks have failed or must be ended.
 
-        Before that it waits a moment, in which other ranks may fail as well: what failed first is
-        found out from all of them.
+        Before that, it waits a moment in which other ranks may fail as well, since the first
+        failure is determined from all of them.
         """
         settled_at = time.monotonic() + _SETTLE_S
         while attempt.running and time.monotonic() < settled_at:
             self._read_events(timeout=0.05)
 
         if _process_failures(attempt) and self._is_membership_changing(attempt):
-            # After HEALTHY, torch elastic asks `num_nodes_waiting`. That is above 0, so it starts
-            # all ranks again and counts no failure.
+            # After HEALTHY, torch elastic reads `num_nodes_waiting`. As that is above 0, it
+            # restarts all ranks and counts no failure.
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
         self._failed_attempts += 1
         return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
 
     def _must_end(self, attempt: Attempt) -> bool:
-        """Returns True if the ranks of this machine must be ended.
+        """Returns True if the ranks of this machine must be ended, and does the regular checks.
 
-        If not, it also does what is due while they run: it notes how much memory they use,
-        announces deleted logs, and answers other launchers that ask for snapshots. If the time of
-        the run is over, it sets `timed_out_ranks`.
+        The checks note how much memory the ranks use, announce deleted logs, and answer other
+        launchers that ask for snapshots. If the run has reached its timeout, `timed_out_ranks` is
+        set.
         """
         now = time.monotonic()
         if now >= self._timeout_at and attempt.running:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
 
-        # An elastic run goes on without a lost machine. `describe_lost_nodes` then names it;
-        # otherwise it returns "".
+        # An elastic run goes on without a lost machine, and only then `describe_lost_nodes` names
+        # it.
         is_node_lost = bool(self._rdzv.lost_nodes())
         goes_on_without_it = bool(self._rdzv.describe_lost_nodes())
         if is_node_lost and not goes_on_without_it:
@@ -590,13 +604,12 @@ class Agent(api.SimpleElasticAgent):
         if has_failure_elsewhere:
             return True
 
-        if now >= self._next_slow_checks:  # they read files of every rank, so they are made rarely
+        # Some checks read files of every rank, so they are made less often.
+        if now >= self._next_slow_checks:
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
             self._note_peak_memory(attempt)
-
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
-
             self._announce_deleted_logs(attempt)
             self._watch_late_exits(attempt)
             if _runs_on_after_exception(attempt):
@@ -606,17 +619,19 @@ class Agent(api.SimpleElasticAgent):
         return self._supervisor is not None and self._supervisor.check()
 
     def _note_peak_memory(self, attempt: Attempt) -> None:
-        """Notes the highest resident memory of each running rank, which is lost at its end."""
+        """Notes the highest resident memory of each running rank, which cannot be read after its
+        end.
+        """
         for process in attempt.running:
             peak_bytes = peak_memory(process.pid) if process.pid else None
             if peak_bytes:
                 process.peak_bytes = peak_bytes
 
     def _read_events(self, timeout: float = 0.0) -> None:
-        """Notes which ranks the zygote has started and which have ended since the last call.
+        """Notes which ranks the zygote has started, and which have ended, since the last call.
 
         Args:
-            timeout: seconds to wait for the first event.
+            timeout: how long to wait for the first event, in seconds.
         """
         with self._delay_interrupts():
             attempt = self.attempts[-1]
@@ -628,26 +643,28 @@ class Agent(api.SimpleElasticAgent):
                 zygote_events = self._events_of_zygotes_death(attempt)
 
             for event in zygote_events:
-                process = process_of_local_rank[event.rank]  # its number on this machine
+                process = process_of_local_rank[event.rank]  # the event has the local rank
                 was_refused = event.pid is None
                 was_started = event.pid is not None and event.code is None
-                if was_refused:  # the system makes no process for it
+                if was_refused:  # the system did not create the process
                     attempt.processes.remove(process)
                     self._why_not_started = event.reason
                 elif was_started:
                     process.pid = event.pid
                     process.started_at = time.time()
                 elif process.code is None and process.pid in (None, event.pid):
-                    # It has ended. Its `pid` is None if the zygote died before it told of the
-                    # start.
+                    # The rank has ended. Its pid is still None if the zygote died before it
+                    # reported the start.
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
-        """Returns the events of all ranks' deaths: the kernel kills them when the zygote ends.
+        """Returns events that say that all ranks were killed, as the kernel does if the zygote
+        ends.
 
-        Notes in each running rank that the zygote, in messages "the fork server", ended first.
+        Each running rank also gets a note that the zygote ended first, which messages call the fork
+        server.
         """
         code = self._zygote.wait()
         for process in attempt.running:
@@ -658,13 +675,13 @@ class Agent(api.SimpleElasticAgent):
 
         events_of_ranks = []
         for process in attempt.processes:
-            pid = process.pid or 0  # 0: it was not started. (An event with None is a refusal.)
+            # A rank that was not started gets the number 0, as None would mean that it was refused.
+            pid = process.pid or 0
             events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
-
         return events_of_ranks
 
     def _announce_deleted_logs(self, attempt: Attempt) -> None:
-        """Announces that somebody has deleted the ranks' logs; once for each attempt."""
+        """Announces that somebody has deleted the logs of the ranks, once for each attempt."""
         if attempt.logs_deleted or all(log.exists() for log in attempt.logs):
             return
 
@@ -679,31 +696,34 @@ class Agent(api.SimpleElasticAgent):
     # Restarts
 
     def _is_membership_changing(self, attempt: Attempt) -> bool:
-        """Returns True if ranks here failed only because a machine has left or wants to join.
+        """Returns True if ranks failed here only because a machine has left or wants to join.
 
-        Ranks fail at once when their connections to a machine break. The launchers notice the
-        change up to `_MEMBERSHIP_CHANGE_S` seconds later, so it is waited for. Once they have
-        noticed it, `num_nodes_waiting` is above 0.
+        Ranks fail as soon as their connections to a machine break. The launchers notice the change
+        up to `_MEMBERSHIP_CHANGE_S` seconds later, so this waits until they do: `num_nodes_waiting`
+        is then above 0.
         """
-        if not self._rdzv.elastic:  # no machine may leave or join
+        if not self._rdzv.elastic:  # machines may neither leave nor join
             return False
+
+        # A failure on another machine explains the failure here.
         reports = self._reports_of_others(attempt).values()
         has_failure_elsewhere = any(report.failed for report in reports)
-        if has_failure_elsewhere:  # then that is the reason, and not a change of machines
+        if has_failure_elsewhere:
             return False
+
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
         return wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
 
     def _stop_workers(self, worker_group: api.WorkerGroup, is_restart: bool = False) -> None:
-        """Ends the ranks; torch elastic calls this before each restart and after the last failure.
+        """Ends the ranks. torch elastic calls this before each restart and after the last failure.
 
-        Before a restart it also announces why the ranks are started again.
+        Before a restart, the reason for it is announced.
 
         Args:
             worker_group: the ranks of this machine (*workers*).
-            is_restart: passed by torch 2.5 to 2.8 only, so it is not used.
+            is_restart: not used, as only torch 2.5 to 2.8 pass it.
         """
-        # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
+        # The state is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
 
@@ -712,13 +732,14 @@ class Agent(api.SimpleElasticAgent):
             self._end_ranks(signal.SIGTERM)
             return
 
-        # Read before `request_restart`: it is about the machines of the present attempt.
+        # This must be read before `request_restart`, as it is about the present attempt's machines.
         lost_machines = self._rdzv.describe_lost_nodes()
+
         end_signal = signal.SIGTERM
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
-            # At SIGTERM a rank that has a checkpoint saves it. If the last step is in memory
-            # already, the ranks need no time to save.
+            # At SIGTERM, a rank that has a checkpoint saves it. If the last step is already kept in
+            # memory, the ranks need no time to save.
             if self._step_memory.is_used:
                 end_signal = signal.SIGKILL
 
@@ -731,15 +752,15 @@ class Agent(api.SimpleElasticAgent):
 
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
 
-        # The rendezvous that follows may wait for minutes.
+        # Announce the restart now, as the rendezvous that follows may take minutes.
         self._announce_restart(lost_machines, restarts_left)
 
     def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
-        """Takes the devices of ranks that have not ended out of the next attempt.
+        """Excludes GPUs from the next attempt that are held by processes that did not end.
 
         Args:
             attempt: the last attempt.
-            spec: says torch elastic how many ranks this machine starts.
+            spec: tells torch elastic how many ranks this machine starts; it is updated.
 
         Raises:
             LockstepError: the run may not go on with fewer ranks on this machine.
@@ -747,7 +768,6 @@ class Agent(api.SimpleElasticAgent):
         given_up = [process for process in attempt.processes if process.given_up]
         variables = {**os.environ, **self._plan.environment}
         uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
-
         has_own_device = uses_gpus and self._plan.nproc <= self._plan.gpus
         if not given_up or not has_own_device:
             return
@@ -775,11 +795,11 @@ class Agent(api.SimpleElasticAgent):
         self._announce(f"this machine goes on with {count_noun(num_left, 'GPU')}")
 
     def _announce_restart(self, lost_machines: str, restarts_left: int) -> None:
-        """Says why all ranks are started again, on the console and in the record of the run.
+        """Says why all ranks are restarted, on the console and in the journal of the run.
 
         Args:
-            lost_machines: names the machines that were lost; empty: none was.
-            restarts_left: how often the ranks may still be started after a failure.
+            lost_machines: text that names the machines that were lost; empty if none was.
+            restarts_left: how often the ranks may still be restarted after a failure.
         """
         if lost_machines:
             self._announce(f"{lost_machines}; starting the ranks of the other machines again")
@@ -799,7 +819,7 @@ class Agent(api.SimpleElasticAgent):
         self._journal.write("restart", "all ranks are started again")
 
     def _count_like(self, failure: FirstFailure) -> int:
-        """Returns in how many attempts a failure of the same kind came first, in any step."""
+        """Returns the number of attempts whose first failure was of the same kind, in any step."""
         count = 0
         for attempt in self.attempts:
             if attempt.failure is not None and attempt.failure.likeness == failure.likeness:
@@ -809,27 +829,28 @@ class Agent(api.SimpleElasticAgent):
     # Ending the ranks
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ends the ranks that still run; called by torch elastic at the end of the run."""
+        """Ends the ranks that are still running. torch elastic calls this at the end of the run."""
         self._end_ranks(death_sig)
 
     def _end_ranks(self, end_signal: int, *, before_restart: bool = False) -> None:
-        """Ends the ranks of the last attempt, and finds out what failed first.
+        """Ends the ranks of the last attempt, and determines its first failure.
 
-        Then the attempt is `over` and has its `failure`.
+        Afterwards the attempt is `over`, and its `failure` is set if there was one.
 
         Args:
-            end_signal: the number of the signal by which the ranks are asked to end.
-            before_restart: True if the ranks are then started again.
+            end_signal: number of the signal that asks the ranks to end.
+            before_restart: True if the ranks are restarted afterwards.
         """
         if not self.attempts or self.attempts[-1].over:
             return
 
+        # Publish which ranks have ended by themselves, before the others are ended.
         attempt = self.attempts[-1]
-        self._publish_report(attempt)  # how ranks have ended by themselves, before others are ended
+        self._publish_report(attempt)
         self._end_processes(attempt, end_signal)
 
-        # Ranks may leave processes behind, which they have started. Those may go on only after a
-        # run that has ended well.
+        # Ranks may have started processes that outlive them. Only after a run that has ended well
+        # may these go on.
         all_ended_well = all(process.code == 0 for process in attempt.processes)
         if before_restart or self.interrupted is not None or not all_ended_well:
             with self._delay_interrupts():
@@ -843,9 +864,11 @@ class Agent(api.SimpleElasticAgent):
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
 
+        # Show everything that the ranks have printed before their failure is reported.
         attempt.over = True
-        self._console.drain()  # all that the ranks have printed, before their failure is printed
+        self._console.drain()
         self._announce_deleted_logs(attempt)
+
         attempt.failure = self._first_failure(attempt)
         self._save_evidence(attempt)
         self._journal.end(attempt.failure)
@@ -856,15 +879,18 @@ class Agent(api.SimpleElasticAgent):
         A second Ctrl-C, which sets `_kill_at_once`, ends the waiting.
         """
         if end_signal == signal.SIGINT:
-            # A rank that waits in C++ answers to Ctrl-C only when it comes back to Python; SIGTERM
+            # A rank that waits in C++ code reacts to Ctrl-C only when it returns to Python. SIGTERM
             # ends it where it is.
-            steps = [(signal.SIGINT, _INTERRUPT_GRACE_S), (signal.SIGTERM, self._grace_s)]
+            signals_with_grace_s = [
+                (signal.SIGINT, _INTERRUPT_GRACE_S),
+                (signal.SIGTERM, self._grace_s),
+            ]
         else:
-            steps = [(signal.Signals(end_signal), self._grace_s)]
+            signals_with_grace_s = [(signal.Signals(end_signal), self._grace_s)]
 
-        for number, patience_s in steps:
+        for number, grace_s in signals_with_grace_s:
             self._end_by_signal(attempt, number)
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + grace_s
             while attempt.running and time.monotonic() < deadline and not self._kill_at_once:
                 self._read_events(timeout=0.05)
 
@@ -872,7 +898,7 @@ class Agent(api.SimpleElasticAgent):
         self._wait_for_killed(attempt)
 
     def _wait_for_killed(self, attempt: Attempt) -> None:
-        """Waits for ranks that were sent SIGKILL, and gives up those that do not end."""
+        """Waits for ranks that were sent SIGKILL, and gives up on those that do not end."""
         while attempt.running:
             for process in attempt.running:
                 self._watch_end(process, "SIGKILL")
@@ -880,20 +906,21 @@ class Agent(api.SimpleElasticAgent):
                 self._read_events(timeout=0.2)
 
     def _watch_late_exits(self, attempt: Attempt) -> None:
-        """Watches ranks whose programs have ended, but whose processes have not.
+        """Watches ranks whose program has ended, but whose process has not.
 
-        At the end of a process the kernel closes its files, which may take as long as SIGKILL.
+        At the end of a process the kernel closes its files, which may take as long as after
+        SIGKILL.
         """
         for process in attempt.running:
             if process.pid is not None and exit_code_of_ending(process.pid) is not None:
                 self._watch_end(process, "its program's end")
 
     def _watch_end(self, process: Process, since: str) -> None:
-        """Gives up a rank whose process does not end, and says once that it ends late.
+        """Announces that a rank's process is slow to end, and gives up on it if it does not end.
 
         Args:
-            process: a rank that has to end.
-            since: what should have ended it, when this was called first.
+            process: a rank that should have ended.
+            since: what should have ended it, for the announcement: `SIGKILL`.
         """
         pid = process.pid
         if pid is None:  # it has not been started yet
@@ -916,7 +943,7 @@ class Agent(api.SimpleElasticAgent):
                 )
             return
 
-        # From now on it counts as ended.
+        # From now on the rank is treated as ended.
         code = exit_code_of_ending(pid)
         process.code = -signal.SIGKILL if code is None else code
         process.ended_at = time.time()
@@ -925,18 +952,21 @@ class Agent(api.SimpleElasticAgent):
         self._announce(f"rank {process.rank}: {text}; it is not waited for any longer")
 
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
-        """Sends a signal that is to end the running ranks, and notes in what state they were."""
+        """Sends the running ranks a signal to end them, and notes which of them were stopped."""
         for process in attempt.running:
-            process.signals_sent.setdefault(number, time.time())  # the time of the first one
-            status = read_process(process.pid or 0)  # None if it has not been started yet
+            process.signals_sent.setdefault(
+                number, time.time()
+            )  # keeps the time of the first signal
+            status = read_process(process.pid or 0)  # None if the rank has not been started yet
             if status is not None and status.state in STOPPED_STATES:
                 process.stopped = True
         self.signal_ranks(number)
 
     def _save_evidence(self, attempt: Attempt) -> None:
-        """Copies the ranks' evidence from memory into their folders, and frees the memory.
+        """Copies the evidence of the ranks from memory into their folders, and frees the memory.
 
-        Evidence are the files in which a rank notes its steps, and the exception that ends it.
+        The evidence of a rank are the files in which it records its steps and the exception that
+        ends it.
         """
         ranks_of_problem: dict[str, list[int]] = {}
         for process in attempt.processes:
@@ -960,13 +990,13 @@ class Agent(api.SimpleElasticAgent):
     # What the user asks for by signals
 
     def signal_ranks(self, number: int) -> None:
-        """Sends a signal to the ranks that run."""
+        """Sends a signal to the ranks that are running."""
         running = self.attempts[-1].running if self.attempts else []
         if running:
             self._zygote.signal([process.local_rank for process in running], number)
 
     def interrupt(self, number: int) -> None:
-        """Ends the run in order; a second call kills the ranks that still run.
+        """Ends the run in an orderly way. The second call kills the ranks that are still running.
 
         Raises:
             SignalException: at the first call, or at the end of a `_delay_interrupts` block.
@@ -979,15 +1009,15 @@ class Agent(api.SimpleElasticAgent):
         error = SignalException(
             f"process {os.getpid()} got signal {number}", signal.Signals(number)
         )
-        if not self._interrupts_delayed:
+        if self._interrupts_delayed:
+            self._delayed_interrupt = error
+        else:
             raise error
 
-        self._delayed_interrupt = error
-
     def end_unless_started(self, number: int) -> None:
-        """Ends the run if no rank has started yet: another machine of it has failed.
+        """Ends the run if no rank has been started yet, because another of its machines has failed.
 
-        Once ranks have started, the launchers find out by themselves what failed first.
+        Once ranks have been started, the launchers determine the first failure by themselves.
         """
         if not self.attempts:
             self.interrupt(signal.SIGTERM)
@@ -996,7 +1026,7 @@ class Agent(api.SimpleElasticAgent):
     def _delay_interrupts(self) -> Iterator[None]:
         """Delays a signal that ends the run until the end of the block.
 
-        Otherwise a rank's end could be read from the zygote and not be noted, and the launcher
+        Otherwise the end of a rank could be read from the zygote but not noted, and the launcher
         would wait for that rank forever.
         """
         self._interrupts_delayed = True
@@ -1012,13 +1042,13 @@ class Agent(api.SimpleElasticAgent):
             raise interrupt
 
     def stop(self, number: int) -> None:
-        """Stops the ranks and this process at Ctrl-Z; when it goes on, lets the ranks go on."""
-        # Not by SIGTSTP, as Ctrl-Z would: the ranks have sessions of their own, and the kernel
-        # ignores it in sessions in which no shell could continue the processes.
+        """Stops the ranks and this process at Ctrl-Z, and continues the ranks when it continues."""
+        # The ranks have sessions of their own. The kernel ignores SIGTSTP, the signal of Ctrl-Z, in
+        # a session without a shell that could continue its processes. So they are sent SIGSTOP.
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
 
-        # From here on the user has let this process go on, by the shell's `fg` or `bg`.
+        # Here the user has continued this process, by the shell's `fg` or `bg`.
         keyboard_pid = self._running_keyboard_pid()
         if keyboard_pid is not None:
             job_control.give_keyboard(keyboard_pid)
@@ -1029,7 +1059,8 @@ class Agent(api.SimpleElasticAgent):
         """Returns the process id of the rank that reads the terminal's keyboard.
 
         Returns:
-            None if no rank reads it, or if that rank has not been started yet or has ended.
+            The id, or None if there is no such rank, or if it has not been started yet or has
+            ended.
         """
         rank = self._keyboard_rank
         if rank is None or not rank.pid or rank.code is not None:
@@ -1042,7 +1073,7 @@ class Agent(api.SimpleElasticAgent):
         """Tells the other launchers how the ranks of this machine have ended so far.
 
         Returns:
-            The report that they get.
+            The report.
         """
         exits = []
         for process in attempt.processes:
@@ -1050,7 +1081,7 @@ class Agent(api.SimpleElasticAgent):
             if has_ended:
                 exits.append(exit_status_of(process, self._oom_counts_before))
 
-        # If the only rank of a run reads the keyboard, Ctrl-C reaches it and not this launcher.
+        # If a single rank reads the keyboard, Ctrl-C reaches the rank, but not this launcher.
         interrupted = self.interrupted or _ctrl_c_of_only_rank(attempt)
         report = ExitReport(
             host=socket.gethostname(),
@@ -1063,11 +1094,12 @@ class Agent(api.SimpleElasticAgent):
         )
         if attempt.nodes > 1:
             self._rdzv.publish(_EXIT_REPORT_KEY, report.to_values())
-
         return report
 
     def _reports_of_others(self, attempt: Attempt) -> dict[int, ExitReport]:
-        """Returns what the other launchers of the attempt have reported, by node."""
+        """Returns the latest report of each other launcher of the attempt, by the number of its
+        node.
+        """
         reports = {}
         if attempt.nodes > 1:
             for node, values in self._rdzv.published(_EXIT_REPORT_KEY).items():
@@ -1076,10 +1108,10 @@ class Agent(api.SimpleElasticAgent):
         return reports
 
     def _others_run(self, attempt: Attempt) -> bool:
-        """Returns True if ranks of other machines run; to be called once those of this one have
-        ended.
+        """Returns True if ranks of other machines are still running.
 
-        The first call of an attempt tells the other launchers that the ranks here have ended.
+        This is called once the ranks of this machine have ended. The first call of an attempt tells
+        the other launchers so.
         """
         if attempt.nodes == 1 or not self._rdzv.can_publish:
             return False
@@ -1088,15 +1120,20 @@ class Agent(api.SimpleElasticAgent):
             attempt.end_published = True
             self._publish_report(attempt)
 
+        # A report is complete once all ranks of its machine have ended.
         reports = self._reports_of_others(attempt).values()
-        complete = [report for report in reports if report.complete]  # all ranks there have ended
+        complete = [report for report in reports if report.complete]
         num_other_nodes = attempt.nodes - 1
         return len(complete) < num_other_nodes
 
     def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
-        """Returns what failed first on all machines, or None if nothing failed.
+        """Determines what failed first on all machines.
 
-        Publishes the report of this machine, and waits for those of the others if they are needed.
+        The report of this machine is published, and the reports of the others are waited for if
+        they are needed.
+
+        Returns:
+            The failure, or None if nothing failed.
         """
         own_report = self._publish_report(attempt)
         if self._rdzv.can_publish:
@@ -1105,15 +1142,15 @@ class Agent(api.SimpleElasticAgent):
 
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
-        hangs = [report.hang for report in reports if report.hang is not None]
-        first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
-        interrupted = [report for report in reports if report.interrupted is not None]
-
         exits: list[ExitStatus] = []
         earlier_failures: set[str] = set()
         for report in reports:
             exits.extend(report.exits)
             earlier_failures.update(report.earlier_failures)
+
+        hangs = [report.hang for report in reports if report.hang is not None]
+        first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
+        interrupted = [report for report in reports if report.interrupted is not None]
 
         folder = str(attempt.folder)
         if attempt.logs_deleted:
@@ -1129,7 +1166,6 @@ class Agent(api.SimpleElasticAgent):
         )
         if failure is None or failure.kind != "interrupted":
             return failure
-
         was_interrupted_here = own_report.interrupted is not None
         if was_interrupted_here:
             return failure
@@ -1138,10 +1174,10 @@ class Agent(api.SimpleElasticAgent):
         return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
 
     def _earlier_failures(self) -> tuple[str, ...]:
-        """Returns the keys of what failed first in the attempts before the last one.
+        """Returns the keys of the first failures of all attempts before the last one.
 
-        All launchers tell each other, as one that has joined later has not seen them. So all of
-        them find alike whether a failure is repeated.
+        The launchers exchange them, because one that joined later has not seen these failures. So
+        all of them agree on whether a failure is repeated.
         """
         keys = [attempt.failure.key for attempt in self.attempts[:-1] if attempt.failure]
         return tuple(key for key in keys if key)
@@ -1149,9 +1185,9 @@ class Agent(api.SimpleElasticAgent):
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]
     ) -> list[FirstFailure]:
-        """Returns a failure for each lost machine.
+        """Returns a failure for each lost machine, unless one of its ranks is known to have ended.
 
-        But if its launcher has reported how one of its ranks ended, that says more than the loss.
+        How a rank ended says more than the loss of the machine.
 
         Args:
             reports_of_others: the last report of each other launcher, by the rank of its node.
@@ -1167,9 +1203,7 @@ class Agent(api.SimpleElasticAgent):
         return failures
 
     def _has_all_reports(self, attempt: Attempt, own_report: ExitReport) -> bool:
-        """Returns True if the reports of the other launchers are complete, or no more of them is
-        needed.
-        """
+        """Returns True if the other launchers have reported everything that is needed."""
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
         if any(report.interrupted for report in reports):
@@ -1177,15 +1211,16 @@ class Agent(api.SimpleElasticAgent):
         if not any(report.failed for report in reports):
             return True
 
-        # Something failed. What failed first is known once every machine has told of all its ranks.
+        # Something failed. The first failure is known once every machine has reported the end of
+        # all its ranks. Lost machines will report nothing more.
         complete = {node for node, report in reports_of_others.items() if report.complete}
-        lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}  # they will report no more
+        lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         num_other_nodes = attempt.nodes - 1
         return len(complete | lost) >= num_other_nodes
 
 
 def _vain_restart(failure: FirstFailure, max_restarts: int) -> LockstepError:
-    """Returns the error that ends a run whose failure would come again after each restart."""
+    """Returns the error for a run in which the same failure would come again after each restart."""
     if not failure.is_repeated:
         return LockstepError(
             f"--max-restarts {max_restarts}",
@@ -1202,14 +1237,14 @@ def _vain_restart(failure: FirstFailure, max_restarts: int) -> LockstepError:
 
 
 def _node_rank(node: Node) -> int:
-    """Returns a node's rank; -1, which no node has, if it has been given none yet."""
+    """Returns the rank of a node, or -1, which no node has, if it has been given none yet."""
     return -1 if node.rank is None else node.rank
 
 
 def _ctrl_c_of_only_rank(attempt: Attempt) -> Interruption | None:
-    """Returns the Ctrl-C that ended the only rank of the run.
+    """Returns the Ctrl-C that ended the only rank of the run, if that was the case.
 
-    If it has the terminal's keyboard, Ctrl-C reaches it and not the launcher.
+    If the rank has the terminal's keyboard, Ctrl-C reaches the rank, but not the launcher.
     """
     if attempt.world_size != 1:
         return None
@@ -1220,8 +1255,9 @@ def _ctrl_c_of_only_rank(attempt: Attempt) -> Interruption | None:
 
 
 def _runs_on_after_exception(attempt: Attempt) -> bool:
-    """Returns True if a rank raised an exception a while ago but has not ended: others may wait for
-    it.
+    """Returns True if a rank raised an exception a while ago but is still running.
+
+    Others may be waiting for it.
     """
     for process in attempt.running:
         record = read_error(process.evidence)
@@ -1231,10 +1267,10 @@ def _runs_on_after_exception(attempt: Attempt) -> bool:
 
 
 def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Returns the ranks of this machine that have failed, as torch elastic describes them."""
+    """Returns the ranks of this machine that have failed, in the form that torch elastic uses."""
     failures = {}
     for process in attempt.processes:
-        if process.code is None or process.code == 0:  # it runs, or has ended well
+        if process.code is None or process.code == 0:  # it is running, or has ended well
             continue
 
         failures[process.rank] = ProcessFailure(
@@ -1243,7 +1279,6 @@ def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
             exitcode=process.code,
             error_file=readable_torch_file(process.folder / _ELASTIC_ERROR_FILE_NAME),
         )
-
     return failures
 
 
@@ -1251,7 +1286,7 @@ def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 def _without_torch_warnings() -> Iterator[None]:
     """Silences the warnings of torch's agent within the block, unless LOGLEVEL is set.
 
-    What they say is announced here, in a clearer form.
+    Lockstep announces the same events in a clearer form.
     """
     logger = logging.getLogger(api.SimpleElasticAgent.__module__)
     level_before = logger.level

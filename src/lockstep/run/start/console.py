@@ -1,17 +1,17 @@
-"""The ranks' standard output and error: every byte to a log file, chosen streams to the console.
+"""Writes the standard output and error of the ranks to log files, and shows them on the console.
 
-A *sink* is the launcher's own stdout or stderr. It gets whole lines, each with its rank as a
-*prefix*. On a terminal a *status row* stands under them: a line that the lowest rank has not
-finished yet, such as a progress bar. A rank's *last words* are what it prints as an exception ends
-it: they are held back, since other ranks may print the same. The only rank of a run has the
-launcher's terminal itself.
+A *sink* is the launcher's own stdout or stderr. It shows whole lines, each with its rank as a
+*prefix*. On a terminal there is a *status row* below them: a line that the lowest rank has not
+finished yet, such as a progress bar. A rank's *last words* are what it prints while an exception
+ends it. They are held back, since other ranks may print the same. If the run has only one rank, it
+is given the launcher's terminal itself.
 
-With hundreds of ranks the verdict would stand under thousands of lines. So last words that differ
-in numbers alone are shown once, and a line says which ranks have printed the same.
+With hundreds of ranks, their tracebacks would bury the verdict under thousands of lines. So last
+words that differ only in numbers are shown once, and one line says which ranks printed the same.
 
-One thread of the launcher reads all streams; it is started after the zygote was forked. While a
-sink takes nothing, the ranks' streams are still read, up to `_MAX_WAITING_BYTES`. Then the ranks
-wait, as they would for any slow terminal.
+One thread of the launcher reads all streams; it is started after the zygote was forked. If a sink
+does not accept data, the ranks' streams are read until `_MAX_WAITING_BYTES` have piled up. Then the
+ranks wait, as they would for any slow terminal.
 """
 
 from __future__ import annotations
@@ -40,33 +40,36 @@ from lockstep.wording import format_ranks
 
 STREAMS = ("stdout", "stderr")
 COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
-"""Variable of the ranks: how many columns of the launcher's terminal their lines have."""
+"""Environment variable of the ranks: the columns of the launcher's terminal left for their
+lines.
+"""
 
 _DEFAULT_PREFIX = "[rank ${rank}] "
 _MAX_WAITING_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 _TICK_S = 0.05
 _LAST_WORDS_S = 1.0
-"""A rank that has written nothing more for this time has said what ended it."""
+"""The last words of a rank are complete if it has written nothing more for this time."""
 _TRACEBACK_HEADING = b"Traceback (most recent call last)"
 # Numbers in which the last words of two ranks may differ, such as "0x7f3a" and "4711".
 _NUMBER = re.compile(rb"0x[0-9a-f]+|\d+")
 
 
 def console_for(flags: argparse.Namespace, nproc: int) -> Console:
-    """Returns the console that torchrun's flags ask for.
+    """Creates the console that torchrun's flags ask for.
 
     Args:
         flags: torchrun's flags.
-        nproc: ranks on this machine.
+        nproc: number of ranks on this machine.
 
     Raises:
-        SettingError: torchrun refuses a flag's value.
+        SettingError: torchrun refuses the value of a flag.
     """
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
+
+    # Older versions of torch do not have these two flags. A flag that was not given is None.
     filters = {}
     for stream in STREAMS:
-        # Older versions of torch have no such flag. It is None if it is not given.
         filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
 
     template = (
@@ -76,22 +79,26 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     )
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
 
-    # With --tee the user has asked for log files, so an only rank gets them, too.
+    # With --tee the user has asked for log files, so a single rank gets them too.
     return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
 
 def choose_streams(
     nproc: int, redirects: str = "0", tee: str = "0", local_ranks_filter: str = ""
 ) -> dict[int, frozenset[str]]:
-    """Returns which streams of which local rank reach the console, by torchrun's flags.
+    """Chooses which streams of each local rank are shown on the console, from torchrun's flags.
 
-    Without flags all do. See `torch.distributed.elastic.multiprocessing` for the flags' values.
+    By default all of them are. `torch.distributed.elastic.multiprocessing` describes the values of
+    the flags.
 
     Args:
-        nproc: ranks on this machine.
-        redirects: streams that are kept off the console.
-        tee: streams that reach the console in spite of `redirects`.
-        local_ranks_filter: the ranks that reach the console at all; empty: all.
+        nproc: number of ranks on this machine.
+        redirects: streams that are not shown.
+        tee: streams that are shown in spite of `redirects`.
+        local_ranks_filter: the ranks that are shown at all, such as "0,2"; empty for all of them.
+
+    Returns:
+        The names of the streams, by local rank: `{0: {"stdout", "stderr"}, 1: {"stderr"}}`.
 
     Raises:
         SettingError: torchrun refuses a value.
@@ -121,14 +128,16 @@ def choose_streams(
                 is_teed = bool(flag & teed[rank])
                 if is_teed or not is_redirected:
                     streams.add(name)
-
         shown[rank] = frozenset(streams)
-
     return shown
 
 
 def _streams_of_ranks(flag: str, text: str, nproc: int) -> Mapping[int, int]:
-    """Reads a value of `--redirects` or `--tee`: for each local rank a bit set of streams."""
+    """Parses a value of `--redirects` or `--tee`, such as `3` or `0:1,1:3`.
+
+    Returns:
+        The streams of each local rank, as a bit set of `Std.OUT` and `Std.ERR`.
+    """
     from torch.distributed.elastic.multiprocessing import Std, to_map
 
     try:
@@ -144,18 +153,19 @@ def _streams_of_ranks(flag: str, text: str, nproc: int) -> Mapping[int, int]:
 
 
 class Console:
-    """Reads the streams of all ranks, in a thread, within a `with` block.
+    """Reads the streams of all ranks in a thread, within a `with` block.
 
     Args:
-        shown: for each local rank the streams that reach the console; None: all do.
-        filters: for `stdout` and `stderr` a list of texts. A line that reaches the console and
-            holds one of them is also written to `filtered_stdout.log` (or `filtered_stderr.log`)
-            in the attempt's folder.
-        prefix: the template of each line's prefix, with `${rank}` and `${local_rank}`.
-        always_logged: True if an only rank has log files too, instead of the terminal itself.
-        environ: the environment variables, of which NO_COLOR and TERM are read.
-        stdout: descriptor that gets the ranks' standard output.
-        stderr: descriptor that gets the ranks' standard error and the launcher's own lines.
+        shown: the streams of each local rank that are shown; None for all.
+        filters: for `stdout` and `stderr`, a list of texts. A shown line that contains one of them
+            is also written to `filtered_stdout.log` or `filtered_stderr.log` in the attempt's
+            folder.
+        prefix: template of the prefix of each line, with `${rank}` and `${local_rank}`.
+        always_logged: whether a single rank gets log files instead of the terminal itself.
+        environ: environment variables, of which NO_COLOR and TERM are used.
+        stdout: descriptor on which the standard output of the ranks is shown.
+        stderr: descriptor on which the standard error of the ranks and the launcher's own lines are
+            shown.
     """
 
     def __init__(
@@ -177,9 +187,9 @@ class Console:
         self._streams: list[_Stream] = []
         self._announcements: deque[str] = deque()
         self._full_folders: set[Path] = set()
-        """The log folders that are full, which was announced once for each."""
+        """The log folders that were announced to be full."""
         self._ranks_by_last_words: dict[bytes, list[int]] = {}
-        """The keys are last words without their numbers."""
+        """The ranks that printed the same last words. The keys are last words without numbers."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -189,19 +199,23 @@ class Console:
         self._drain_until = math.inf
         self._flush_deadline: FlushDeadline | None = None
         self.hurry = False
-        """True if the run was asked to end: a slow console is then not waited for."""
+        """True if the user has asked the run to end, so that nobody waits for a slow console."""
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
     def __enter__(self) -> Console:
-        """Starts the thread. From now on no process may be forked without exec."""
+        """Starts the thread. From now on, processes may only be forked to execute a program at
+        once.
+        """
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drains the streams, waits while the console takes the rest, and ends the thread."""
+        """Reads the rest of the streams, waits until the console has shown it, and ends the
+        thread.
+        """
         self.drain()
 
-        # The thread ends when this deadline is over.
+        # Setting the deadline makes the thread end once the deadline is over.
         self._flush_deadline = FlushDeadline(self._sinks.values(), hurry=self.hurry)
         self._wake_up()
         self._thread.join()
@@ -216,7 +230,7 @@ class Console:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of several ranks, which see pipes even if the launcher has a terminal."""
+        """Environment variables for ranks, which see pipes even if the launcher has a terminal."""
         sink = self._sinks["stdout"]
         if not sink.can_draw:
             return {}
@@ -233,24 +247,22 @@ class Console:
         error_file: Path | None = None,
         recent: RecentOutput | None = None,
     ) -> tuple[int, int, int]:
-        """Makes a rank's standard output and error, and a copy of our standard input.
-
-        From now on the thread reads what the rank writes there.
+        """Creates the standard streams of a rank, and starts to read what the rank writes.
 
         Args:
-            rank: the rank's number in the whole run.
-            local_rank: its number on this machine.
+            rank: number of the rank in the whole run.
+            local_rank: number of the rank on this machine.
             folder: the rank's folder, which must exist.
-            is_only_rank: True for the only rank of the run. It has the terminal itself, if there is
-                one and the stream is shown. Otherwise what it writes is passed on unchanged,
-                without a prefix.
-            error_file: the file in which the rank notes the exception that ends it; None: the one
-                in its folder.
-            recent: gets the end of its standard error.
+            is_only_rank: True if this is the only rank of the run. Streams of it that are shown on
+                a terminal are the terminal itself. The others are passed on unchanged, without a
+                prefix.
+            error_file: file in which the rank records the exception that ends it; by default the
+                one in its folder.
+            recent: keeps the end of the rank's standard error.
 
         Returns:
-            Descriptors for the rank: input, output, error. The caller closes them once the rank
-            has them.
+            Descriptors for the rank: input, output, error. The input is a copy of the launcher's.
+            The caller closes them once the rank has them.
         """
         shown: Collection[str] = STREAMS
         if self._shown is not None:  # the user has chosen what is shown
@@ -284,7 +296,6 @@ class Console:
                 stream.open_log()
             except OSError as os_error:
                 self._note_full_disk(stream, os_error)
-
             self._streams.append(stream)
 
         self._wake_up()
@@ -292,7 +303,7 @@ class Console:
         return _copy_standard_input(), output, error
 
     def _note_full_disk(self, stream: _Stream, error: OSError) -> None:
-        """Announces that a log cannot be written; once for the logs of an attempt."""
+        """Announces that a log cannot be written, once for all logs of an attempt."""
         folder = stream.log.parent.parent
         if folder not in self._full_folders:
             self._full_folders.add(folder)
@@ -303,7 +314,7 @@ class Console:
             )
 
     def announce(self, text: str) -> None:
-        """Writes lines of the launcher itself, above the status row; from any thread."""
+        """Shows lines of the launcher itself, above the status row. Any thread may call this."""
         self._announcements.append(f"lockstep: {text}")
         if self._thread.is_alive():
             self._wake_up()
@@ -311,11 +322,11 @@ class Console:
             self._write_announcements()
 
     def drain(self, timeout: float = 2.0) -> None:
-        """Waits until all streams have ended, as they do when their ranks have.
+        """Waits until all streams have ended, which they do when their ranks end.
 
         Args:
-            timeout: in seconds. A process that a rank has left behind may hold a stream open for
-                longer; then the stream is read one last time and closed.
+            timeout: how long to wait, in seconds. A process that a rank has left behind may keep a
+                stream open for longer. Then the stream is read one last time and closed.
         """
         if self._thread.is_alive():
             self._drained.clear()
@@ -324,27 +335,29 @@ class Console:
             self._drained.wait()
 
     def _wake_up(self) -> None:
-        """Lets the thread look at what has changed."""
+        """Makes the thread handle what has changed."""
         with contextlib.suppress(BlockingIOError):  # the pipe is full: it is about to wake up
             os.write(self._wake_writer, b".")
 
     # In the thread
 
     def _run(self) -> None:
-        """Reads streams as they bring something, and writes to the sinks what these can take.
+        """Runs the thread: reads the streams as data arrives, and writes to sinks that accept data.
 
-        It ends when `__exit__` has set `_flush_deadline` and that deadline is over.
+        It ends when `__exit__` has set `_flush_deadline` and this deadline is over.
         """
         sinks = set(self._sinks.values())
         while self._flush_deadline is None or not self._flush_deadline.over():
             poll = select.poll()
             poll.register(self._wake_reader, select.POLLIN)
 
+            # If too much is waiting to be shown, let the ranks wait until the console has caught
+            # up.
             is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
             polled_streams = {}
             for stream in self._streams:
                 if is_full and stream.sink is not None:
-                    continue  # its rank waits until the console has taken what there is
+                    continue
                 polled_streams[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
 
@@ -352,7 +365,7 @@ class Console:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
 
-            # None: it waits until a descriptor is ready.
+            # With None, it waits until a descriptor is ready.
             timeout_ms = _TICK_S * 1000 if self._is_something_due() else None
             for descriptor, _ in poll.poll(timeout_ms):
                 if descriptor == self._wake_reader:
@@ -360,11 +373,11 @@ class Console:
                 elif descriptor in polled_streams:
                     self._read(polled_streams[descriptor])
 
-                # Otherwise it is a sink that can take more. It is written to below.
+            # This also writes to the sinks that are ready.
             self._do_what_is_due(sinks)
 
     def _is_something_due(self) -> bool:
-        """Returns True if the clock alone will require something to be done."""
+        """Returns True if something must be done after some time, even if no data arrives."""
         return (
             self._draw_at < math.inf
             or self._drain_until < math.inf
@@ -373,7 +386,7 @@ class Console:
         )
 
     def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
-        """Draws the status rows, shows last words, flushes the sinks, and ends what is drained."""
+        """Draws status rows, shows last words, writes to the sinks, and closes drained streams."""
         now = time.monotonic()
         if now >= self._draw_at:
             self._draw_at = math.inf
@@ -381,17 +394,17 @@ class Console:
                 sink.draw(self._status_row(sink))
 
         for stream in self._streams:
-            has_nothing_more_to_say = now >= stream.last_read + _LAST_WORDS_S
-            if has_nothing_more_to_say:
+            last_words_are_complete = now >= stream.last_read + _LAST_WORDS_S
+            if last_words_are_complete:
                 self._show_last_words(stream)
 
         for sink in sinks:
             sink.flush()
-
         self._write_announcements()
+
+        # Processes that ended ranks have left behind may keep streams open. These are closed now.
         is_drain_over = now >= self._drain_until
         if is_drain_over:
-            # The ranks have ended, but processes that they have left behind hold streams open.
             for stream in list(self._streams):
                 self._read(stream)
                 if stream in self._streams:
@@ -402,24 +415,26 @@ class Console:
             is_drain_waiting = not self._drained.is_set()  # in another thread
             if is_drain_waiting:
                 self._announce_same_last_words()
-            self._drained.set()  # `drain` goes on
+            self._drained.set()
 
     def _write_announcements(self) -> None:
-        """Writes the launcher's own lines that wait, each on a line of its own."""
+        """Shows the launcher's own lines that are waiting, each on a line of its own."""
         sink = self._sinks["stderr"]
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"
-            # What a rank writes there directly is not seen here, so it may end in mid-line as well.
+
+            # A rank that writes to the terminal directly may have left an unfinished line too.
             may_be_mid_line = sink.ends_mid_line or sink.is_shared_with_rank
             if may_be_mid_line:
                 text = b"\n" + text
+
             sink.write(text, self._status_row(sink))
             sink.ends_mid_line = False
 
     def _read(self, stream: _Stream) -> None:
-        """Reads what a stream brings: into its log, and onto the console if it is shown.
+        """Reads what has arrived on a stream, writes it to the log, and shows it if it is shown.
 
-        At its end the stream is closed. Last words are held back in the stream.
+        Last words are held back in the stream. At the end of the stream, the stream is closed.
         """
         data = stream.read()
         if data is None:
@@ -427,7 +442,6 @@ class Console:
             return
 
         lines = stream.finish_lines(data)
-
         if stream.recent is not None:
             stream.recent.add(data)
 
@@ -443,16 +457,16 @@ class Console:
         if stream.prefix:
             lines_to_show = stream.hold_back_last_words(lines)
             self._show(stream, stream.sink, lines_to_show)
-        else:  # it is the only rank's, and passed on unchanged
+        else:  # a single rank's stream is passed on unchanged
             stream.sink.write(data)
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
+        # The status row is drawn a moment later, once for everything that arrives until then.
         if stream.sink.can_draw:
-            # The status row is drawn a moment later, once for all that comes until then.
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
     def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
-        """Writes lines with their rank's prefix."""
+        """Shows lines, each with the prefix of its rank."""
         if not lines:
             return
 
@@ -468,8 +482,8 @@ class Console:
     def _show_last_words(self, stream: _Stream) -> None:
         """Shows the last words that were held back, unless another rank has printed the same.
 
-        They count as the same if they differ in numbers alone. Empties the stream's `last_words`,
-        and adds the rank to `_ranks_by_last_words`.
+        They are the same if they differ only in numbers. The rank is added to
+        `_ranks_by_last_words`, from which `_announce_same_last_words` names the other ranks later.
         """
         lines = stream.last_words
         stream.last_words = []
@@ -481,13 +495,11 @@ class Console:
         if is_first_to_print_them:
             self._ranks_by_last_words[without_numbers] = []
             self._show(stream, stream.sink, lines)
-
         self._ranks_by_last_words[without_numbers].append(stream.rank)
 
     def _announce_same_last_words(self) -> None:
-        """Says which ranks have printed the same last words as another one.
-
-        Those of the first rank were shown, and those of the other ranks were not.
+        """Says which ranks have printed the same last words as a rank whose last words were
+        shown.
         """
         for shown_rank, *other_ranks in self._ranks_by_last_words.values():
             if other_ranks:
@@ -501,7 +513,9 @@ class Console:
         self._write_announcements()
 
     def _status_row(self, sink: Sink) -> bytes:
-        """Returns what the lowest rank has not finished yet, as one row of the terminal."""
+        """Returns the unfinished line of the lowest rank that has one, as one row of the
+        terminal.
+        """
         if not sink.can_draw:
             return b""
 
@@ -509,11 +523,10 @@ class Console:
         for stream in self._streams:
             if stream.sink is not sink:
                 continue
-            if not stream.prefix:  # it is passed on unchanged, its unfinished line included
+            if not stream.prefix:  # passed on unchanged, so its unfinished line is shown already
                 continue
             if stream.visible_unfinished.strip():
                 unfinished.append(stream)
-
         if not unfinished:
             return b""
 
@@ -521,9 +534,9 @@ class Console:
         return sink.crop(sink.colour_prefix(lowest.prefix, lowest.rank) + lowest.visible_unfinished)
 
     def _end(self, stream: _Stream) -> None:
-        """Shows what has not been shown of a stream yet, and closes it.
+        """Shows the rest of a stream, and closes it.
 
-        That is a last line without a newline, and the last words that were held back. A stream
+        The rest is a last line without a newline, and the last words that were held back. A stream
         without a prefix is passed on unchanged, so its last line has been shown already.
         """
         self._streams.remove(stream)
@@ -542,9 +555,10 @@ class Console:
 
 
 def _copy_standard_input() -> int:
+    """Returns a new descriptor of the launcher's standard input, or of /dev/null if it has none."""
     try:
         return os.dup(0)
-    except OSError:  # the launcher was started without one
+    except OSError:
         return os.open(os.devnull, os.O_RDONLY)
 
 
@@ -556,30 +570,32 @@ class _Stream:
     prefix: str
     """The prefix of each of its lines; empty if the stream is passed on unchanged."""
     descriptor: int
-    """The end of the pipe from which it is read."""
+    """The reading end of its pipe."""
     sink: Sink | None
-    """The stream on which it is shown; None: it is not shown."""
+    """The sink on which it is shown; None if it is not shown."""
     log: Path
-    """The file that gets all of it."""
+    """The file to which all of it is written."""
     filters: list[bytes]
-    """A shown line that holds one of these also goes to a file beside the rank's folder."""
+    """A shown line that contains one of these is also written to a file beside the rank's
+    folder.
+    """
     error_file: Path
-    """The file in which the rank notes the exception that ends it."""
+    """The file in which the rank records the exception that ends it."""
     recent: RecentOutput | None
-    """Keeps the end of the stream for messages; None: it is not kept."""
+    """Keeps the end of the stream for messages; None if it is not needed."""
     unfinished: bytes = b""
     """The line that is not finished yet."""
     last_words: list[bytes] = field(default_factory=list)
-    """Lines that are not shown yet: what the rank prints as an exception ends it."""
+    """Lines that the rank printed while an exception ended it, and that are not shown yet."""
     last_read: float = 0.0
-    """When something came last (monotonic): last words are shown when no more come."""
+    """When data last arrived (monotonic). Last words are shown once no more data arrives."""
 
     def __post_init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._filtered_log = self.log.parent.with_name(f"filtered_{self.log.name}")
 
     def open_log(self) -> None:
-        """Opens the files that it is written to.
+        """Opens the files that the stream is written to.
 
         Raises:
             OSError: the disk is full.
@@ -595,25 +611,27 @@ class _Stream:
         return last_state(self.unfinished)
 
     def read(self) -> bytes | None:
-        """Reads what there is; returns None at the end of the stream."""
+        """Reads the data that has arrived, which may be empty; returns None at the end of the
+        stream.
+        """
         try:
             return os.read(self.descriptor, _READ_BYTES) or None
         except BlockingIOError:
             return b""
 
     def finish_lines(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` has finished, without newlines."""
+        """Adds data to the unfinished line, and returns the lines that are now finished."""
         lines, self.unfinished = finished_lines(self.unfinished + data)
-        # torch's hook for exceptions begins its lines with the rank, as the console does.
+        # torch's hook for exceptions puts the rank before each line, as the console does.
         prefix_of_torch = f"[rank{self.rank}]: ".encode()
         return [line.removeprefix(prefix_of_torch) for line in lines]
 
     def hold_back_last_words(self, lines: list[bytes]) -> list[bytes]:
-        """Moves the last words among some lines into `last_words`, and returns the other lines.
+        """Moves last words from the given lines into `last_words`, and returns the other lines.
 
-        A rank prints last words on its standard error, after it has noted the exception that ends
-        it. They begin with the heading of its traceback; if there is none, all lines are last
-        words. Also sets `last_read` to the present time.
+        Last words are printed on standard error after the rank has recorded the exception that ends
+        it. They begin with the heading of the traceback, or with the first line if there is no
+        heading.
         """
         self.last_read = time.monotonic()
         if not lines or self.log.stem != "stderr" or not self._has_raised():
@@ -631,25 +649,28 @@ class _Stream:
         return lines[:begin]
 
     def _has_raised(self) -> bool:
-        """Returns True if the rank has noted an exception that ends it."""
+        """Returns True if the rank has recorded an exception that ends it."""
         try:
             return self.error_file.stat().st_size > 0
         except OSError:
             return False
 
     def write_files(self, data: bytes, lines: list[bytes]) -> None:
-        """Writes data into the log, and lines that hold a text of `filters` into another file.
+        """Writes data to the log, and lines that match the filters to a second file.
+
+        Args:
+            data: the data that has arrived.
+            lines: the lines that it has finished.
 
         Raises:
             OSError: the disk is full.
         """
         if self._file is None:
             return
-
         self._file.write(data)
-        if self.sink is None:  # the filters are for lines that are shown
-            return
 
+        if self.sink is None:  # the filters only apply to lines that are shown
+            return
         prefix = self.prefix.encode()
         filtered = []
         for line in lines:
@@ -661,7 +682,7 @@ class _Stream:
                 file.write(b"".join(filtered))
 
     def close_files(self) -> None:
-        """Closes the log; nothing is written to files from now on."""
+        """Closes the log. Nothing is written to files from now on."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,10 +1,10 @@
-"""What this process learns about GPUs and CUDA without initialising CUDA in itself.
+"""Finds out about GPUs and CUDA without initialising CUDA in this process.
 
-`lockstep.launch` runs what cannot be pickled in copies of this process, made by `os.fork`. CUDA
-does not work in a copy if its driver was initialised (by `cuInit`) in the process that was copied.
-Looking for GPUs may do that: `torch.cuda.is_available()` does, unless the variable
+`lockstep.launch` runs functions that cannot be pickled in copies of this process, made by
+`os.fork`. CUDA does not work in a copy if its driver was initialised (by `cuInit`) in the process
+that was copied. Looking for GPUs may do that: `torch.cuda.is_available()` does, unless the variable
 PYTORCH_NVML_BASED_CUDA_CHECK is 1, which `import lockstep` sets; and `torch.cuda.device_count()`
-does where NVIDIA's management library (NVML) cannot count the visible devices, as on MIG slices.
+does if NVIDIA's management library (NVML) cannot count the visible devices, as with MIG slices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def count_gpus() -> int:
     """Returns the number of CUDA devices, or of devices of torch's current accelerator."""
     import torch
 
+    # torch supports one kind of accelerator at a time, so without CUDA it is another one, or none.
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        # torch knows one kind of accelerator at a time, so this is another one, or none.
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
     from lockstep.distributed.torch_compat import count_gpus_without_cuda
@@ -32,26 +32,32 @@ def count_gpus() -> int:
     count = count_gpus_without_cuda()
     if count is not None:
         return count
-    if cuda_is_initialised() is not None:
-        return torch.cuda.device_count()  # it changes nothing any more
 
-    # The copy initialises CUDA, and ends.
+    # If CUDA is initialised already, counting changes nothing any more.
+    if cuda_is_initialised() is not None:
+        return torch.cuda.device_count()
+
+    # Otherwise let a copy of this process initialise CUDA and count.
     return _answer_of_copy(torch.cuda.device_count) or 0
 
 
 def cuda_is_initialised() -> str | None:
-    """Returns how CUDA was initialised in this process, so that its copies cannot use it; or None.
+    """Returns how CUDA was initialised in this process, so that its copies cannot use it.
 
-    torch itself says so only once it has used a GPU. Here it is also seen that torch has asked CUDA
-    for its devices, and that another library has initialised CUDA's driver.
+    torch only reports this once it has used a GPU. This function also notices if torch has asked
+    CUDA for its devices, or if another library has initialised the driver of CUDA.
+
+    Returns:
+        A text for an error, or None if CUDA was not initialised.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         if torch.cuda.is_initialized():
             return "torch has used a GPU"
+
+        # If this process has asked CUDA for anything, torch refuses to use CUDA in a copy.
         from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
 
-        # torch has a copy refuse CUDA if the process that was copied had asked CUDA for anything.
         if _answer_of_copy(cuda_is_refused_in_this_copy):
             return "torch has asked CUDA for its devices"
 
@@ -62,13 +68,13 @@ def cuda_is_initialised() -> str | None:
 
 
 def _cuda_driver_is_initialised() -> bool:
-    """Returns True if `cuInit` was called in this process, by whatever library.
+    """Returns True if any library has called `cuInit` in this process.
 
-    Source: CUDA Driver API, "Initialization": any other function returns
-    CUDA_ERROR_NOT_INITIALIZED before.
+    Before that, every other function of the driver returns CUDA_ERROR_NOT_INITIALIZED; see
+    "Initialization" in the documentation of the CUDA Driver API.
     """
     try:
-        # RTLD_NOLOAD: only if a library of this process has loaded it already.
+        # With RTLD_NOLOAD, the library is only found if it has been loaded in this process already.
         driver = ctypes.CDLL(CUDA_DRIVER_LIBRARY, mode=os.RTLD_NOLOAD)
         count = ctypes.c_int()
         result: int = driver.cuDeviceGetCount(ctypes.byref(count))
@@ -78,22 +84,22 @@ def _cuda_driver_is_initialised() -> bool:
 
 
 def _answer_of_copy(question: Callable[[], int]) -> int | None:
-    """Returns what a function returns in a copy of this process, which ends at once.
+    """Calls a function in a copy of this process, which then ends, and returns its result.
 
     Args:
-        question: returns a number.
+        question: function that returns a number.
 
     Returns:
-        The number, or None if the function raised.
+        The number, or None if the function raised an exception.
     """
     read_end, write_end = os.pipe()
 
     with warnings.catch_warnings():
-        # Since Python 3.12 os.fork warns if this process has threads.
+        # Since Python 3.12, os.fork warns if this process has threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
 
-    if pid == 0:
+    if pid == 0:  # in the copy
         try:
             os.write(write_end, str(int(question())).encode())
         finally:
@@ -105,5 +111,4 @@ def _answer_of_copy(question: Callable[[], int]) -> int | None:
 
     with contextlib.suppress(ChildProcessError):  # a handler of SIGCHLD may have been faster
         os.waitpid(pid, 0)
-
     return int(answer) if answer else None

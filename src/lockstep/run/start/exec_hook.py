@@ -1,13 +1,13 @@
-"""Keeps watching a rank that executes another program in its own place (`os.execv`).
+"""Keeps a rank visible to the launcher after it has executed another program in its place.
 
-Scripts do so to set variables that are read when a process starts, such as LD_LIBRARY_PATH. The new
-program has the rank's process id and its streams, but not its *probe*, which makes a rank visible
-to the launcher (heartbeat, stacks, exceptions).
+A script may call `os.execv` to set variables that are read when a process starts, such as
+LD_LIBRARY_PATH. The new program has the rank's process id and its streams, but not its *probe*,
+which makes a rank visible to the launcher (heartbeat, stacks, exceptions).
 
-So `os.execv` and `os.execve`, which all functions `os.exec*` call, put the folder `executed` at the
-front of PYTHONPATH. A Python interpreter imports `sitecustomize` from there at its start (see the
-module `site`). That takes the folder away again, and installs the probe once torch is imported.
-With some of its options the interpreter does not do that, which is said.
+So `os.execv` and `os.execve`, which all functions `os.exec*` call, are replaced. They put the
+folder `executed` at the front of PYTHONPATH. A Python interpreter imports `sitecustomize` from
+there when it starts (see the module `site`). This module removes the folder again, and installs the
+probe once torch is imported. Some options of the interpreter prevent that; then a warning is shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from lockstep.errors import warn
 from lockstep.run.watch.evidence import EVIDENCE_VARIABLE, FOLDER_VARIABLE, Evidence
 
 EXECUTED = "LOCKSTEP_EXECUTED"
-"""Variable of the new program: the rank's process id and the folder of this package, as JSON."""
+"""Environment variable of the new program: the process id and the folder of this package, as JSON.
+"""
 _HOOK_FOLDER = str(Path(__file__).with_name("executed"))
 _PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
@@ -35,14 +36,15 @@ _PYTHON_PATTERN = re.compile(r"python[\d.]*")
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _OPTIONS_BEFORE_PROGRAM = ("-c", "-m")
 _OPTIONS_WITHOUT_HOOK = frozenset("EIS")
-"""Python's options to ignore its environment variables (E, I), and not to import `site` (S)."""
+"""Python's options that make it ignore its environment variables (E, I) or not import `site` (S).
+"""
 
 
 def watch_executed(evidence: Evidence) -> None:
-    """Replaces `os.execv` and `os.execve`, so that this rank is watched after them too.
+    """Replaces `os.execv` and `os.execve`, so that the rank stays visible after them.
 
-    Neither function returns: the new program takes the place of this one. They raise OSError if it
-    cannot be executed. In a child of the rank, which is not watched, they do what they always do.
+    Neither function returns, as the new program replaces this one. If it cannot be executed, they
+    raise OSError. In a child of the rank, which is not watched, they do what they always do.
 
     Args:
         evidence: the files of this rank.
@@ -79,25 +81,27 @@ def watch_executed(evidence: Evidence) -> None:
             original_execv(path, argv)
         execve(path, argv, os.environ)
 
+    # `os` has imported both functions from `posix`.
     os.execv = execv  # type: ignore[assignment]
     os.execve = execve  # type: ignore[assignment]
-
-    # `os` has them from there.
     posix.execv = execv  # type: ignore[assignment]
     posix.execve = execve  # type: ignore[assignment]
 
 
 def option_without_hook(argv: Sequence[Any]) -> str:
-    """Returns the option with which a Python interpreter would not import the hook; empty: none.
+    """Finds the option with which a Python interpreter does not import the hook: `-E`, `-I`, `-S`.
 
     Args:
-        argv: a command line; of any program.
+        argv: the command line of any program.
+
+    Returns:
+        The option, or an empty string if there is none or the program is not Python.
     """
     program, *words = [os.fsdecode(word) for word in argv] or [""]
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
 
-    is_value = False
+    is_value = False  # True if the word is the value of the option before it
     for word in words:
         if is_value:
             is_value = False
@@ -105,7 +109,7 @@ def option_without_hook(argv: Sequence[Any]) -> str:
 
         is_option = word.startswith("-") and word != "-"
         if not is_option or word.startswith(_OPTIONS_BEFORE_PROGRAM):
-            return ""
+            return ""  # from here on, the words belong to the program that Python runs
 
         is_value = word in _OPTIONS_WITH_VALUE
         has_value_inside = word.startswith(_OPTIONS_WITH_VALUE)
@@ -119,12 +123,12 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
     """Returns environment variables with which a Python interpreter installs the probe.
 
     Args:
-        env: all variables of the program that is to be executed.
+        env: all variables of the program that will be executed.
         rank_pid: process id of the rank.
     """
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
 
-    # The probe needs these, also if the script has made up an environment without them.
+    # The probe needs these two, even if the script has made up an environment without them.
     for name in (FOLDER_VARIABLE, EVIDENCE_VARIABLE):
         if name in os.environ:
             variables[name] = os.environ[name]
@@ -139,11 +143,11 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
 def _without_heartbeat(path: Path) -> Iterator[None]:
     """Makes the rank's heartbeat invalid within the block, which executes another program.
 
-    The launcher sends requests only to ranks that have a heartbeat. The other program must not get
-    requests before it has a probe, which writes a heartbeat again.
+    The launcher only sends requests to ranks that have a heartbeat. The other program must not
+    receive requests until it has a probe, which writes the heartbeat again.
 
     Args:
-        path: the file with the heartbeat, which is invalid without its first bytes.
+        path: the file with the heartbeat.
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -152,11 +156,12 @@ def _without_heartbeat(path: Path) -> Iterator[None]:
         return
 
     try:
+        # Without its first bytes, the heartbeat is invalid.
         magic = os.pread(descriptor, _HEARTBEAT_MAGIC_BYTES, 0)
         os.pwrite(descriptor, bytes(len(magic)), 0)
         try:
             yield
-        finally:  # this is only reached if the program could not be executed
+        finally:  # only reached if the program could not be executed
             os.pwrite(descriptor, magic, 0)
     finally:
         os.close(descriptor)

@@ -1,9 +1,10 @@
-"""Job control: at Ctrl-Z, `fg` and `bg` of the shell, ranks stop and go on with the launcher.
+"""Implements job control: ranks stop and continue together with the launcher at Ctrl-Z, `fg` and
+`bg`.
 
 A terminal sends the signals of its keys to one *process group*, the foreground group, and only that
-group may read its keyboard. Ranks have process groups of their own, so Ctrl-Z does not reach them:
-the launcher stops them. The only rank of a run is put in the foreground instead, so that pdb and
-`input()` work; then Ctrl-Z does not reach the launcher, for which the shell waits.
+group may read the keyboard. Ranks have process groups of their own, so Ctrl-Z does not reach them,
+and the launcher stops them. If a run has only one rank, its group is put in the foreground, so that
+pdb and `input()` work. Then Ctrl-Z does not reach the launcher, for which the shell waits.
 
 See "Job Control" in the manual of the GNU C library, and setpgid(2), tcsetpgrp(3).
 """
@@ -24,13 +25,14 @@ _STANDARD_INPUT = 0
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
-    """Lets these functions answer signals within the block.
+    """Handles signals with the given functions within the block.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays ignored; and a handler that the user
-    has set stays. Python sets handlers in the main thread only, so elsewhere nothing is changed.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored, and a handler that the user
+    has set stays in place. Python allows handlers to be set only in the main thread, so in other
+    threads nothing is changed.
 
     Args:
-        handlers: for each signal number, the function that is called with the number.
+        handlers: the function for each signal number. It is called with the number.
     """
     replaced = {}
     if threading.current_thread() is threading.main_thread():
@@ -49,30 +51,30 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
 
 
 def stop_this_process() -> None:
-    """Stops this process as Ctrl-Z would; returns when it goes on."""
-    # With its default action the signal stops this process, which goes on in the next line.
+    """Stops this process as Ctrl-Z would, and returns when it is continued."""
+    # With its default action, the signal stops this process at the second line below.
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
 
 
 def in_foreground() -> bool:
-    """Returns True if the terminal's keys reach this process."""
+    """Returns True if this process is in the foreground, so that the terminal's keys reach it."""
     return _foreground_group() == os.getpgrp()
 
 
 def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
-    """Keeps the only rank and the launcher in step; to be called often while the rank runs.
+    """Keeps the only rank and the launcher in step. It is called often while the rank is running.
 
-    When the shell has put the launcher in the foreground (`fg`), the rank gets the keyboard and
-    goes on. When the user has stopped the rank by Ctrl-Z, the launcher takes the keyboard back and
+    If the shell has put the launcher in the foreground (`fg`), the rank gets the keyboard and is
+    continued. If the user has stopped the rank by Ctrl-Z, the launcher takes the keyboard back and
     stops too, so that the shell shows its prompt.
 
     Args:
-        group: the rank's process group.
-        signal_ranks: sends the rank a signal.
+        group: the process group of the rank.
+        signal_ranks: function that sends a signal to the rank.
     """
-    # While the rank has the keyboard it is the rank that is in the foreground.
+    # While the rank has the keyboard, the rank is in the foreground, and not this process.
     if in_foreground():
         give_keyboard(group)
         signal_ranks(signal.SIGCONT)
@@ -82,29 +84,31 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
     is_stopped = process is not None and process.state == "T"
     if is_stopped:
         take_keyboard(group)
-        os.killpg(os.getpgrp(), signal.SIGTSTP)  # as Ctrl-Z would: the whole job of the shell
+        os.killpg(os.getpgrp(), signal.SIGTSTP)  # stops the whole job of the shell, as Ctrl-Z does
 
 
 def give_keyboard(group: int) -> None:
-    """Puts a process group in the foreground, if this process is there now."""
+    """Puts a process group in the foreground, if this process is in the foreground now."""
     if in_foreground():
         set_foreground_group(_STANDARD_INPUT, group)
 
 
 def take_keyboard(group: int) -> None:
-    """Puts this process's group in the foreground, if `group` is there now."""
+    """Puts the group of this process in the foreground, if `group` is in the foreground now."""
     if _foreground_group() == group:
         set_foreground_group(_STANDARD_INPUT, os.getpgrp())
 
 
 def set_foreground_group(terminal: int, group: int) -> None:
-    """Puts a process group in the foreground of a terminal; does nothing if it is no terminal.
+    """Puts a process group in the foreground of a terminal.
+
+    Does nothing if the descriptor is not that of a terminal.
 
     Args:
         terminal: a file descriptor.
         group: id of the process group.
     """
-    # A process in the background that asks for this is stopped by SIGTTOU unless it ignores it.
+    # If a process in the background does this, SIGTTOU stops it unless the signal is ignored.
     handler = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.tcsetpgrp(terminal, group)
@@ -112,8 +116,10 @@ def set_foreground_group(terminal: int, group: int) -> None:
 
 
 def _foreground_group() -> int | None:
-    """Returns the process group that the terminal's keys reach; None: there is no terminal."""
+    """Returns the process group in the foreground of the terminal, or None if there is no
+    terminal.
+    """
     try:
         return os.tcgetpgrp(_STANDARD_INPUT) if os.isatty(_STANDARD_INPUT) else None
-    except OSError:  # it is not our terminal, or it is gone
+    except OSError:  # the terminal belongs to another session, or is gone
         return None

@@ -1,7 +1,8 @@
-"""The launcher's lines in the record of a run, which `lockstep report` reads.
+"""Writes what the launcher does and finds into the record of a run, which `lockstep report` reads.
 
-A record is a folder of JSON Lines files. The launcher of each machine has a file of its own there,
-so starts, findings, restarts and failures are in the report even if the script itself writes none.
+A record is a folder of JSON Lines files. The launcher of each machine has a file of its own in it,
+so starts, findings, restarts and failures are in the report even if the script itself records
+nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Journal:
     """Writes what the launcher of this machine does and finds into the record of a run.
 
     Args:
-        folder: of the record; None: nothing is written. A script that names the folder in its own
-            source does so too late for the launcher.
-        announce: called with what the user should read.
+        folder: the folder of the record; None if nothing is to be written. If a script names the
+            folder in its own source, that is too late for the launcher.
+        announce: function that shows a text to the user.
     """
 
     def __init__(self, folder: str | None, announce: Callable[[str], object]) -> None:
@@ -37,16 +38,16 @@ class Journal:
             self._path = Path(folder, name)
 
     def write(self, kind: str, text: str = "", **fields: object) -> str:
-        """Appends a line.
+        """Appends a line to the record.
 
         Args:
             kind: `start`, `finding` or `restart`; or how an attempt has ended: `end` (well),
                 `failure` or `interrupted`.
-            text: for people.
-            fields: `ranks` and `command` of a start, `exit_code` of a failure.
+            text: a text for people.
+            fields: further fields: `ranks` and `command` of a start, `exit_code` of a failure.
 
         Returns:
-            Why the line could not be written; empty: it was, or there is no record.
+            Why the line could not be written; empty if it was, or if there is no record.
         """
         if self._path is None:
             return ""
@@ -63,17 +64,18 @@ class Journal:
         return ""
 
     def start(self, attempt: Attempt, script: Script) -> None:
-        """Notes that the ranks are about to be started; only the machine of rank 0 writes it."""
+        """Records that the ranks are about to be started. Only the machine of rank 0 does so."""
         if attempt.node != 0:
             return
         command = masking.mask_secrets([script.path, *script.arguments])
         problem = self.write("start", ranks=attempt.world_size, command=command)
+
+        # The user is told here, as a script that does not use Lockstep would not say it.
         if problem:
-            # The script may be one that does not use Lockstep, and would not say so itself.
             self._announce(f"no record is written: {problem}")
 
     def end(self, failure: FirstFailure | None) -> None:
-        """Notes that the ranks have ended, and why."""
+        """Records that the ranks have ended, and how."""
         if failure is None:
             self.write("end")
             return
@@ -81,11 +83,11 @@ class Journal:
         self.write(kind, render_failure(failure), exit_code=failure.exit_code)
 
     def find(self, text: str, shown_text: str) -> None:
-        """Announces a finding of the supervisor, and notes it.
+        """Announces a finding of the supervisor, and records it.
 
         Args:
-            text: in English, for the record of the run.
-            shown_text: in the language of the console.
+            text: the text in English, for the record.
+            shown_text: the text in the language of the console.
         """
         self._announce(shown_text)
         self.write("finding", text)

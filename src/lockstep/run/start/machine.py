@@ -1,8 +1,8 @@
-"""What this machine offers to a run: CPU cores, GPUs, and the name of its loopback interface.
+"""Reads what this machine offers: CPU cores, GPUs, and the name of its loopback interface.
 
-Cores are limited by the CPU affinity of this process and by the CPU quota of its *control groups*
-(cgroups), which is how containers and batch systems limit a job. Every function that reads the
-file system takes `root`, which stands for "/" and lets tests supply files of their own.
+The number of cores is limited by the CPU affinity of this process and by the CPU quota of its
+*control groups* (cgroups), with which containers and batch systems limit a job. Every function that
+reads the file system takes `root`, which stands for "/" and lets tests supply files of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.run.start.cuda_state import count_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a launcher must know before it starts anything."""
+    """What a launcher must know about its machine before it starts anything."""
 
     cores: int
     """Cores that this process and its children may use."""
@@ -29,9 +29,9 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Reads the machine this process runs on; imports torch to count the accelerators.
+    """Reads the properties of this machine. It imports torch to count the accelerators.
 
-    CUDA is not initialised in this process, so copies of it can use CUDA.
+    CUDA is not initialised in this process, so copies of the process can use CUDA.
     """
     return Machine(cores=cores_allowed(), gpus=count_gpus(), loopback=loopback_name())
 
@@ -39,7 +39,7 @@ def read_machine() -> Machine:
 def cores_allowed() -> int:
     """Returns how many cores this process may use: its affinity mask, limited by its CPU quota.
 
-    It is at least 1, also where the quota is less than one core.
+    The result is at least 1, even if the quota is less than one core.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -52,16 +52,16 @@ def cores_allowed() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns the smallest CPU quota of this process's cgroup and its parents; None: no quota.
+    """Returns the smallest CPU quota of this process's control group and its parents.
 
-    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`); see the kernel's
-    "Control Group v2" and "CFS Bandwidth Control".
+    It is read from `cpu.max` (version 2 of control groups) or `cpu.cfs_quota_us` (version 1); see
+    the kernel's "Control Group v2" and "CFS Bandwidth Control".
 
     Args:
-        root: stands for the root of the file system.
+        root: the root of the file system.
 
     Returns:
-        The quota in cores, such as 2.5.
+        The quota in cores, such as 2.5; None if there is no quota.
     """
     quotas = []
     for _, folder in own_cgroups("cpu", root):
@@ -72,7 +72,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _read_cpu_quota(folder: Path) -> float | None:
-    """Returns the CPU quota of one control group in cores; None if it has none."""
+    """Returns the CPU quota of one control group in cores, or None if it has none."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -88,7 +88,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
 
 
 def loopback_name() -> str | None:
-    """Returns the loopback interface's name, `lo` on Linux and `lo0` on macOS; None: not found."""
+    """Returns the name of the loopback interface, `lo` on Linux and `lo0` on macOS, or None."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             return name

@@ -1,9 +1,9 @@
-"""What to start on this machine, as values: a `LaunchSpec` (the request) becomes a `LaunchPlan`.
+"""Decides how to start a run on this machine: a request (`LaunchSpec`) becomes a `LaunchPlan`.
 
 Nothing is started here, and nothing is read from the system: the machine and the environment are
-arguments. What is chosen automatically (threads per process, network interface) gets a *note* with
-its reason, which the launcher prints. See `torchrun_flags` for the flags that both have in common
-with torchrun.
+passed as arguments. Every automatic choice (threads per process, network interface) gets a *note*
+with its reason, which the launcher prints. `torchrun_flags` describes the flags that Lockstep
+shares with torchrun.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NO_COMMAND = Command((), {})
 
 @dataclass(frozen=True)
 class HangRules:
-    """When a run counts as hanging, and what happens then."""
+    """After how long a run counts as hanging, and what happens then."""
 
     on_hang: str = "stop"
     """`stop`: a run that cannot go on is ended; `report`: it is reported and left alone."""
     after: float = 5.0
-    """Seconds without a step before the ranks are looked at closely."""
+    """The seconds without a step after which the ranks are examined closely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class LaunchSpec:
 
     script: Script
     nproc: str | None = None
-    """Processes on this machine: a number, `auto`, `gpu`, `cpu`; None: torchrun's default."""
+    """Processes on this machine: a number, `auto`, `gpu` or `cpu`; None for torchrun's default."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Arguments of `lockstep.init` that were given, by name."""
     torchrun: tuple[str, ...] = ()
@@ -47,13 +47,13 @@ class LaunchSpec:
     """True if ranks may be copies of a process that has imported torch."""
     hang: HangRules = HangRules()
     keep_in_memory: bool | None = None
-    """True: each step is kept in memory; False: none is. None: as often as costs little, if the
-    ranks may be started again."""
+    """Whether each step is kept in memory; None to keep steps as often as that costs little, if the
+    ranks may be restarted."""
     local_rank_argument: str | None = None
-    """`local_rank` or `local-rank`: the script is given that argument. `none`: it is given none.
-    None: it is given the one that its source defines."""
+    """The argument by which the script is given its local rank: `local_rank` or `local-rank`, or
+    `none` if it takes none; None for the one that its source defines."""
     from_file: str = ""
-    """Which options come from a launch file: "lockstep.toml: nproc, precision"; empty: none."""
+    """The options that come from a launch file, such as "lockstep.toml: nproc, precision"."""
     quiet: bool = False
     """True if only the script's output and failures are printed."""
 
@@ -80,27 +80,28 @@ class LaunchPlan:
     quiet: bool = False
     """True if only the script's output and failures are printed (--quiet)."""
     script_spawns_ranks: bool = False
-    """True if one process is started that spawns the ranks itself. It is not told that it is a
-    rank."""
+    """True if the script spawns the ranks itself. The one process that is started is then not told
+    that it is a rank."""
     command: Command = _NO_COMMAND
-    """What a rank executes; empty: it is a copy of a process that knows its work."""
+    """The command that a rank executes; empty if ranks are copies of a process that knows their
+    work."""
     hang: HangRules = HangRules()
     keep_in_memory: bool | None = None
-    """As in `LaunchSpec`."""
+    """See `LaunchSpec`."""
     timeout: float | None = None
-    """Seconds from the start of the ranks after which they are ended; None: no limit."""
+    """The seconds after which the ranks are ended; None for no limit."""
     keyboard: bool = True
     """True if the only rank of a run gets the terminal's keyboard."""
     launcher: str = "lockstep run"
-    """The name of the launcher that the ranks are told."""
+    """The name of the launcher, as passed to the ranks."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments with which torchrun would start the same."""
+        """The arguments with which torchrun would start the same run."""
         return (*self.flags, self.script.path, *self.script.arguments)
 
     def describe(self) -> str:
-        """Returns the plan as text, for `--dry-run`."""
+        """Describes the plan as text, for `--dry-run`."""
         where = "on this machine" if self.one_node else "on this machine, one of several"
         lines = [f"{count_noun(self.nproc, 'process')} {where}"]
         for note in self.notes:
@@ -118,11 +119,12 @@ class LaunchPlan:
         return "\n".join(lines)
 
     def _command_without_lockstep(self) -> str:
-        """Returns the command that starts the same by torchrun, or by plain Python."""
+        """Returns a command that starts the same run with torchrun, or with plain Python."""
         script = self.script
         if self.script_spawns_ranks:
             module = ["-m"] if script.module else []
             return shlex.join(["python", *module, script.path, *script.arguments])
+
         local_rank = []
         if script.local_rank_flag:
             local_rank = [f"{script.local_rank_flag}={MACRO}"]  # torchrun replaces the macro
@@ -133,12 +135,13 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
     """Returns how many processes to start on one machine.
 
     Args:
-        asked: a number, `gpu` (one a GPU), `cpu` (one a core) or `auto` (GPUs if any, else cores).
-        cores: cores this process may use.
-        gpus: visible accelerators.
+        asked: a number, `gpu` for one per GPU, `cpu` for one per core, or `auto` for one per GPU
+            or, if there is no GPU, one per core.
+        cores: number of cores that this process may use.
+        gpus: number of visible accelerators.
 
     Raises:
-        SettingError: `asked` is none of these, is below 1, or is `gpu` and no GPU is visible.
+        SettingError: `asked` is none of these, is below 1, or is `gpu` although no GPU is visible.
     """
     if asked == "cpu":
         return cores
@@ -166,7 +169,6 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
 
     if number >= 1:
         return number
-
     raise SettingError(
         f"--nproc {asked}",
         "not a number of processes",
@@ -175,7 +177,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
 
 
 def threads_per_process(cores: int, nproc: int) -> int:
-    """Returns how many threads each of `nproc` processes may run to fill `cores`; at least 1."""
+    """Returns how many threads each of `nproc` processes may use to fill `cores`; at least 1."""
     return max(1, cores // nproc)
 
 
@@ -186,9 +188,9 @@ def make_plan(
 
     Args:
         spec: the request.
-        machine: cores, GPUs and loopback of this machine.
-        environ: the launcher's environment. What the user has set there is not changed.
-        nproc: processes on this machine.
+        machine: cores, GPUs and loopback interface of this machine.
+        environ: the launcher's environment. Variables that the user has set are not changed.
+        nproc: number of processes on this machine.
         one_node: True if the run is on this machine only.
     """
     notes = []
@@ -215,7 +217,6 @@ def make_plan(
     flags = [*spec.torchrun, f"--nproc-per-node={nproc}"]
     if one_node and not has_rendezvous_flags(spec.torchrun, environ):
         flags.insert(0, "--standalone")
-
     if spec.script.module:
         flags.append("--module")
 

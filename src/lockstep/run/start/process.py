@@ -1,8 +1,8 @@
-"""The ranks' processes as the launcher sees them: what is known of each, and how it has ended.
+"""Describes the ranks' processes as the launcher sees them, and finds out how each of them ended.
 
-A *rank* is a process of the run; the *launcher* starts the ranks of one machine. An *attempt* is
-one start of the ranks. *Evidence* are the files that a rank writes for its launcher: a heartbeat,
-the exception that ended it, its stacks at a fatal signal.
+A *rank* is a process of the run, and the *launcher* starts the ranks of one machine. An *attempt*
+is one start of the ranks. *Evidence* are the files that a rank writes for its launcher: a
+heartbeat, the exception that ended it, and its stacks at a fatal signal.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _SIGNAL_MEANINGS = {
 _ENDING_SIGNALS = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _MAX_SIGNAL_NUMBER = 64
 _REPORTED_LINES = 20
-"""How many of the last lines of a rank's standard error are reported."""
+"""The number of lines from the end of a rank's standard error that are reported."""
 _SEARCHED_LINES = 100_000
-"""In how many of its last lines the last traceback is looked for."""
+"""The number of lines from the end of its standard error that are searched for a traceback."""
 
 # The lines with which faulthandler begins the stack of the thread that failed, such as
 # "Current thread 0x00007f2a (most recent call first):"; "Stack (...):" since Python 3.14.
@@ -65,26 +65,26 @@ class Process:
     folder: Path
     """The folder of its logs and evidence."""
     pid: int | None = None
-    """None: it has not been started yet."""
+    """Its process id; None if it has not been started yet."""
     code: int | None = None
-    """Its exit code, or minus the number of the signal that ended it; None: it still runs."""
+    """Its exit code, or minus the number of the signal that ended it; None while it is running."""
     started_at: float | None = None
     """`time.time()` when its start was noticed."""
     ended_at: float | None = None
     """`time.time()` when its end was noticed."""
     signals_sent: dict[int, float] = field(default_factory=dict)
-    """The signals that the launcher has sent to end it, and `time.time()` of the first of each."""
+    """The signals that the launcher has sent to end it, each with the time of the first one."""
     stopped: bool = False
-    """True if a signal or a debugger had stopped it when it was sent one of these signals."""
+    """True if it was stopped, by a signal or a debugger, when it was sent one of these signals."""
     peak_bytes: int | None = None
-    """Its highest resident memory; None: not known."""
+    """Its highest resident memory; None if not known."""
     given_up: str = ""
-    """Why it was given up although it has not ended. Its `code` is then the one that it would have
+    """Why the launcher gave up waiting for its end. Its `code` is then the one that it would have
     ended with."""
     fork_server_end: str = ""
     """How the zygote ended, if that is why the rank was killed."""
     evidence_memory: EvidenceMemory | None = None
-    """The memory that holds its evidence; None: its evidence is in its folder."""
+    """The memory that holds its evidence; None if the evidence is in its folder."""
     stderr_tail: RecentOutput = field(default_factory=RecentOutput)
     """The end of its standard error."""
 
@@ -101,7 +101,7 @@ class Attempt:
     """One start of the ranks of this machine."""
 
     processes: list[Process]
-    """The ranks that have been asked for, and have not been refused by the system."""
+    """The ranks that have been requested and that the system did not refuse to start."""
     world_size: int
     node: int
     """Number of this machine among the machines of the run, from 0."""
@@ -109,15 +109,15 @@ class Attempt:
     """Number of machines."""
     folder: Path
     logs: list[Path] = field(default_factory=list)
-    """The files that get what the ranks print."""
+    """The files to which the output of the ranks is written."""
     logs_deleted: bool = False
     """True once the user has been told that one of the logs is gone."""
     end_published: bool = False
-    """True once the other launchers have been told that all ranks of this one have ended."""
+    """True once the other launchers have been told that all ranks of this machine have ended."""
     over: bool = False
     """True once all ranks have ended and `failure` is known."""
     failure: FirstFailure | None = None
-    """What failed first; None: nothing did, or the attempt is not over."""
+    """What failed first; None if nothing did or the attempt is not over."""
 
     @property
     def running(self) -> list[Process]:
@@ -126,59 +126,62 @@ class Attempt:
 
 
 def spawned_ranks(process: Process) -> list[Process]:
-    """Returns the processes that the only rank of a run has spawned as ranks of its own.
+    """Returns the ranks that a script has started itself, by `torch.multiprocessing.spawn`.
 
-    A script may start its ranks itself (`torch.multiprocessing.spawn`). The probe in the rank then
-    gives each of them a folder `own_CALL_COUNT/rank_INDEX` with its evidence.
+    The probe in the process that the launcher has started gives each of them a folder with its
+    evidence: `own_CALL_COUNT/rank_INDEX`.
 
     Args:
-        process: the only rank of the run.
+        process: the only process that the launcher has started.
 
     Returns:
-        The ranks that were spawned last. Empty if there are none, if not all of them have begun, if
+        The ranks that were started last. Empty if there are none, if not all of them have begun, if
         all have returned, or if they are not the ranks of one process group.
     """
     groups = sorted(process.folder.glob("own_*"))
     if not groups:
         return []
 
-    # Such as own_000001_4, of the last call: the zeros make the order of names that of the calls.
+    # The names, such as own_000001_4, sort in the order of the calls. The last number is the count.
     group = groups[-1]
     count = int(group.name.rpartition("_")[2])
+
     processes = []
     for index in range(count):
         folder = group / f"rank_{index}"
         heartbeat = read_heartbeat(Evidence.in_folder(folder).heartbeat)
-        if heartbeat is None:  # it has not begun yet
+        if heartbeat is None:  # this rank has not begun yet
             return []
-        code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it still runs
+        code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it is running
         processes.append(Process(index, index, folder, heartbeat.pid, code))
 
     have_all_returned = all(spawned.code == 0 for spawned in processes)
     if have_all_returned or (group / NOT_ONE_GROUP_FILE).exists():
         return []
-
     return processes
 
 
 def describe_exit_code(code: int) -> str:
-    """Returns an exit code in words: `exit code 3`, `killed by SIGSEGV (segmentation fault)`.
+    """Describes an exit code: `exit code 3`, `killed by SIGSEGV (segmentation fault)`.
 
     Args:
         code: exit code, or minus the number of the signal that ended the process.
     """
     if code < 0:
         return f"killed by {_describe_signal(-code)}"
-    # A shell that ran a command which was killed ends with 128 plus the signal's number.
+
+    # If a shell ran a command that was killed, the shell ends with 128 plus the signal's number.
     if 128 < code <= 128 + _MAX_SIGNAL_NUMBER:
         signal_text = _describe_signal(code - 128)
-        if signal_text.startswith("SIG"):  # otherwise there is no signal of this number
+        is_known_signal = signal_text.startswith("SIG")
+        if is_known_signal:
             return f"exit code {code} (128 + {code - 128}: {signal_text})"
+
     return f"exit code {code}"
 
 
 def _describe_signal(number: int) -> str:
-    """Returns a signal's name with its meaning: `SIGSEGV (segmentation fault)`."""
+    """Returns the name of a signal and its meaning: `SIGSEGV (segmentation fault)`."""
     try:
         known_signal = signal.Signals(number)
     except ValueError:  # a real-time signal without a name
@@ -188,50 +191,48 @@ def _describe_signal(number: int) -> str:
 
 
 def crash_line(crash: Path) -> str | None:
-    """Returns the user's own line at which a rank was when a fatal signal ended it.
+    """Returns the line of the user's code that a rank was at when a fatal signal ended it.
 
     Args:
         crash: the file that faulthandler writes at a fatal signal.
 
     Returns:
-        `FILE:LINE: CODE`; None if there is no such file or no line of the user's in it.
+        The line as `FILE:LINE: CODE`; None if there is no such file, or no line of the user's in
+        it.
     """
     try:
         text = crash.read_text(errors="replace")
     except OSError:
         return None
-
     last_dump = text.rpartition("Fatal Python error:")[2]
 
-    # A heading stands before the stack of the thread that failed. Stacks are separated by empty
-    # lines.
+    # A heading marks the stack of the thread that failed. An empty line ends each stack.
     _, *texts_after_heading = _FAILED_THREAD.split(last_dump)
     if texts_after_heading:
         failed_stack, _, _ = texts_after_heading[-1].partition("\n\n")
         stacks = [failed_stack]
     else:
-        # A thread of C++ alone has failed, such as Gloo's. The line is then looked for in all
-        # stacks, from the last one, which is the main thread's.
+        # The thread that failed runs no Python code, such as one of Gloo's. Then all stacks are
+        # searched, beginning with the last one, which is the main thread's.
         stacks = last_dump.split("\n\n")
 
     for stack in reversed(stacks):
         frame = user_frame(parse_frames(stack))
         if frame is not None:
             return format_source_line(frame.file, frame.line)
-
     return None
 
 
 def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) -> ExitStatus:
-    """Finds out how a rank has ended, from its exit code, its evidence, its output and the kernel.
+    """Finds out how a rank ended, from its exit code, its evidence, its output and the kernel.
 
     Args:
         process: a rank that has ended.
-        before: the out-of-memory counters from before the ranks were started.
-        root: stands for the root of the file system.
+        before: the kernel's out-of-memory counters from before the ranks were started.
+        root: the root of the file system.
 
     Raises:
-        ValueError: the rank still runs.
+        ValueError: the rank is still running.
     """
     code = process.code
     if code is None or process.ended_at is None:
@@ -248,7 +249,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     if code != 0:
         error = read_error(evidence)
 
-        # Its last output is in memory; if nothing is there, its log may have some.
+        # Its last output is kept in memory. If there is none, it may be in its log.
         last_lines = process.stderr_tail.lines()
         if not last_lines:
             last_lines = read_last_lines(process.folder, _SEARCHED_LINES)
@@ -257,18 +258,18 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         if error is None and code > 0:
             printed = printed_error(last_lines)
 
-        # The kernel's counters say that some process was killed for lack of memory. Only its log,
-        # which may not be readable, says that it was this one.
+        # The kernel's counters only say that some process was killed for lack of memory. Its log
+        # says which one, but may not be readable.
         oom = oom_between(before, read_oom_counts(root))
         if oom is not None and process.pid:
             oom_detail = kernel_log_on(process.pid, root)
             if oom_detail:
                 oom = "certain"
 
-    end_requests = []  # the times at which the launcher asked it to end
+    times_asked_to_end = []
     for number, sent_at in process.signals_sent.items():
         if number in _ENDING_SIGNALS:
-            end_requests.append(sent_at)
+            times_asked_to_end.append(sent_at)
 
     return ExitStatus(
         rank=process.rank,
@@ -288,6 +289,6 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         made_no_step=heartbeat is not None and heartbeat.steps == 0,
         ran_s=process.ended_at - process.started_at if process.started_at else None,
         peak_bytes=process.peak_bytes,
-        asked_to_end=min(end_requests, default=None),
+        asked_to_end=min(times_asked_to_end, default=None),
         stopped=process.stopped,
     )

@@ -1,8 +1,10 @@
-"""What the kernel tells about the memory of processes: peaks, and kills for lack of memory.
+"""Reads from the kernel how much memory processes use, and whether any was killed for lack of
+memory.
 
 When memory runs out, Linux's out-of-memory killer ("OOM killer") ends a process with SIGKILL. It
-counts its kills, per control group and for the machine, and logs each one. The launcher compares
-the counters from before and after a rank's end to tell such a kill from any other SIGKILL.
+counts its kills, for each control group and for the machine, and logs each one. The launcher
+compares the counters from before and after the end of a rank to tell such a kill from any other
+SIGKILL.
 
 Every function takes `root`, which stands for "/" and lets tests supply files of their own.
 """
@@ -18,13 +20,13 @@ from typing import Literal
 from lockstep.distributed.control_groups import own_cgroups, read_field
 
 _OOM_COUNTER_FILES = {2: "memory.events", 1: "memory.oom_control"}
-"""The file with the counter `oom_kill`, by the version of control groups."""
+"""The file that contains the counter `oom_kill`, by the version of control groups."""
 _KERNEL_LOG_MAX_RECORDS = 100_000
 
 
 @dataclass(frozen=True)
 class OomCounts:
-    """How many processes the out-of-memory killer has ended so far; None: not known."""
+    """How many processes the out-of-memory killer has ended so far; None if not known."""
 
     cgroup: int | None
     """The kills in the control groups of this process."""
@@ -33,11 +35,11 @@ class OomCounts:
 
 
 def read_oom_counts(root: Path = Path("/")) -> OomCounts:
-    """Reads the current counters; compare two readings with `oom_between`.
+    """Reads the present counters. Two readings are compared by `oom_between`.
 
-    Reads version 2 (`memory.events`) and version 1 (`memory.oom_control`) of control groups, and
-    `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
-    kernel counts before it sends the signal, so a kill that was noticed has been counted.
+    They are in `memory.events` (version 2 of control groups) or `memory.oom_control` (version 1),
+    and in `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
+    kernel increases them before it sends the signal, so a kill that was noticed has been counted.
     """
     counts_of_groups = []
     for version, folder in own_cgroups("memory", root):
@@ -46,8 +48,8 @@ def read_oom_counts(root: Path = Path("/")) -> OomCounts:
             counts_of_groups.append(count)
 
     return OomCounts(
-        # A parent's counter includes those of its children. So the sum says nothing by itself, but
-        # it grows whenever one of them does.
+        # The counter of a parent includes those of its children. So the sum itself means nothing,
+        # but it grows whenever one of them does.
         cgroup=sum(counts_of_groups) if counts_of_groups else None,
         machine=read_field(root / "proc/vmstat", "oom_kill"),
     )
@@ -57,7 +59,8 @@ def oom_between(before: OomCounts, after: OomCounts) -> Literal["certain", "like
     """Tells whether the out-of-memory killer ended a process between two readings.
 
     Returns:
-        `certain` if it did in our own control groups, `likely` if it did somewhere on the machine.
+        `certain` if it did in the control groups of this process, `likely` if it did somewhere on
+        the machine, or None.
     """
     if _has_grown(before.cgroup, after.cgroup):
         return "certain"
@@ -71,23 +74,24 @@ def _has_grown(before: int | None, after: int | None) -> bool:
 
 
 def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
-    """Returns the kernel's log message about killing process `pid` for lack of memory.
+    """Finds the message in the kernel's log that process `pid` was killed for lack of memory.
 
-    The log has the process ids of the machine itself, which differ from those in a container.
+    The log contains the process ids of the machine itself, which differ from those in a container.
 
     Returns:
-        The message; None if there is none, or the log may not be read.
+        The message, or None if there is none or the log may not be read.
     """
     # Matches "Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB" in the record
     # "3,900,99,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB".
     pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
+
     records: list[str] = []
     try:
         with open(root / "dev/kmsg", "rb", buffering=0, opener=_open_non_blocking) as log:
             while len(records) < _KERNEL_LOG_MAX_RECORDS:
                 try:
                     record = log.read(8192)  # each read returns one record
-                except BrokenPipeError:  # it was overwritten meanwhile; the next one can be read
+                except BrokenPipeError:  # the record was overwritten; the next one can be read
                     continue
                 if not record:  # that was the last one
                     break
@@ -104,6 +108,6 @@ def _open_non_blocking(path: str, flags: int) -> int:
 
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
-    """Returns a running process's highest resident memory in bytes (VmHWM, see proc(5))."""
+    """Returns the highest resident memory of a running process in bytes (VmHWM, see proc(5))."""
     kib = read_field(root / f"proc/{pid}/status", "VmHWM:")
     return None if kib is None else kib * 1024

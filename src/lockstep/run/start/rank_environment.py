@@ -1,4 +1,6 @@
-"""The environment variables that tell a rank its place in the run, as torchrun sets them."""
+"""Builds the environment variables that tell a rank its numbers in the run, as torchrun sets
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 def rank_environment(
     group: WorkerGroup, worker: Worker, restarts: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables by which a rank finds its place.
+    """Returns the variables from which a rank reads its rank, the world size and so on.
 
-    Source: `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch.
+    They follow `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch.
 
     Args:
-        group: the workers of this machine, as torch elastic's rendezvous has numbered them.
+        group: the workers of this machine, as numbered by torch elastic's rendezvous.
         worker: the rank.
-        restarts: how many times the ranks of the run have been started before.
+        restarts: how many times the ranks of the run have been restarted.
         environ: the launcher's own variables.
     """
     spec = group.spec
@@ -40,7 +42,7 @@ def rank_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
     if getattr(spec, "virtual_local_rank", False):  # torch 2.9 does not have it
-        # Each rank sees its own GPU alone, as device 0.
+        # Each rank sees only its own GPU, as device 0.
         local_rank = worker.local_rank
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         variables["LOCAL_RANK"] = 0

@@ -1,4 +1,4 @@
-"""Imports what every rank needs, in the process from which the ranks are forked."""
+"""Imports the modules that every rank needs, in the process from which the ranks are forked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from importlib import import_module
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switches the garbage collector off for a block of imports, and lets Ctrl-C end them.
+    """Switches the garbage collector off for a block of imports, and makes Ctrl-C end the block.
 
-    While torch is imported, the collector would look through all of torch again and again, which
-    takes longer than the import. And a module that is imported may catch a KeyboardInterrupt with
-    other exceptions, so the interrupt is raised once more at the end.
+    While torch is imported, the collector would go through all of torch's objects again and again,
+    which takes longer than the import itself. A module that is being imported may catch a
+    KeyboardInterrupt together with other exceptions, so the interrupt is raised again at the end.
     """
     was_enabled = gc.isenabled()
     was_interrupted = threading.Event()
@@ -31,7 +31,6 @@ def without_garbage_collection() -> Iterator[None]:
         raise KeyboardInterrupt
 
     gc.disable()
-
     if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
 
@@ -49,18 +48,18 @@ def without_garbage_collection() -> Iterator[None]:
 
 @without_garbage_collection()
 def import_for_ranks(modules: Sequence[str]) -> None:
-    """Imports what every rank would import; none of it starts a thread or touches CUDA.
+    """Imports the modules that every rank would import, without starting threads or using CUDA.
 
     Args:
-        modules: names of other modules that these ranks would import.
+        modules: names of further modules that these ranks would import.
     """
     import torch
     import torch.distributed
     import torch.nn.parallel
     import torch.utils.data
 
-    # Its functions have the default process group as a default argument, and keep the group alive
-    # that is open when the module is imported. So it is imported while none is open.
+    # The functions of this module have the default process group as a default argument. If a group
+    # were open when the module is imported, they would keep it alive.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
     from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401

@@ -1,4 +1,4 @@
-"""The folder of a run, in which the launcher keeps the ranks' logs and evidence."""
+"""Creates the folder of a run, in which the launcher keeps the logs and evidence of the ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lockstep.errors import SettingError
 
 _MAX_NAME_CHARACTERS = 60
 _PROBE_BYTES = 1 << 18
-"""About as much as the first files of a run need."""
+"""About the size of the first files of a run."""
 
 
 def make_folder(log_dir: str | None, name: str) -> Path:
-    """Makes a new folder for a run's logs: in `--log-dir`, or in the system's temporary folder.
+    """Creates a new folder for a run, in `--log-dir` or in the system's temporary folder.
 
     Args:
-        log_dir: the flag's value; None: it is not given.
-        name: the script's name, with which the folder's name begins.
+        log_dir: the value of the flag; None if it is not given.
+        name: the name of the script, with which the name of the folder begins.
 
     Raises:
         SettingError: nothing can be written there.
@@ -35,16 +35,16 @@ def make_folder(log_dir: str | None, name: str) -> Path:
         parent = parent.absolute()  # the ranks may change their working directory
         parent.mkdir(parents=True, exist_ok=True, mode=mode)
 
+        # Another user who owns the folder could read the logs or replace them.
         belongs_to_another_user = parent.stat().st_uid != os.getuid()
         if not log_dir and belongs_to_another_user:
-            # That user could read our logs or replace them.
             parent = parent.parent
 
         stamp = time.strftime("%Y%m%d-%H%M%S")
         prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
-        # A full disk shows here, before anything is started.
+        # A full disk is noticed here, before anything is started.
         probe = folder / "room"
         probe.write_bytes(bytes(_PROBE_BYTES))
         probe.unlink()

@@ -1,9 +1,10 @@
-"""`lockstep run`: a script's ranks on this machine, from the request to the exit code.
+"""Implements `lockstep run`: starts the ranks of a script on this machine, and returns the exit
+code.
 
-Ranks are *warm*, copies of a process that has imported torch (the zygote), or *cold*, fresh
-interpreters. Warm ranks start much faster; some requests, and what the script's source says, make
-cold ones necessary. `run_script` prepares the warm process first, while nothing has started a
-thread, and only then imports what watches the ranks.
+Ranks are either *warm*, copies of a process that has imported torch (the zygote), or *cold*, fresh
+interpreters. Warm ranks start much faster, but some requests and some scripts need cold ones.
+`run_script` prepares the warm process first, while no thread exists yet, and only then imports the
+modules that watch the ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 
 
 def plan_run(spec: LaunchSpec) -> LaunchPlan:
-    """Returns what `run_script` would start on this machine.
+    """Returns the plan that `run_script` would carry out on this machine.
 
     Raises:
-        SettingError: as `run_script`.
+        SettingError: see `run_script`.
     """
     request = _read_request(spec, os.environ)
     plan, _ = _plan_on_this_machine(request.spec, os.environ)
@@ -54,17 +55,18 @@ def plan_run(spec: LaunchSpec) -> LaunchPlan:
 
 
 def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
-    """Starts the processes, watches them and ends them all when one fails.
+    """Starts the processes, watches them, and ends all of them when one fails.
 
     Args:
-        spec: what to start.
-        announce: called with each line that the user should read.
+        spec: the request.
+        announce: function that shows a line to the user.
 
     Returns:
-        The exit code, see `lockstep.errors`: 0; the script's own; 70, 71; 128 + a signal's number.
+        The exit code, see `lockstep.errors`: 0, the script's own, 70, 71, or 128 plus the number of
+        a signal.
 
     Raises:
-        SettingError: something that was asked for cannot be done.
+        SettingError: the request cannot be carried out.
         JoinError: the machines of the run did not come together.
     """
     _open_closed_streams()
@@ -74,11 +76,11 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
     script = request.spec.script
     cold_reason = _why_cold(request, environ)
-
     nproc = _nproc_known_early(request.spec)
+
+    # Libraries read this variable when they are imported, so it cannot wait for the plan.
     early_variables = {}
     if nproc and "OMP_NUM_THREADS" not in environ:
-        # Libraries read it when they are imported, so it cannot wait for the plan.
         early_variables["OMP_NUM_THREADS"] = str(threads_per_process(cores_allowed(), nproc))
 
     with _environment_with(early_variables):
@@ -86,8 +88,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             import_for_ranks(request.hints.imports)
             cold_reason = _why_not_copied(script)
 
-        # Forked here: nothing above starts a thread, much below does. Warm ranks are forked from it
-        # at once, while this process still imports what it needs itself.
+        # The zygote is forked here, because many of the steps below start threads. It forks warm
+        # ranks at once, while this process still imports its own modules.
         spares = 0 if cold_reason else nproc
         zygote = Zygote(lambda: worker.run_and_exit(script), spares)
         try:
@@ -101,8 +103,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             if cold_reason:
                 plan = replace(plan, command=_fresh_command(script, flags))
 
+            # If ranks cannot be bound to processors, report that before any rank is started.
             if plan.command.numa is not None:
-                # A binding that is not possible is reported before any rank starts.
                 for local_rank in range(plan.nproc):
                     plan.command.for_rank(local_rank)
 
@@ -110,7 +112,6 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             headline = f"{plan.nproc} x {script.path}"
             if plan.notes:
                 headline += ": " + "; ".join(plan.notes)
-
             if not request.spec.quiet:
                 announce(headline)
 
@@ -122,19 +123,18 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
     if agent.failure is not None:
         announce(render_failure(agent.failure, translate))
-
     return agent.exit_code
 
 
 def _start_another_zygote(script: Script, plan: LaunchPlan, imports: Sequence[str]) -> Zygote:
-    """Starts a zygote in place of one that was killed.
+    """Starts a zygote that replaces one that was killed.
 
-    It is a new interpreter, since this process has threads by now.
+    It runs in a new interpreter, since this process has threads by now and cannot be forked.
 
     Args:
-        script: what warm ranks run.
-        plan: of the run.
-        imports: names of modules that warm ranks would import.
+        script: the script that warm ranks run.
+        plan: the plan of the run.
+        imports: names of the modules that warm ranks would import.
     """
     program = (
         f"import sys; sys.path.insert(0, {worker.PACKAGES_FOLDER!r}); "
@@ -151,9 +151,9 @@ def zygote_main(script: str, imports: str, control: str) -> NoReturn:
     Args:
         script: the fields of a `Script`, as JSON.
         imports: names of modules, as JSON.
-        control: the descriptor of the zygote's control socket.
+        control: descriptor of the zygote's control socket.
     """
-    sys.path.remove(worker.PACKAGES_FOLDER)  # it was there for the import of this module
+    sys.path.remove(worker.PACKAGES_FOLDER)  # it was only needed to import this module
     fields = json.loads(script)
     fields["arguments"] = tuple(fields["arguments"])
     import_for_ranks(json.loads(imports))
@@ -165,20 +165,19 @@ def zygote_main(script: str, imports: str, control: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request, and what torchrun's flags and the script's source say before the plan is made."""
+    """A request, with the parts of torchrun's flags and of the script's source that it needs."""
 
     spec: LaunchSpec
-    """Its script is a module, or is given its local rank, if the flags or the source say so."""
+    """The request. Its script has been completed from the flags and the source."""
     flags: argparse.Namespace
     hints: SourceHints
 
 
 def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
-    """Reads torchrun's flags and the script's source.
+    """Completes a request from torchrun's flags and the script's source.
 
-    Returns:
-        The request. If the user gave no flag of torchrun, its `flags` are only those that are
-        needed before the plan is made: to parse them imports torch, which takes time.
+    Parsing torchrun's flags imports torch, which takes time. So if the user gave none, the flags of
+    the result only contain the defaults that are needed before the plan is made.
     """
     user_gave_flags = spec.torchrun or any(name.startswith("PET_") for name in environ)
     if user_gave_flags:
@@ -196,7 +195,8 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
         check_script(script)
         hints = read_script(script)
 
-    if spec.local_rank_argument is None:  # the user says nothing, so the source decides
+    # If the user does not say how the script takes its local rank, its source does.
+    if spec.local_rank_argument is None:
         local_rank_flag = hints.local_rank_flag
     elif spec.local_rank_argument == "none":
         local_rank_flag = None
@@ -208,9 +208,9 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
 
 
 def _parse_flags(spec: LaunchSpec) -> argparse.Namespace:
-    """Parses torchrun's flags without the script's own arguments.
+    """Parses torchrun's flags, without the script's own arguments.
 
-    argparse would take the script's `--n` for a prefix of a flag, and swallow a `--`.
+    With these, argparse would mistake the script's `--n` for a prefix of a flag, and drop a `--`.
     """
     flags = list(spec.torchrun)
     if spec.nproc is not None:
@@ -221,21 +221,21 @@ def _parse_flags(spec: LaunchSpec) -> argparse.Namespace:
 
 
 def _nproc_known_early(spec: LaunchSpec) -> int:
-    """Returns the number of ranks here; 0 if it depends on the machine (`auto`, `gpu`, `cpu`)."""
+    """Returns the number of ranks on this machine, or 0 if it depends on the machine's devices."""
     asked = "1" if spec.nproc is None else spec.nproc  # torchrun's default
     return int(asked) if asked.isdigit() else 0
 
 
 def _is_program(flags: argparse.Namespace) -> bool:
-    """Returns True if a program is to be started that is no Python script."""
+    """Returns True if the program to start is not a Python script."""
     return bool(flags.no_python and not flags.run_path)
 
 
 def _check_program(name: str) -> None:
-    """Checks that a program can be executed.
+    """Checks that a program exists and can be executed.
 
     Raises:
-        SettingError: it cannot.
+        SettingError: it does not or cannot.
     """
     if shutil.which(name) is not None:
         return
@@ -254,24 +254,23 @@ def _check_program(name: str) -> None:
 
 
 def check_script(script: Script, command: str = "lockstep run") -> None:
-    """Checks that a script exists; a module's name is only looked up when it is run.
+    """Checks that a script exists. The name of a module is only looked up when it is run.
 
     Args:
-        script: what is to be run.
-        command: the command for which the message speaks.
+        script: the script or module.
+        command: the command that the error mentions.
 
     Raises:
-        SettingError: it does not exist, and the message suggests what was meant; or a module beside
-            it has the name of this package.
+        SettingError: the script does not exist, or a module beside it has the name of this package.
     """
     if script.module:
         _check_module(script.path, command)
     else:
         _check_path(script.path, command)
 
+    # If a module beside the script has the name of this package, ranks would import that module
+    # instead.
     package = Path(__file__).parents[2]  # the folder of this package
-
-    # A module beside the script is imported in place of this package, if it has the same name.
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
         if path.is_file() and path.resolve() != package / "__init__.py":
@@ -283,7 +282,7 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
 
 
 def _check_module(name: str, command: str) -> None:
-    """Refuses a file's name in place of a module's."""
+    """Checks that the name given for a module is not that of a file."""
     if name.endswith(".py") and Path(name).is_file():
         raise SettingError(
             f"{command} -m {name}",
@@ -293,13 +292,12 @@ def _check_module(name: str, command: str) -> None:
 
 
 def _check_path(name: str, command: str) -> None:
-    """Refuses a path at which there is no script, and suggests a similar name."""
+    """Checks that there is a script at a path. The error suggests a similar name."""
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise SettingError(
             f"{command} {name}", "it is a folder without __main__.py", "name a script in it"
         )
-
     if path.exists():
         return
 
@@ -310,10 +308,10 @@ def _check_path(name: str, command: str) -> None:
     else:
         similar_names = difflib.get_close_matches(path.name, names, n=1)
 
-    advice = "check the path; -m runs a module"
     if similar_names:
         advice = f"did you mean {folder / similar_names[0]}?"
-
+    else:
+        advice = "check the path; -m runs a module"
     raise SettingError(f"{command} {name}", "there is no such file", advice)
 
 
@@ -323,10 +321,13 @@ def _check_path(name: str, command: str) -> None:
 def _plan_on_this_machine(
     spec: LaunchSpec, environ: Mapping[str, str]
 ) -> tuple[LaunchPlan, argparse.Namespace]:
-    """Returns the plan for this machine, and torchrun's flags.
+    """Makes the plan for this machine.
+
+    Returns:
+        The plan, and torchrun's flags.
 
     Raises:
-        SettingError: a flag cannot be honoured.
+        SettingError: a flag has a value that cannot be used.
     """
     flags = _parse_flags(spec)
     machine = read_machine()
@@ -339,12 +340,12 @@ def _plan_on_this_machine(
 
 
 def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | None) -> LaunchPlan:
-    """Adds to a plan what the script's source has decided.
+    """Adds to a plan what follows from the script's source, with a note for each choice.
 
     Args:
-        plan: the plan to change.
-        hints: from the script's source.
-        cold_reason: why the ranks are fresh interpreters; None: they are not.
+        plan: the plan, which is not changed.
+        hints: what the script's source says.
+        cold_reason: why the ranks are fresh interpreters; None if they are not.
     """
     notes = list(plan.notes)
     if cold_reason is not None:
@@ -354,14 +355,14 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
         notes.append("the script starts its own processes")
-    elif plan.script.local_rank_flag is not None:  # an argument that says its local rank
+    elif plan.script.local_rank_flag is not None:
         notes.append(f"the script is given {plan.script.local_rank_flag}")
 
     return replace(plan, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
 
 
 def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
-    """Returns why the ranks cannot be copies of a warm process; None: they can."""
+    """Returns why the ranks cannot be copies of a warm process, or None if they can."""
     if not request.spec.warm:
         return "--no-warm"
     if _is_program(request.flags):
@@ -383,23 +384,27 @@ def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
 
 
 def _why_not_copied(script: Script) -> str | None:
-    """Returns which modules of the script this process has imported under the same name.
+    """Returns why the ranks cannot be copies of this process once it has imported modules.
 
-    A copy of this process would not import the script's own; None: there are none.
+    They cannot if a module beside the script has the name of one that this process has imported: a
+    copy would not import the script's own module.
+
+    Returns:
+        A text that names these modules, or None if there are none.
     """
     hidden = hidden_by(script.folder, sys.modules)
     return f"{', '.join(hidden)} beside the script" if hidden else None
 
 
 def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
-    """Returns the command that a cold rank executes, and the variables that it needs for that."""
+    """Returns the command that a cold rank executes, with the variables that it needs."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     numa = flags.numa_binding
     if _is_program(flags):
         return Command((script.path, *script.arguments), environment={}, numa=numa)
 
+    # Another interpreter may have neither Lockstep nor this version of Python.
     if python != sys.executable:
-        # Another interpreter may have neither Lockstep nor our version of Python.
         module_flag = ("-m",) if script.module else ()
         line = (python, "-u", *module_flag, script.path, *script.arguments)
         return Command(line, environment={}, numa=numa)
@@ -413,14 +418,14 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
 def _open_closed_streams() -> None:
     """Opens /dev/null for each standard stream that the launcher was started without (`<&-`).
 
-    Otherwise the next file or socket would get its number, and the ranks would take that for their
-    stream.
+    Otherwise the next file or socket would get the number of that stream, and the ranks would
+    mistake it for the stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
 
         if getattr(sys, name) is None:  # Python has found it closed
@@ -432,10 +437,9 @@ def _open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def _environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the block; afterwards the environment is as before."""
+    """Sets environment variables for the block, and restores the environment afterwards."""
     before = dict(os.environ)
     os.environ.update(variables)
-
     try:
         yield
     finally:

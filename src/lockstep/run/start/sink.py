@@ -1,8 +1,9 @@
-"""The launcher's own standard output and error: a terminal, a pipe or a file.
+"""Implements the launcher's own standard output and error, which may be a terminal, a pipe or a
+file.
 
-A `Sink` writes without waiting. What is not taken yet waits in memory. On a terminal a *status row*
-stands under the lines: what a rank has not finished yet, such as a progress bar or a prompt. New
-lines are put above it.
+A `Sink` writes without blocking. Data that is not accepted yet is kept in memory. On a terminal,
+there is a *status row* below the lines: an unfinished line of a rank, such as a progress bar or a
+prompt. New lines are written above it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _ERASE_ROW = b"\r\x1b[K"
 _DEFAULT_COLUMNS = 80
 _MIN_COLUMNS = 20
 _WRITE_BYTES = 4096
-"""A pipe that poll() calls writable takes this many bytes at once (PIPE_BUF, see pipe(7))."""
+"""The number of bytes that a pipe accepts at once when poll() reports it as writable (PIPE_BUF, see
+pipe(7))."""
 _PATIENCE_S = 60.0
-"""At the end a sink is waited for while it takes some bytes within this time."""
+"""At the end of a run, the launcher waits for a sink as long as it accepts some bytes within this
+time."""
 _HURRY_S = 2.0
-"""After Ctrl-C a sink is waited for no longer than this."""
+"""After Ctrl-C, the launcher waits for a sink no longer than this."""
 
 
 class Sink:
@@ -32,24 +35,24 @@ class Sink:
 
     Args:
         descriptor: 1 or 2.
-        environ: the environment variables, of which NO_COLOR and TERM are read.
+        environ: environment variables, of which NO_COLOR and TERM are used.
     """
 
     def __init__(self, descriptor: int, environ: Mapping[str, str]) -> None:
         self.descriptor = descriptor
         self.waiting = bytearray()
-        """What the terminal, pipe or file has not taken yet."""
+        """The data that the terminal, pipe or file has not accepted yet."""
         self.is_shared_with_rank = False
         """True if a rank writes to it directly as well."""
         self.ends_mid_line = False
-        """True if what was passed on last does not end its line."""
+        """True if the data that was written last does not end with a newline."""
         self._status_row = b""
         self._error: str | None = None
         self._has_colours = not environ.get("NO_COLOR")
         self._is_closed = False
         self.is_terminal = False
         self.identity: tuple[int, int, int] | None = None
-        """Equal for two descriptors of the same file or terminal."""
+        """A value that is equal for two descriptors of the same file or terminal."""
 
         try:
             status = os.fstat(descriptor)
@@ -64,7 +67,9 @@ class Sink:
 
     @property
     def columns(self) -> int:
-        """The terminal's width without its last column: some terminals wrap when that is used."""
+        """The width of the terminal minus 1, as some terminals wrap when the last column is
+        used.
+        """
         try:
             columns = os.get_terminal_size(self.descriptor).columns
         except OSError:
@@ -74,7 +79,7 @@ class Sink:
         return max(_MIN_COLUMNS, columns) - 1
 
     def colour_prefix(self, prefix: str, rank: int) -> bytes:
-        """Returns the prefix of a rank's lines; on a terminal in the rank's colour."""
+        """Encodes the prefix of a rank's lines; on a terminal, in the colour of the rank."""
         if not self.can_draw or not self._has_colours:
             return prefix.encode()
         colour = _RANK_COLOURS[rank % len(_RANK_COLOURS)]
@@ -83,7 +88,7 @@ class Sink:
         return f"\x1b[{colour}m{name}{_RESET_COLOUR}{spaces}".encode()
 
     def crop(self, row: bytes) -> bytes:
-        """Returns as much of a text as fits in one row of the terminal, with its colours."""
+        """Cuts a text off so that it fits in one row of the terminal, and keeps its colours."""
         from rich.console import Console
         from rich.text import Text
 
@@ -100,9 +105,9 @@ class Sink:
         return captured.get().encode()
 
     def write(self, lines: bytes, status_row: bytes = b"") -> None:
-        """Writes whole lines, and a new status row under them.
+        """Writes whole lines, and a new status row below them.
 
-        All of it is written in one piece, so that nothing flickers.
+        Everything is written in one piece, so that nothing flickers.
         """
         if self._is_closed:
             return
@@ -113,12 +118,16 @@ class Sink:
         self.flush()
 
     def draw(self, status_row: bytes) -> None:
-        """Replaces the status row."""
+        """Replaces the status row, if it has changed."""
         if status_row != self._status_row:
             self.write(b"", status_row)
 
     def flush(self) -> None:
-        """Writes what is taken without waiting, in pieces that end with a line if possible."""
+        """Writes as much as is accepted without blocking, in pieces that end with a line if
+        possible.
+
+        If the terminal, pipe or file is gone, everything that is waiting is dropped.
+        """
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
 
@@ -144,7 +153,7 @@ class Sink:
 
     @property
     def lost(self) -> str:
-        """A text that says which output was lost; empty: none."""
+        """A text that says which output was lost; empty if none was."""
         if self._error:
             return f"the output ends early: {self._error}"
         if self.waiting:
@@ -153,13 +162,13 @@ class Sink:
 
 
 class FlushDeadline:
-    """Decides how long sinks are waited for at the end, while they have not taken everything.
+    """Decides how long to wait, at the end of a run, for sinks that have not accepted everything.
 
-    A sink that takes some bytes each minute is waited for. In a hurry, the wait ends after 2 s
-    whatever they take: they may be a terminal on a slow line.
+    As long as the sinks accept some bytes each minute, the wait goes on. In a hurry it ends after 2
+    s in any case, as they may belong to a terminal on a slow line.
 
     Args:
-        sinks: those that are waited for.
+        sinks: the sinks.
         hurry: True if the user has asked the run to end.
     """
 
@@ -170,8 +179,9 @@ class FlushDeadline:
         self._stop_at = time.monotonic() + (_HURRY_S if hurry else _PATIENCE_S)
 
     def over(self) -> bool:
-        """Returns True if the sinks have taken everything or are given up; to be called
-        repeatedly.
+        """Returns True if the sinks have accepted everything, or if the wait is over.
+
+        This must be called repeatedly, as it also measures the progress of the sinks.
         """
         waiting = sum(len(sink.waiting) for sink in self._sinks)
         now = time.monotonic()
@@ -182,9 +192,9 @@ class FlushDeadline:
 
 
 def open_sinks(environ: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> dict[str, Sink]:
-    """Returns the sinks of `stdout` and `stderr`.
+    """Opens the sinks for `stdout` and `stderr`.
 
-    It is one sink for both if they go to the same place, so that one status row stands there.
+    If both go to the same terminal or file, they are one sink, so that there is one status row.
     """
     stdout_sink = Sink(stdout, environ)
     stderr_sink = Sink(stderr, environ)

@@ -1,9 +1,10 @@
-"""What a script's source says about how it wants to be started, without running it.
+"""Reads a script's source, without running it, to find out how the script must be started.
 
-The source is read as a syntax tree (`ast`). A script that cannot be read gets the defaults.
+The source is parsed into a syntax tree (`ast`). A script that cannot be parsed gets the defaults.
 
-A *warm* process has imported torch, and a rank that is a copy of it starts fast. It must not be one
-if the script would then get other modules, or other settings of libraries, than it asks for.
+A *warm* process has imported torch, and a rank that is a copy of it starts fast. But a rank must
+not be such a copy if the script would then get other modules, or other settings of libraries, than
+it asks for.
 """
 
 from __future__ import annotations
@@ -37,29 +38,31 @@ _WORD_OF_LARGE_MODULE = {
     "lockstep.strategies.ddp": "lockstep",
     "numpy.random": "lockstep",
 }
-"""Large modules. A script whose source holds the word imports the module sooner or later."""
+"""Large modules, each with a word: if a script's source contains the word, the script will import
+the module sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceHints:
-    """What a script's source says; the defaults stand for one that could not be read."""
+    """What a script's source says about how to start it."""
 
     local_rank_flag: str | None = None
     """`--local-rank` or `--local_rank`, if the script defines that argument."""
     variables_for_import: tuple[str, ...] = ()
     """Variables that the script sets and that libraries read when they are imported."""
     spawns_ranks: bool = False
-    """True if it certainly starts the ranks itself (`mp.spawn`), and never reads its own rank."""
+    """True if the script certainly starts the ranks itself (`mp.spawn`) and never reads its own
+    rank."""
     imports: tuple[str, ...] = ()
-    """Large modules that every rank will probably import while it runs."""
+    """Large modules that every rank will probably import."""
     imports_lockstep: bool = False
-    """True if it has a line such as `import lockstep` itself."""
+    """True if the script itself contains a line such as `import lockstep`."""
 
 
 def read_script(script: Script) -> SourceHints:
-    """Reads a script's source; a file that is no Python source gives the defaults.
+    """Reads the source of a script or module. A file that is not Python code gives the defaults.
 
-    A module is looked for in the working directory, where `python -m` looks first.
+    A module is searched for in the working directory, where `python -m` looks first.
     """
     if script.module:
         names = script.path.split(".")
@@ -73,29 +76,30 @@ def read_script(script: Script) -> SourceHints:
 
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks will show them
+            warnings.simplefilter("ignore")  # the ranks will show these warnings
             return read_source(file.read())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # running it says what is wrong
+    except (OSError, SyntaxError, ValueError, RecursionError):  # running the script will say why
         return SourceHints()
 
 
 def read_source(source: str) -> SourceHints:
-    """Reads a script's source.
+    """Reads the source code of a script.
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: it holds null bytes.
+        SyntaxError: it is not Python code.
+        ValueError: it contains null bytes.
     """
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
 
-    variables = _assigned_names(nodes)  # the environment variables that the script sets
-    import_time_variables = []  # those that libraries read when they are imported
+    # Environment variables that the script sets, and that libraries read when they are imported.
+    variables = _assigned_names(nodes)
+    import_time_variables = []
     for name in sorted(variables):
         if name.startswith(_IMPORT_TIME_VARIABLE_PREFIXES):
             import_time_variables.append(name)
 
-    imports = []  # large modules that the script mentions, and so will probably import
+    imports = []
     for module, word in _WORD_OF_LARGE_MODULE.items():
         if word in source:
             imports.append(module)
@@ -119,7 +123,7 @@ def large_modules(loaded: Container[str]) -> list[str]:
 
 
 def _imports_lockstep(nodes: list[ast.AST]) -> bool:
-    """Returns True if a line imports Lockstep, or something of it."""
+    """Returns True if a line imports Lockstep or a part of it."""
     modules: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -130,7 +134,12 @@ def _imports_lockstep(nodes: list[ast.AST]) -> bool:
 
 
 def _local_rank_flag(nodes: list[ast.AST]) -> str | None:
-    """Returns the flag that a call names, such as `add_argument("--local_rank")`; None: no call."""
+    """Finds the flag for the local rank that a script defines, as in
+    `add_argument("--local_rank")`.
+
+    Returns:
+        The flag, or None if there is none.
+    """
     for node in nodes:
         if isinstance(node, ast.Call):
             for argument in node.args:
@@ -140,7 +149,9 @@ def _local_rank_flag(nodes: list[ast.AST]) -> str | None:
 
 
 def _assigned_names(nodes: list[ast.AST]) -> set[str]:
-    """Returns the strings under which a script stores a value, as it does to set a variable."""
+    """Returns the string keys to which a script assigns values, among them the variables that it
+    sets.
+    """
     names = set()
     for constant in _assignment_keys(nodes):
         if isinstance(constant.value, str):
@@ -149,7 +160,9 @@ def _assigned_names(nodes: list[ast.AST]) -> set[str]:
 
 
 def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
-    """Finds NAME in `x[NAME] = y`, `{NAME: y}`, `setdefault(NAME, y)` and `putenv(NAME, y)`."""
+    """Finds each NAME in `x[NAME] = y`, `{NAME: y}`, `setdefault(NAME, y)` and `putenv(NAME,
+    y)`.
+    """
     keys: list[ast.AST | None] = []
     for node in nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -164,7 +177,7 @@ def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
 
 def _reads_rank(nodes: list[ast.AST]) -> bool:
     """Returns True if the source mentions RANK or LOCAL_RANK other than to set it."""
-    # Nodes are compared by identity: the same text may be read in one place and set in another.
+    # The constants are compared by identity: one may be read, and an equal one set elsewhere.
     assigned = {id(constant) for constant in _assignment_keys(nodes)}
     for node in nodes:
         if isinstance(node, ast.Constant) and id(node) not in assigned:
@@ -174,27 +187,28 @@ def _reads_rank(nodes: list[ast.AST]) -> bool:
 
 
 def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
-    """Returns True if a script certainly starts processes that are to be ranks.
+    """Returns True if a script certainly starts processes that are meant to be ranks.
 
     Args:
-        tree: the script's syntax tree.
-        variables: the names that it sets.
+        tree: the syntax tree of the script.
+        variables: the names of the variables that the script sets.
     """
     called = set()
     for node in _nodes_that_certainly_run(tree):
         if isinstance(node, ast.Call) and not _is_spawn_of_generator(node):
             called.add(_last_name(node.func))
+
     if "spawn" in called or "start_processes" in called:
         return True
-    # Processes may be for anything else, unless the script also says where they meet.
+    # A `Process` may be for anything, unless the script also says where the processes meet.
     return "Process" in called and "MASTER_PORT" in variables
 
 
 def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
-    """Returns the nodes that are neither behind a condition nor in a function that is never called.
+    """Returns the nodes that are executed without any condition.
 
-    `if __name__ == "__main__":` does not count as a condition. A function counts as called if its
-    name is mentioned by what certainly runs.
+    Nodes inside an `if` are left out, except for `if __name__ == "__main__":`. So are the bodies of
+    functions whose names are not mentioned by code that certainly runs.
     """
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     nodes: list[ast.AST] = []
@@ -203,8 +217,8 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
         node = pending.pop()
         nodes.append(node)
 
-        # If this node is the name of a function, the function's body certainly runs as well. The
-        # function is taken out of the table, so that its body is added once.
+        # If this node is the name of a function, the body of that function runs as well. The
+        # function is removed from the table, so that its body is added only once.
         function = functions.pop(_last_name(node), None)
         if function is not None:
             pending.extend(function.body)
@@ -220,16 +234,16 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
 
 
 def _is_spawn_of_generator(call: ast.Call) -> bool:
-    """True for `generator.spawn(n)` of a random generator, which starts no process.
+    """Returns True for `generator.spawn(n)` of a random generator, which starts no process.
 
-    `mp.spawn` is given a function and more.
+    `mp.spawn` has at least two arguments, as it is given a function first.
     """
     num_arguments = len(call.args) + len(call.keywords)
     return _last_name(call.func) == "spawn" and num_arguments < 2
 
 
 def _last_name(node: ast.AST) -> str:
-    """Returns `c` for the expressions `a.b.c` and `c`; empty for any other."""
+    """Returns `c` for the expressions `a.b.c` and `c`, and an empty string for any other."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):
@@ -241,17 +255,17 @@ def _last_name(node: ast.AST) -> str:
 
 
 def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
-    """Finds modules beside a script that have the name of a module which has been imported.
+    """Finds modules beside a script whose names are taken by modules that are already imported.
 
     A fresh interpreter would import the module beside the script. A copy of a warm process would
-    use the one that it has imported already.
+    use the one that is already imported.
 
     Args:
         folder: the script's folder, which Python searches first.
         loaded: the imported modules by name, such as `sys.modules`.
 
     Returns:
-        The names of what is in the folder (`random.py`, `numpy`), sorted.
+        The names of the files and folders, such as `random.py` or `numpy`, sorted.
     """
     try:
         paths = list(Path(folder).iterdir())
@@ -261,8 +275,9 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
     names = []
     for path in paths:
         is_module = path.suffix in (".py", ".so") or (path / "__init__.py").is_file()
-        if not is_module or path.name == "__main__.py":  # nobody imports that by its name
+        if not is_module or path.name == "__main__.py":  # which is never imported by its name
             continue
+
         name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
         module = loaded.get(name)
         if _is_from_elsewhere(module, path.parent.resolve()):
@@ -272,18 +287,17 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
 
 
 def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
-    """Returns True if a module was imported from a file in another folder.
+    """Returns True if a module was imported from a file outside the folder.
 
-    Built-in and frozen modules have no such file: Python looks for them before it looks in folders.
+    Built-in and frozen modules have no file, and Python finds them before it searches folders.
     """
     file = getattr(module, "__file__", None)
     is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
     if file is None or is_frozen:
         return False
 
+    # The file of a package `numpy` in the folder is `folder/numpy/__init__.py`.
     path = Path(file).resolve()
     is_package = path.name == "__init__.py"
-
-    # A package `numpy` is in `folder` if its file is `folder/numpy/__init__.py`.
     module_folder = path.parent.parent if is_package else path.parent
     return module_folder != folder

@@ -1,13 +1,14 @@
-"""`lockstep.launch`: runs a function on several processes, from Python or a notebook.
+"""Implements `lockstep.launch`, which runs a function on several processes, from Python or a
+notebook.
 
 Each process is a *rank*, forked from a *zygote*. There are two kinds of zygotes:
 
 - A fresh interpreter that has imported torch. Its ranks import the user's script, as processes of
-  multiprocessing do (start method "spawn"), and read the pickled call. None of the user's code has
+  multiprocessing do (start method "spawn"), and read the pickled call. No code of the user's has
   run in them before.
 - A copy of this process, for a call that cannot be pickled (start method "fork").
 
-A rank writes the pickled return value into its folder, where the launching process reads it.
+A rank writes its pickled return value into its folder, from which the launching process reads it.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ if TYPE_CHECKING:
     from lockstep.run.watch.first_failure import FirstFailure
 
 RESULT_NAME = "result.pickle"
-"""The file in a rank's folder with what the function returned."""
+"""The file in a rank's folder with the return value of the function."""
 
 _SHUTDOWN_TIMEOUT_S = 3.0
 """A rank that was asked to end is killed after this time."""
 _ONE_MACHINE_FLAGS = ("--standalone", "--nnodes=1")
-"""torchrun's flags for one machine; its `PET_` variables may say otherwise."""
+"""torchrun's flags for one machine, which take precedence over its `PET_` variables."""
 _FRESH_ZYGOTE_PROGRAM = """\
 import json, sys
 sys.path = json.loads(sys.argv[1])
@@ -69,7 +70,7 @@ FunctionCall = functools.partial[Any]
 
 
 class NoMainGuard(SystemExit):
-    """Raised when a script that a rank imports calls `launch` while it is being imported."""
+    """Ends a rank whose script calls `launch` while the rank imports it."""
 
 
 def launch(
@@ -145,10 +146,10 @@ def launch(
     )
     plan = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
 
+    # OpenMP's other threads do not survive a fork.
     environment = {**plan.environment, **users_variables}
     if pickled_call is None:
         environment["OMP_NUM_THREADS"] = "1"
-
     plan = replace(
         plan,
         environment=environment,
@@ -164,7 +165,8 @@ def launch(
         zygote = start_zygote()
 
     with contextlib.closing(zygote):
-        # Imported only now: it takes long, and the zygote works meanwhile.
+        # These imports take long. They come after the zygote is started, which imports torch in
+        # the meantime.
         from lockstep.run.start.agent import launch_agent
         from lockstep.run.start.torchrun_flags import parse_flags
 
@@ -185,22 +187,23 @@ def launch(
 
 
 def _refuse_inside_a_rank() -> None:
-    """Raises if this process is a rank itself.
+    """Raises an error if this process is a rank itself.
 
     Raises:
-        NoMainGuard: the rank imports the user's script, and the script calls `launch` when it is
-            imported. The process that launched the rank explains that, once for all ranks.
+        NoMainGuard: the rank is importing the user's script, and the script calls `launch` when it
+            is imported. The process that launched the rank explains this, once for all ranks.
         UsageError: the function that the rank runs calls `launch`.
     """
     if "RANK" not in os.environ:
         return
 
-    # `_read_call` sets it while the rank imports the script.
+    # `_read_call` sets this attribute while the rank imports the script.
     is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
     if is_importing_script:
         raise NoMainGuard(1)  # the exit code of the rank
 
-    if "WORLD_SIZE" in os.environ:  # RANK alone may be a variable of another program
+    # Without WORLD_SIZE, RANK may be a variable of another program.
+    if "WORLD_SIZE" in os.environ:
         raise UsageError(
             "launch() inside a run",
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already",
@@ -209,45 +212,46 @@ def _refuse_inside_a_rank() -> None:
 
 
 def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
-    """Pickles a call for a fresh process.
+    """Pickles a call, if a fresh process can run it.
 
     Args:
         call: the function and its arguments.
 
     Returns:
-        The pickled call; None if a fresh process could not run it, so that only a copy of this
-        process can. And the reason, for an error.
+        The pickled call and an empty string; or None if only a copy of this process can run the
+        call, and the reason for that.
     """
+    try:
+        pickled = pickle.dumps(call)
+    except Exception as error:  # pickle, and a reducer of the user's, may raise anything
+        return None, f"it cannot be sent to a fresh process ({error})"
+
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
-
     has_script = was_started_as_module or (file is not None and Path(file).is_file())
-    try:
-        pickled = pickle.dumps(call)
-    except Exception as error:  # pickle, and a user's own reducer, may raise anything
-        reason = f"it cannot be sent to a fresh process ({error})"
-    else:
-        # At the prompt there is no script. A call that names nothing of `__main__` needs none.
-        is_at_prompt = file is None
-        needs_script = not is_at_prompt or b"__main__" in pickled
-        if has_script or not needs_script:
-            return pickled, ""
-        reason = "there is no script file that a fresh process could import"
 
-    return None, reason
+    # At the prompt there is no script, and none is needed if the call uses nothing of `__main__`.
+    is_at_prompt = file is None
+    needs_script = not is_at_prompt or b"__main__" in pickled
+    if has_script or not needs_script:
+        return pickled, ""
+    return None, "there is no script file that a fresh process could import"
 
 
 def _check_copies_can_use_gpus(
     was_set: str, why_copies: str, gpus: int, users_variables: Mapping[str, str]
 ) -> None:
-    """Raises UsageError if copies of this process could not use the GPUs of this machine.
+    """Checks that copies of this process can use the GPUs of this machine, if there are any.
 
     Args:
-        was_set: names the launch in the error.
-        why_copies: why the function runs in copies.
-        gpus: the number of visible GPUs.
-        users_variables: environment variables that the copies get. They may hide the GPUs.
+        was_set: text that names the launch in the error.
+        why_copies: why the function can only run in copies.
+        gpus: number of visible GPUs.
+        users_variables: environment variables of the copies, which may hide the GPUs.
+
+    Raises:
+        UsageError: they cannot, because CUDA was initialised in this process.
     """
     variables = {**os.environ, **users_variables}
     gpus_are_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -283,7 +287,7 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     """Starts a zygote in a new interpreter.
 
     Args:
-        fn: the function; large modules that its source file mentions are imported in the zygote.
+        fn: the function. The zygote imports large modules that its source file mentions.
         pickled_call: the pickled call of `fn`, which the ranks read from a file without a name.
         plan: the plan of the run.
     """
@@ -292,21 +296,24 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     except (TypeError, OSError):  # it is not a Python function
         source = os.devnull
 
-    # The ranks will probably import what this process has imported, and what the source mentions.
+    # The ranks will probably import the modules that this process has imported, and those that the
+    # source mentions.
     hints = read_script(worker.Script(path=source))
     modules = {*large_modules(sys.modules), *hints.imports}
 
-    # What multiprocessing tells a new process before it imports the script: sys.path, sys.argv, ...
+    # The data that multiprocessing passes to a new process before it imports the script: sys.path,
+    # sys.argv and so on. The type of the secret key can only be pickled while multiprocessing
+    # starts a process, so the key is passed as plain bytes. It stays secret, as the file has no
+    # name.
     preparation = multiprocessing.spawn.get_preparation_data("")
-
-    # The key is secret, so multiprocessing lets its type be pickled only for a process that it
-    # starts. As plain bytes it can be pickled. Nobody else can read it: the file has no name.
     preparation["authkey"] = bytes(preparation["authkey"])
     path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
+
     with unnamed_file() as file:
         pickle.dump(preparation, file)
         file.write(pickled_call)
         file.flush()
+
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         arguments = [json.dumps(path), json.dumps(sorted(modules)), str(file.fileno())]
@@ -318,9 +325,14 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
 
 
 def _raise_if_interrupted(agent: Agent) -> None:
-    """Raises what a signal that ended the run would have raised in this process."""
+    """If a signal ended the run, raises the exception that it would have caused in this process.
+
+    Raises:
+        KeyboardInterrupt: the signal was Ctrl-C.
+        SystemExit: it was another signal.
+    """
     if agent.failure is not None and agent.failure.kind == "interrupted":
-        # By the launcher's signal, or by the Ctrl-C that an only rank was sent.
+        # The signal was sent to the launcher, or Ctrl-C to the only rank.
         exit_code = agent.failure.exit_code
     elif agent.interrupted is not None:
         exit_code = 128 + agent.interrupted.signal
@@ -329,12 +341,16 @@ def _raise_if_interrupted(agent: Agent) -> None:
 
     if exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
-
     raise SystemExit(exit_code)
 
 
 def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
-    """Reads what each rank has returned, and deletes the files.
+    """Reads the return value of each rank, and deletes the files.
+
+    Args:
+        agent: the agent that has run the ranks.
+        was_set: text that names the launch in errors.
+        timeout: the timeout of the launch, for the error.
 
     Raises:
         RankFailedError: a rank failed, or had not ended in time.
@@ -365,12 +381,14 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
 def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
     """Returns the error that `launch` raises for the first failure of a run.
 
-    It names the first failed rank that has recorded an exception or, if none has, the lowest one.
+    The error names the first of the failed ranks that recorded an exception, or the lowest of them
+    if none did.
     """
     from lockstep.run.watch.failure_report import render_failure
 
+    # In a deadlock, the launcher ended the ranks, so their exceptions are not the cause.
     record_of_rank: dict[int, ErrorRecord] = {}
-    if failure.kind != "deadlock":  # those ranks were ended by the launcher, not by their errors
+    if failure.kind != "deadlock":
         record_of_rank = _recorded_errors(failure.ranks, attempt)
 
     for record in record_of_rank.values():
@@ -384,18 +402,16 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     if record_of_rank:
         failed_rank = next(iter(record_of_rank))
         traceback = record_of_rank[failed_rank].traceback
-        # The text has the whole message of an error of ours, and the line of the user's.
+        # The message of an error of Lockstep's own says everything, including the user's line.
         is_told = record_of_rank[failed_rank].from_lockstep
-        usual_advice = "fix what its traceback shows"
-        if is_told:
-            usual_advice = "as its message says"
+        usual_advice = "as its message says" if is_told else "fix what its traceback shows"
     else:
         failed_rank = min(failure.ranks, default=0)
         traceback = ""
         is_told = False
         usual_advice = "look at what the process printed last"
 
-    # The text is written without the advice, which has a field of its own in the error.
+    # The advice is left out of the text, as the error has a field of its own for it.
     failure_without_advice = replace(failure, advice=())
     found = render_failure(failure_without_advice)
     found_for_people = render_failure(failure_without_advice, translate)
@@ -411,12 +427,12 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
 
 
 def _as_found(report: str, heading: str) -> str:
-    """Returns the report of a failure as what an error has found, which has another heading."""
+    """Removes the heading from the report of a failure, and indents it for use in an error."""
     return report.removeprefix(heading).strip().replace("\n", "\n    ")
 
 
 def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorRecord]:
-    """Returns the exceptions that ranks have recorded, by rank and in the same order."""
+    """Reads the exceptions that ranks have recorded, by rank and in the order of `ranks`."""
     from lockstep.run.watch.error_record import read_error
     from lockstep.run.watch.evidence import Evidence
 
@@ -431,10 +447,10 @@ def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorR
 
 
 def _returned_value(folder: Path, rank: int, was_set: str) -> Any:
-    """Reads what a rank has returned.
+    """Reads the return value of a rank.
 
     Raises:
-        RankFailedError: it has returned nothing, or what it returned cannot be unpickled here.
+        RankFailedError: the rank has returned nothing, or its value cannot be unpickled here.
     """
     try:
         with open(folder / RESULT_NAME, "rb") as file:
@@ -455,11 +471,11 @@ def _returned_value(folder: Path, rank: int, was_set: str) -> Any:
 
 
 def run_copy(call: FunctionCall) -> NoReturn:
-    """Runs a rank that is a copy of the launching process, and ends the process."""
+    """Runs a rank that is a copy of the launching process, and then ends the process."""
     worker.open_streams()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # OpenMP's thread pool was not copied; a parallel region would wait for it forever.
+        # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
     exit_codes = []
@@ -467,12 +483,14 @@ def run_copy(call: FunctionCall) -> NoReturn:
     def run() -> None:
         exit_codes.append(worker.run_recorded(lambda folder: _run_call(call, folder)))
 
-    # `_bootstrap` is what multiprocessing runs in a process that it has forked: it forgets the
-    # children, finalizers and locks of the launching process. `exit_now` then ends this process
-    # without what the launching process has registered with `atexit`.
+    # multiprocessing runs `_bootstrap` in a process that it has forked, to drop the children,
+    # finalizers and locks of the launching process. `exit_now` then ends this process without
+    # calling the functions that the launching process has registered with `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
-    exit_code = exit_codes[0] if exit_codes else 1  # none: `_bootstrap` has printed an exception
+
+    # There is no exit code if `_bootstrap` failed, after it has printed the exception.
+    exit_code = exit_codes[0] if exit_codes else 1
     exit_now(exit_code)
 
 
@@ -480,7 +498,7 @@ def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
     """Runs a fresh zygote, see `_start_fresh_zygote`.
 
     Args:
-        modules: names of modules that the ranks would import.
+        modules: names of the modules that the ranks would import.
         file: descriptor of the file with the pickled call.
         control: descriptor of the zygote's control socket.
     """
@@ -490,7 +508,7 @@ def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
 
 
 def _run_fresh(file: int) -> NoReturn:
-    """Runs a rank of a fresh zygote, and ends the process."""
+    """Runs a rank of a fresh zygote, and then ends the process."""
     worker.open_streams()
     worker.reset_after_fork()
     exit_code = worker.run_recorded(lambda folder: _run_call(_read_call(file), folder))
@@ -498,15 +516,15 @@ def _run_fresh(file: int) -> NoReturn:
 
 
 def _read_call(file: int) -> FunctionCall:
-    """Imports the user's script and reads what to call.
+    """Imports the user's script, and reads the call.
 
     Args:
         file: descriptor of a file with two pickles: how to import the script, and the call.
     """
     process = multiprocessing.current_process()
 
-    # As in processes of multiprocessing: says that the script is being imported. The script must
-    # not start processes then, nor call `launch` (see `_refuse_inside_a_rank`).
+    # multiprocessing sets this attribute too, while a process imports the script. Meanwhile the
+    # script must neither start processes nor call `launch`, see `_refuse_inside_a_rank`.
     process._inheriting = True  # type: ignore[attr-defined]
     try:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:

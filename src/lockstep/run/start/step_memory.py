@@ -1,7 +1,8 @@
-"""Memory of the launcher in which the last steps outlive the ranks that made them.
+"""Provides memory of the launcher in which the latest steps outlive the ranks that made them.
 
-A rank copies its state there after each step (`lockstep.checkpoint.kept_steps`). The launcher holds
-the memory, so ranks that it starts again after a failure find the last complete step.
+After each step, a rank copies its state into this memory (`lockstep.checkpoint.kept_steps`). The
+launcher holds it, so ranks that are restarted after a failure find the last complete step there. An
+*area* is a block of this memory; each rank has several.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.torchrun_flags import may_restart
 
 AREA_BYTES_AT_FIRST = 4096
-"""Ranks make an area larger as they need."""
+"""The size of an area at first. Ranks enlarge it as needed."""
 
 
 class StepMemory:
-    """Areas of memory for each rank of this machine, which are empty until the rank needs them.
+    """The areas of memory for the ranks of this machine, which are empty until a rank needs them.
 
-    They are not in /dev/shm, which containers make small, and where files stay when a launcher is
+    They are not in /dev/shm, which is small in containers, and where files remain if a launcher is
     killed. They are anonymous files (memfd_create(2)) of this process, which its ranks open as
     `/proc/PID/fd/NUMBER`.
 
     Args:
-        nproc: how many ranks get such areas.
-        keeps_every_step: True if the user has asked that each step is kept.
+        nproc: number of ranks that get areas.
+        keeps_every_step: True if the user has asked for each step to be kept.
     """
 
     def __init__(self, nproc: int, *, keeps_every_step: bool = False) -> None:
@@ -41,9 +42,10 @@ class StepMemory:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that tell of the areas; empty: there are none.
+        """The environment variables that tell a rank the paths of the areas; empty if there are
+        none.
 
-        A rank may need all of them: the ranks of the next attempt may be fewer.
+        Every rank is told all of them, as the next attempt may have fewer ranks.
         """
         if not self._descriptors:
             return {}
@@ -55,13 +57,13 @@ class StepMemory:
 
     @property
     def is_used(self) -> bool:
-        """True if ranks have kept steps."""
+        """True if ranks have kept steps in the memory."""
         sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
         return max(sizes, default=0) > AREA_BYTES_AT_FIRST
 
     @property
     def is_wanted_and_unused(self) -> bool:
-        """True if the user has asked that each step is kept, and the ranks have kept nothing."""
+        """True if the user has asked for each step to be kept, but the ranks have kept none."""
         return self._keeps_every_step and not self.is_used
 
     def close(self) -> None:
@@ -71,10 +73,10 @@ class StepMemory:
 
 
 def step_memory_for(plan: LaunchPlan, flags: argparse.Namespace) -> StepMemory:
-    """Returns the memory for the ranks of this machine; without areas if nobody would read them.
+    """Creates the memory for the ranks of this machine, without areas if nobody would read them.
 
     Args:
-        plan: what is started here.
+        plan: what is started on this machine.
         flags: torchrun's flags.
     """
     is_refused = plan.keep_in_memory is False
@@ -84,13 +86,13 @@ def step_memory_for(plan: LaunchPlan, flags: argparse.Namespace) -> StepMemory:
 
 
 def check_keep_in_memory(flags: argparse.Namespace) -> None:
-    """Checks that `--keep-in-memory`, which the user has given, can be done and is of use.
+    """Checks that `--keep-in-memory`, which the user has given, is possible and useful.
 
     Args:
         flags: torchrun's flags.
 
     Raises:
-        SettingError: it cannot be done, or nothing would read what is kept.
+        SettingError: steps cannot be kept, or nothing would read them.
     """
     problem = _why_nothing_is_kept(flags)
     if problem is not None:
@@ -99,7 +101,11 @@ def check_keep_in_memory(flags: argparse.Namespace) -> None:
 
 
 def _why_nothing_is_kept(flags: argparse.Namespace) -> tuple[str, str] | None:
-    """Returns why steps cannot be kept, or why that would be of no use, and what to do."""
+    """Returns why steps cannot be kept, or would be of no use, and what the user can do.
+
+    Returns:
+        Both texts, or None if steps can be kept.
+    """
     if not may_restart(flags):
         return (
             "nothing would read what is kept: ranks that fail are not started again",

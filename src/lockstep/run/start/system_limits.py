@@ -1,7 +1,7 @@
-"""The limits of the system on processes, threads, open files and memory (see `ulimit -a`).
+"""Deals with the system's limits on processes, threads, open files and memory (see `ulimit -a`).
 
-A launcher that reaches one of them gets an OSError or RuntimeError somewhere deep inside. It is
-turned into a SettingError that says which number of processes was too many.
+When a launcher reaches one of them, it gets an OSError or RuntimeError from deep inside some
+library. This is turned into a SettingError that says how many processes were too many.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from lockstep.errors import SettingError
 from lockstep.wording import count_noun
 
 _SCARCITY_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# Together these pipes have as many ends as a run on one machine needs descriptors.
+# The ends of this many pipes are as many descriptors as a run on one machine needs.
 _LAUNCHER_PIPES = 6
 _PIPES_PER_RANK = 3
 
-# With so many descriptors, evidence can be held in memory as well, and many are left.
+# With this many descriptors, evidence can be held in memory too, and many are still free.
 _SPARE_DESCRIPTORS = 64
 _EVIDENCE_DESCRIPTORS_PER_RANK = 16
 
 
 @contextlib.contextmanager
 def explain_scarcity(nproc: int) -> Iterator[None]:
-    """Turns a lack of processes, threads, files or memory into an error that says so.
+    """Turns a lack of processes, threads, files or memory into an error that explains it.
 
-    File descriptors are tried out at once, by opening as many pipes as the run needs. Later a C++
-    library may be the one that gets none, and abort the process.
+    Whether there are enough file descriptors is tried out at once, by opening as many pipes as the
+    run needs. Later, a C++ library might be the one that gets none, and abort the process.
 
     Args:
-        nproc: ranks on this machine.
+        nproc: number of ranks on this machine.
 
     Raises:
-        SettingError: the system has given no more, here or within the block.
+        SettingError: the system refused to provide more, here or within the block.
     """
     try:
         with contextlib.ExitStack() as opened:
@@ -45,7 +45,8 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
                     opened.callback(os.close, descriptor)
         yield
     except (OSError, RuntimeError) as error:
-        # Python and torch raise a RuntimeError with one of these texts when they get no thread.
+        # If no thread can be started, Python and torch raise a RuntimeError with one of these
+        # texts.
         thread_errors = ("can't start new thread", os.strerror(errno.EAGAIN))
         is_scarcity = getattr(error, "errno", None) in _SCARCITY_ERRORS
         if not is_scarcity and str(error) not in thread_errors:

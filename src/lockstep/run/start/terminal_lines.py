@@ -1,8 +1,8 @@
-"""The lines that a terminal would show of what a program writes.
+"""Finds the lines that a terminal would show for the output of a program.
 
 A progress bar draws its line again and again, each time after a carriage return or after control
-sequences that move the cursor. What counts is the *last state* of such a line. Colours stay in the
-lines for the console, and are taken out of the lines for messages.
+sequences that move the cursor. Only the *last state* of such a line is kept. Colours are kept for
+the console, and removed from lines that are used in messages.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ _CURSOR_UP = b"\x1b[A"
 
 
 def last_state(line: bytes) -> bytes:
-    """Returns the last state of a line that may have been drawn several times."""
+    r"""Returns the last state of a line that may have been drawn several times.
+
+    For example, `b"10%\r20%\r30%"` becomes `b"30%"`.
+    """
     if b"\r" not in line and b"\x1b" not in line:
         return line
 
-    # An erased line counts as one that was drawn blank.
+    # Treat an erased line like one that was drawn blank.
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
     for state in reversed(line.split(b"\r")):
         if state:
             return state
-
     return b""
 
 
 def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
-    """Splits what a stream has brought into finished lines and the line that is not finished.
+    """Splits output into finished lines and the line that is not finished yet.
 
-    A line of more than a megabyte counts as finished. Lines that end with "cursor up" are left out:
-    a program that draws several progress bars goes up again after the lower one.
+    A line of more than a megabyte is treated as finished. Lines that end with "cursor up" are left
+    out: a program that draws several progress bars moves up again after the lower ones.
 
     Returns:
-        The last state of each finished line, without newlines; and the unfinished line, of which
-        only the last state is kept if it is drawn again and again.
+        The last state of each finished line, without newlines, and the unfinished line. If the
+        latter was drawn several times, only its last state is kept.
     """
     *lines, unfinished = text.split(b"\n")
 
-    # The line is drawn again after each carriage return. One at its very end erases nothing yet.
-    last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1: there is none
+    # After a carriage return, the line is drawn again. One at the very end erases nothing yet.
+    last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1 if there is none
     unfinished = unfinished[last_return + 1 :]
+
     if len(unfinished) > _MAX_LINE_BYTES:
         lines.append(unfinished)
         unfinished = b""
@@ -63,13 +66,15 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
 
 
 class RecentOutput:
-    """The last lines of a stream, in memory: a log may be deleted, or its disk be full."""
+    """Keeps the last lines of a stream in memory, since its log may be deleted or its disk may be
+    full.
+    """
 
     def __init__(self) -> None:
         self._data = b""
 
     def add(self, data: bytes) -> None:
-        """Appends what the stream has brought."""
+        """Adds data that the stream has brought."""
         self._data = (self._data + data)[-_TAIL_BYTES:]
 
     def lines(self) -> list[str]:
@@ -78,11 +83,11 @@ class RecentOutput:
 
 
 def read_last_lines(folder: Path, count: int, stream: str = "stderr") -> list[str]:
-    """Returns the last lines of a rank's log that are not blank, without colours.
+    """Reads the last lines of a rank's log that are not blank, without colours.
 
     Args:
         folder: the rank's folder.
-        count: how many lines at most.
+        count: the largest number of lines to return.
         stream: `stdout` or `stderr`.
     """
     try:

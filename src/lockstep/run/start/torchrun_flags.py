@@ -1,8 +1,8 @@
-"""torchrun's flags: read by torchrun's own parser, and checked before anything is started.
+"""Parses torchrun's flags with torchrun's own parser, and checks them before anything is started.
 
-The flags and their `PET_` variables mean what they mean to torchrun. What torchrun answers with a
-traceback, or notices only when the run is under way, raises a SettingError here. *Rendezvous* is
-torch elastic's word for how the machines (*nodes*) of a run meet.
+The flags and their `PET_` variables mean the same as for torchrun. Values at which torchrun would
+fail with a traceback, or only while the run is under way, raise a SettingError here. *Rendezvous*
+is torch elastic's word for how the machines (*nodes*) of a run meet.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _DEFAULTS_OF_NEWER_FLAGS: dict[str, Any] = {
     "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "virtual_local_rank": False,
 }
-"""Flags that an older torchrun does not know, with their defaults: torch 2.6 lacks all of them,
-torch 2.9 has the first two."""
+"""Flags that older versions of torchrun do not have, with their defaults: torch 2.6 has none of
+them, torch 2.9 has the first two."""
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 10.0
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads torchrun's flags with torchrun's own parser.
+    """Parses torchrun's flags with torchrun's own parser.
 
     Args:
-        arguments: the flags, the script and what follows it.
+        arguments: the flags, the script, and the script's own arguments.
 
     Raises:
         SettingError: the parser refuses them.
@@ -64,7 +64,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
     try:
         parser = get_args_parser()
-    except ValueError:  # it reads the variables of flags without a value with int()
+    except ValueError:  # it calls int() on the variables of flags that take no value
         texts = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_pet(name)]
         raise SettingError(
             "torchrun's variables " + ", ".join(texts),
@@ -74,7 +74,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser.exit_on_error = False
     if "PET_MASTER_PORT" not in os.environ:
-        # The default of torch 2.11 is 29500, where two runs on one machine would meet.
+        # The default of torch 2.11 is 29500, which two runs on one machine would both use.
         parser.set_defaults(master_port=None)
 
     try:
@@ -87,12 +87,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     for name, default in _DEFAULTS_OF_NEWER_FLAGS.items():
         if not hasattr(flags, name):
             setattr(flags, name, default)
-
     return flags
 
 
 def _is_pet(variable: str) -> bool:
-    """True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
+    """Returns True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
     return variable.startswith("PET_")
 
 
@@ -100,12 +99,11 @@ def _is_pet(variable: str) -> bool:
 
 
 def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Returns True if the user says how the nodes meet, by a flag or by one of torchrun's
-    variables.
+    """Returns True if a flag or one of torchrun's variables says how the nodes meet.
 
     Args:
         torchrun: torchrun's flags and their values, as given.
-        environ: the launcher's environment.
+        environ: environment variables of the launcher.
     """
     words = list(torchrun)
     for variable in environ:
@@ -115,7 +113,7 @@ def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Returns True if the user says how many nodes there are, or how they meet."""
+    """Returns True if a flag or variable says how many nodes there are, or how they meet."""
     if "--nnodes" in torchrun or "PET_NNODES" in environ:
         return True
     return has_rendezvous_flags(torchrun, environ)
@@ -124,14 +122,15 @@ def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
 def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
     """Refuses torchrun's flags that say how nodes meet, such as --node-rank.
 
-    With --hosts, --ray and --slurm, Lockstep gives them to the launcher of each node itself.
+    With --hosts, --ray and --slurm, Lockstep itself passes these flags to the launcher of each
+    node.
 
     Args:
         torchrun: torchrun's flags and their values, as given.
         option: `--hosts`, `--ray` or `--slurm`.
 
     Raises:
-        SettingError: such a flag is given, or torchrun does not take a flag's value.
+        SettingError: such a flag is given, or torchrun does not accept a flag's value.
     """
     for word in torchrun:
         if word.replace("_", "-") in _FLAGS_OF_ONE_NODE:
@@ -150,16 +149,16 @@ def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
 
 
 def node_numbers(nnodes: str) -> tuple[int, int]:
-    """Returns the fewest and the most machines that a value of `--nnodes` stands for.
+    """Parses a value of `--nnodes`: `"2:4"` -> `(2, 4)`, `"3"` -> `(3, 3)`.
 
-    Args:
-        nnodes: `N` or `MIN:MAX`.
+    Returns:
+        The smallest and the largest number of machines.
 
     Raises:
-        SettingError: it stands for no number of machines.
+        SettingError: the value is neither a number nor a range.
     """
     parts = nnodes.split(":")
-    # What is not a number counts as 0, which is refused below.
+    # A part that is not a number becomes 0, which is refused below.
     numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
     fewest = numbers[0]
     most = numbers[-1]
@@ -169,20 +168,20 @@ def node_numbers(nnodes: str) -> tuple[int, int]:
 
 
 def may_restart(flags: argparse.Namespace) -> bool:
-    """Returns True if ranks are started again when one fails, or when machines leave or join.
+    """Returns True if ranks are restarted when one fails, or when machines join or leave.
 
     Args:
-        flags: the flags that `parse_flags` returned.
+        flags: the result of `parse_flags`.
     """
     fewest_nodes, most_nodes = node_numbers(flags.nnodes)
     return flags.max_restarts > 0 or fewest_nodes < most_nodes
 
 
 def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
-    """Returns the rendezvous that torchrun's flags ask for.
+    """Returns the parameters of the rendezvous that torchrun's flags ask for.
 
     Raises:
-        SettingError: `--nnodes` or `--rdzv-conf` has a value that stands for nothing.
+        SettingError: the value of `--nnodes` or `--rdzv-conf` is not valid.
     """
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -195,13 +194,13 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     if backend == "static":
         options["rank"] = flags.node_rank
 
-    # With "static", torchrun's default, --master-addr and --master-port stand for the endpoint.
+    # With "static", torchrun's default, the endpoint is given by --master-addr and --master-port.
     uses_master_flags = backend == "static" and not endpoint
 
-    # A run on one machine, for which the user has given no port.
+    # On a single machine, any port will do if the user has given none.
     may_choose_port = uses_master_flags and flags.master_port is None and most_nodes == 1
     if flags.standalone or may_choose_port:
-        # Port 0 stands for any free port. So two runs on the machine do not meet.
+        # Port 0 stands for any free port, so that two runs on the machine do not meet.
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())
@@ -215,7 +214,7 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
 
 
 def _rendezvous_options(text: str) -> dict[str, Any]:
-    """Reads a value of `--rdzv-conf`, such as "timeout=3,join_timeout=4"."""
+    """Parses a value of `--rdzv-conf`: `"timeout=3,join_timeout=4"`."""
     options: dict[str, Any] = {}
     if not text.strip():
         return options
@@ -228,9 +227,7 @@ def _rendezvous_options(text: str) -> dict[str, Any]:
                 f"{part.strip() or 'an empty part'} has no value or no name",
                 "write KEY=VALUE, with commas between several",
             )
-
         options[key.strip()] = value.strip()
-
     return options
 
 
@@ -238,11 +235,11 @@ def _rendezvous_options(text: str) -> dict[str, Any]:
 
 
 def check_flags(flags: argparse.Namespace, nproc: int) -> None:
-    """Refuses values with which nothing can be started, or which Lockstep does not honour.
+    """Refuses values with which nothing can be started, or which Lockstep does not support.
 
     Args:
-        flags: the flags that `parse_flags` returned.
-        nproc: ranks on this machine.
+        flags: the result of `parse_flags`.
+        nproc: number of ranks on this machine.
 
     Raises:
         SettingError: there is such a value.
@@ -257,7 +254,7 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
 
 
 def _check_program(flags: argparse.Namespace) -> None:
-    """Checks that what is to be started can be, and is started in a way that is supported."""
+    """Checks flags on the program to start, and features of torchrun that are not supported."""
     if flags.module and flags.run_path:
         raise SettingError("-m with --run-path", "a module has no path", "leave one of them out")
     if flags.module and flags.no_python:
@@ -279,14 +276,14 @@ def _check_program(flags: argparse.Namespace) -> None:
 
 
 def _check_numbers(flags: argparse.Namespace) -> None:
-    """Checks the ranges of numbers, which torchrun's parser does not."""
+    """Checks the ranges of numbers, which torchrun's parser does not do."""
     out_of_range = "out of range"
     if flags.max_restarts < 0:
         raise SettingError(
             f"--max-restarts {flags.max_restarts}", out_of_range, "give a number 0 or more"
         )
 
-    if not flags.monitor_interval > 0:  # nor may it be nan
+    if not flags.monitor_interval > 0:  # also refuses nan
         raise SettingError(
             f"--monitor-interval {flags.monitor_interval}", out_of_range, "give a number above 0"
         )
@@ -297,14 +294,14 @@ def _check_numbers(flags: argparse.Namespace) -> None:
 
 
 def shutdown_timeout(flag: float | str | None, environ: Mapping[str, str]) -> float:
-    """Returns the seconds between asking a rank to end and killing it.
+    """Returns how long a rank that was asked to end may take before it is killed, in seconds.
 
     Args:
-        flag: torchrun's --shutdown-timeout (since torch 2.12); None: it is not given.
-        environ: the environment variables; torchrun's is read if the flag is not given.
+        flag: torchrun's --shutdown-timeout, which exists since torch 2.12; None if not given.
+        environ: environment variables; torchrun's variable is read if the flag is not given.
 
     Raises:
-        SettingError: the value is no number.
+        SettingError: the value is not a number.
     """
     if flag is None:
         name = _SHUTDOWN_TIMEOUT
@@ -357,7 +354,7 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
-    """Checks that each rank has a GPU of its own if it is to see that GPU only."""
+    """Checks that there is a GPU for each rank if each rank is to see only its own GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not flags.virtual_local_rank or visible is None:
         return

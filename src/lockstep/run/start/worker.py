@@ -1,9 +1,9 @@
-"""What runs in a rank: the user's script as `__main__`, as `python script.py` would run it.
+"""Runs the user's script in a rank as `__main__`, in the same way as `python script.py`.
 
 A *warm* rank is a copy of the zygote, a process that has imported torch; it runs `run_and_exit`. A
 *cold* rank is a fresh interpreter, which executes the `Command` of `fresh_interpreter`. Both
-install the *probe*, which makes a rank visible to the launcher, and then run the script. An
-exception that ends the script is written into the rank's *evidence*, files that the launcher reads.
+install the *probe*, which makes the rank visible to the launcher, and then run the script. If an
+exception ends the script, it is recorded in the rank's *evidence*, files that the launcher reads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lockstep.run.start.process_exit import exit_process
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
 MACRO = "${local_rank}"
-"""Stands for the local rank in arguments (torch.distributed.elastic.utils.macros)."""
+"""In arguments, this is replaced by the local rank (torch.distributed.elastic.utils.macros)."""
 PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 _SCRIPT_VARIABLE = "LOCKSTEP_SCRIPT"
-"""Variable of a fresh interpreter: the script that it runs, as JSON, without its arguments."""
+"""Environment variable of a fresh interpreter: its script as JSON, without the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,17 @@ class Script:
     """The user's program."""
 
     path: str
-    """Path of a script, or the name of a module."""
+    """The path of a script, or the name of a module."""
     arguments: tuple[str, ...] = ()
     module: bool = False
-    """True if it is a module, as for `python -m`."""
+    """True if `path` is the name of a module, as in `python -m`."""
     local_rank_flag: str | None = None
     """`--local_rank` or `--local-rank` if the script takes its local rank as an argument."""
 
     def arguments_of_this_rank(self) -> list[str]:
-        """Returns the arguments for this process, with its local rank if the script takes it."""
+        """Returns the arguments for this process, including its local rank if the script
+        takes it.
+        """
         local_rank = os.environ.get("LOCAL_RANK")
         if self.local_rank_flag is None or local_rank is None:
             return list(self.arguments)
@@ -61,7 +63,9 @@ class Script:
 
     @property
     def folder(self) -> str:
-        """The folder in which Python looks first for what the program imports: `sys.path[0]`."""
+        """The folder in which Python first looks for modules that the program imports:
+        `sys.path[0]`.
+        """
         if self.module:
             return os.getcwd()
         if os.path.isdir(self.path) or zipfile.is_zipfile(self.path):
@@ -70,20 +74,21 @@ class Script:
 
 
 class Command(NamedTuple):
-    """What a fresh process executes."""
+    """The command that a fresh process executes."""
 
     line: tuple[str, ...]
     """The program and its arguments."""
     environment: dict[str, str]
-    """Variables that it needs."""
+    """Environment variables that it needs."""
     numa: str | None = None
-    """The value of --numa-binding: to which processors near its GPU the process is bound."""
+    """The value of --numa-binding: which processors near its GPU the process is bound to."""
 
     def for_rank(self, local_rank: int) -> Command:
-        """Returns the command of one rank, with its number, and bound to its processors.
+        """Returns the command of one rank, which contains its local rank and binds it to its
+        processors.
 
         Raises:
-            SettingError: it cannot be bound.
+            SettingError: the rank cannot be bound.
         """
         number = str(local_rank)
         line = tuple(word.replace(MACRO, number) for word in self.line)
@@ -104,9 +109,9 @@ class Command(NamedTuple):
 
 
 def run_and_exit(script: Script) -> NoReturn:
-    """Runs the script in a copy of the zygote, and ends the process as the interpreter would.
+    """Runs the script in a copy of the zygote, and then ends the process as the interpreter would.
 
-    It does not return: the functions that called this one are the launcher's.
+    It never returns, as the functions that have called it belong to the launcher.
     """
     open_streams()
     reset_after_fork()
@@ -114,12 +119,14 @@ def run_and_exit(script: Script) -> NoReturn:
 
 
 def fresh_interpreter(script: Script) -> Command:
-    """Returns the command that runs the script as `run_and_exit` does, in a new interpreter."""
-    # Not `python -m lockstep...`: that would take a lockstep.py in the working directory.
+    """Returns the command that runs the script in a new interpreter, as `run_and_exit` does."""
+    # This does not use `python -m lockstep...`, which would import a lockstep.py in the working
+    # directory.
     program = (
         f"import sys; sys.path.insert(0, {PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
     )
-    # The script's arguments stay arguments: a variable may not be as long as they may be.
+
+    # The script's arguments are passed as arguments, since they may be too long for a variable.
     script_json = json.dumps(asdict(replace(script, arguments=())))
     line = (sys.executable, "-u", "-c", program, *script.arguments)
     return Command(line, {_SCRIPT_VARIABLE: script_json})
@@ -127,23 +134,25 @@ def fresh_interpreter(script: Script) -> Command:
 
 def main() -> NoReturn:
     """Runs the script in a fresh interpreter, see `fresh_interpreter`."""
-    sys.path.remove(PACKAGES_FOLDER)  # it was there for the import of this module
+    sys.path.remove(PACKAGES_FOLDER)  # it was only needed to import this module
     fields = json.loads(os.environ.pop(_SCRIPT_VARIABLE))
     fields["arguments"] = tuple(sys.argv[1:])
     script = Script(**fields)
-    # Before torch is imported: as under plain Python, modules beside the script go first.
+
+    # As under plain Python, modules beside the script take precedence, so this comes before torch
+    # is imported.
     _set_script_folder(script.folder)
     exit_process(_run(script))
 
 
 def _run(script: Script) -> int:
-    """Runs the script with the probe installed; returns the exit code."""
+    """Runs the script with the probe installed, and returns the exit code."""
     errors.told_by_launcher = _leave_to_launcher
     return run_recorded(partial(_run_watched, script), _print_error)
 
 
 def _run_watched(script: Script, folder: Path) -> None:
-    """Runs the script, and keeps watching processes that take its place or that it starts as ranks.
+    """Runs the script, and also watches programs that replace it and ranks that it starts itself.
 
     Args:
         script: the script.
@@ -151,10 +160,12 @@ def _run_watched(script: Script, folder: Path) -> None:
     """
     from lockstep.run.watch import script_processes
 
-    watch_executed(Evidence.of_this_process(os.environ, folder))  # after `os.execv`
+    # The script may execute another program in its place, by `os.execv`.
+    watch_executed(Evidence.of_this_process(os.environ, folder))
 
+    # If this is the only rank, the script may start ranks itself.
     is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
-    if is_only_rank:  # it may start ranks itself
+    if is_only_rank:
         _give_address_to_script_processes()
         script_processes.watch_script_processes(folder)
 
@@ -168,13 +179,14 @@ def _run_watched(script: Script, folder: Path) -> None:
 
 
 def reset_after_fork() -> None:
-    """Resets, in a copy of the zygote, what imported libraries have read or drawn in the zygote."""
-    # numpy.random draws its state when it is imported, so all ranks would have the same.
-    random = sys.modules.get("numpy.random")  # numpy imports it at its first use
+    """Resets state that libraries have set up in the zygote, and that this copy must not share."""
+    # numpy.random draws its state when it is imported, which numpy does at the first use. Without
+    # this, all ranks would have the same state.
+    random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
 
-    # torch has read the zygote's number of threads.
+    # torch has read the number of threads in the zygote.
     torch = sys.modules.get("torch")
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and threads.isdigit() and int(threads) != torch.get_num_threads():
@@ -184,11 +196,11 @@ def reset_after_fork() -> None:
 def open_streams() -> None:
     """Opens `sys.stdin`, `stdout` and `stderr` for the descriptors that the rank was given.
 
-    They are unbuffered as under `python -u`, with which torchrun starts scripts: what a rank has
-    written before it is killed is in its log.
+    They are unbuffered, as under `python -u`, which torchrun uses to start scripts. So everything
+    that a rank has written before it is killed is in its log.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        # The new stream encodes as the old one did.
+        # The new stream keeps the encoding of the old one.
         old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
         stream = io.TextIOWrapper(
             io.FileIO(descriptor, "w", closefd=False),
@@ -207,34 +219,35 @@ def open_streams() -> None:
 
 
 _sockets_that_reserve_ports: list[socket.socket] = []
-"""No other program gets their ports until this process ends and they are closed."""
+"""Sockets that are kept open until this process ends, so that no other program gets their ports."""
 
 
 def _give_address_to_script_processes() -> None:
-    """Gives the only rank of a run an address at which processes that it starts can meet.
+    """Sets MASTER_PORT to a free port, at which processes started by this rank can meet.
 
-    The rank's MASTER_PORT is that of the launcher's store, and processes that it starts inherit it.
-    They would all connect to that store, or find its port taken. So MASTER_PORT is set to a port
-    that is free, where they can serve a store of their own. If the rank itself opens a process
-    group, it still gets the launcher's store.
+    The MASTER_PORT of a single rank is the port of the launcher's store, and processes that the
+    rank starts inherit it. They would all connect to that store, or find its port in use. At the
+    free port they can serve a store of their own. If the rank itself opens a process group, it
+    still uses the launcher's store.
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
 
+    # Reserve a free port. torch's store sets this option too, so it can listen at the port while
+    # this socket is open.
     reserving_socket = socket.socket()
-
-    # torch's store sets this option too, so it can listen at the port in spite of this socket.
     reserving_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserving_socket.bind(("127.0.0.1", 0))
     _sockets_that_reserve_ports.append(reserving_socket)
     _, free_port = reserving_socket.getsockname()
+
     launchers_port = int(os.environ["MASTER_PORT"])
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
-    # In this process alone, what connects to the free port gets the launcher's store.
+    # In this process only, connections to the free port lead to the launcher's store.
     store_elsewhere(free_port, launchers_port)
 
 
@@ -248,18 +261,18 @@ def run_recorded(
 
     Args:
         body: the program; it is called with the rank's folder.
-        report: called with the exception, which it may print.
+        report: function that is called with the exception, and may print it.
 
     Returns:
-        The exit code; minus the number of SIGINT if Ctrl-C ended the program.
+        The exit code, or minus the number of SIGINT if Ctrl-C ended the program.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
 
-    # Some memory and a file descriptor. They are released before an error is recorded, as the rank
-    # may have run out of either.
+    # The rank may run out of memory or of file descriptors. Some of both are held back, and
+    # released before an error is recorded.
     reserve = error_record.Reserve()
     try:
         installed_probe = probe.install(evidence)
@@ -268,8 +281,9 @@ def run_recorded(
     except BaseException as error:
         reserve.release()
         error.__traceback__ = _without_launcher(error.__traceback__)
+
+        # The interpreter sets these too: functions of `atexit` may look whether the program failed.
         if not isinstance(error, SystemExit):
-            # As the interpreter does: functions of `atexit` may ask whether the program failed.
             sys.last_type = type(error)
             sys.last_value = error
             sys.last_traceback = error.__traceback__
@@ -282,20 +296,19 @@ def run_recorded(
             report(error)
         except SystemExit as end:  # raised by the program's own sys.excepthook
             return error_record.exit_code(end)
-
         return error_record.exit_code(error)
 
     return 0
 
 
 def _leave_to_launcher(error: errors.LockstepError) -> bool:
-    """Leaves an error that ends this rank to the launcher, which prints its message and its line.
+    """Leaves it to the launcher to print an error that ends this rank.
 
-    The log gets the whole traceback.
+    The launcher prints the message and the line; the whole traceback is written to the log.
 
     Returns:
-        False if the launcher cannot print all of it: the error was not recorded, or it has notes,
-        or another exception, perhaps of the user's, has led to it.
+        False if the launcher could not print everything, so that the rank must print the error: it
+        was not recorded, has notes, or was caused by another exception.
     """
     has_shown_context = error.__context__ is not None and not error.__suppress_context__
     if error.__cause__ is not None or has_shown_context or hasattr(error, "__notes__"):
@@ -307,19 +320,17 @@ def _leave_to_launcher(error: errors.LockstepError) -> bool:
         is_recorded = evidence.error.stat().st_size > 0
     except OSError:
         is_recorded = False
-
     if not is_recorded:
         return False
 
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError), open(folder / "stderr.log", "ab") as log:
         log.write(text.encode(errors="backslashreplace"))
-
     return True
 
 
 def _print_error(error: BaseException) -> None:
-    """Prints what the interpreter would print about an exception that ends the program."""
+    """Prints what the interpreter would print for an exception that ends the program."""
     with contextlib.suppress(ValueError, OSError):  # standard error has been closed
         if not isinstance(error, SystemExit):
             _call_excepthook(error)
@@ -328,7 +339,9 @@ def _print_error(error: BaseException) -> None:
 
 
 def _call_excepthook(error: BaseException) -> None:
-    """Calls `sys.excepthook`. If that fails, prints both exceptions, as the interpreter does."""
+    """Calls `sys.excepthook`. If the hook fails, prints both exceptions, as the interpreter
+    does.
+    """
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
@@ -344,7 +357,7 @@ def _call_excepthook(error: BaseException) -> None:
 
 
 def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this folder's files at its top."""
+    """Removes the outermost frames from a traceback that belong to files in this folder."""
     this_folder = os.path.dirname(__file__)
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -355,12 +368,12 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def install_after_exec() -> None:
-    """Makes this process, which a rank has executed in its own place, visible to the launcher."""
+    """Makes a program visible to the launcher that a rank has executed in its place."""
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
     probe.install(evidence)
-    watch_executed(evidence)  # it may execute yet another program
+    watch_executed(evidence)  # this program may execute yet another one
     errors.told_by_launcher = _leave_to_launcher
     original_excepthook = sys.excepthook
 
@@ -377,18 +390,18 @@ def install_after_exec() -> None:
 
 
 def run_as_main(script: Script) -> None:
-    """Runs the script in this process, which is the script's own from here on."""
+    """Runs the script in this process, which belongs to the script from here on."""
     sys.argv = [script.path, *script.arguments_of_this_rank()]
     module_flag = ["-m"] if script.module else []
     sys.orig_argv = [sys.executable, *module_flag, *sys.argv]
 
-    # multiprocessing and pickle look up the module of the script by this name.
+    # multiprocessing and pickle look up the script's module by this name.
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
 
-    # Python imports from the folder in which a script lies, but from a folder or zip file itself.
+    # `python FOLDER` and `python FILE.zip` run the `__main__.py` in them, which is a module.
     is_folder_or_zip = script.folder == os.path.abspath(script.path)
     if script.module or is_folder_or_zip:
         _run_module(script)
@@ -398,8 +411,8 @@ def run_as_main(script: Script) -> None:
 
 def _run_module(script: Script) -> None:
     """Runs a module, or the `__main__.py` of a folder or zip file."""
-    # With `python -P` the script's folder is not in sys.path. But runpy must find the `__main__.py`
-    # of a folder or zip file there.
+    # `runpy` looks for the `__main__.py` of a folder or zip file in `sys.path`, where `python -P`
+    # leaves the script's folder out.
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
 
@@ -407,8 +420,8 @@ def _run_module(script: Script) -> None:
     try:
         runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
     except SystemExit as end:
-        # runpy has printed why it did not find the module, and exits. It is made an error, which is
-        # recorded as the cause.
+        # runpy exits if it does not find the module, after it has printed why. An ImportError is
+        # recorded as the cause of the failure instead.
         if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
             raise ImportError(str(end.__context__)) from None
         raise
@@ -425,6 +438,6 @@ def _run_file(script_path: str, main_module: types.ModuleType) -> None:
 
 
 def _set_script_folder(folder: str) -> None:
-    """Puts the script's folder first in `sys.path`, in place of the launcher's own folder."""
+    """Puts the script's folder first in `sys.path`, where it replaces the launcher's own folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder

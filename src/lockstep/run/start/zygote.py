@@ -1,28 +1,29 @@
-"""The zygote: a process that has imported torch once, and forks the ranks.
+"""Implements the zygote: a process that has imported torch once, and from which ranks are forked.
 
-`Zygote` is the launcher's side, `Server` the zygote's own. The two talk over a socket: the launcher
-sends requests, the zygote `Event`s. A *spare* is a copy of the zygote that waits until it is asked
-to be a rank. What ranks *leave behind* are processes that they have started and that outlive them.
+`Zygote` is the launcher's side, and `Server` the zygote's own. They talk over a socket: the
+launcher sends requests, and the zygote sends `Event`s. A *spare* is a copy of the zygote that waits
+until it is told to become a rank. Ranks may *leave behind* processes that they have started and
+that outlive them.
 
-The zygote is forked from the launcher before any thread exists, or is an interpreter of its own if
-the launcher is a program of the user's (`FreshZygote`).
+The zygote is forked from the launcher before any thread exists, or is a new interpreter if the
+launcher is a program of the user's (`FreshZygote`).
 
-The zygote has a single thread and does nothing but fork, reap and signal. So a fork from it is
-safe, and eight ranks start about as fast as one. As the ranks' parent it is the only process that
-signals them, so it never signals another process that has been given an old process id.
+The zygote has a single thread and does nothing but fork, reap and signal. So it can be forked
+safely, and eight ranks start about as fast as one. As the ranks' parent, it is the only process
+that signals them, so it never signals another process that has been given an old process id.
 
-When the launcher goes, in whatever way, the zygote reads the end of its socket. It then ends every
-rank, and everything that ranks have started: as a *subreaper* (PR_SET_CHILD_SUBREAPER, prctl(2)) it
-becomes the parent of processes that have lost theirs, even of those in sessions of their own. The
-launcher asks for the same after a failure, after Ctrl-C and before it starts the ranks again. What
-ranks leave behind that have all ended well is not touched. When the zygote goes, the kernel kills
-the ranks (PR_SET_PDEATHSIG).
+When the launcher ends, for whatever reason, its end of the socket is closed. The zygote then ends
+every rank and everything that ranks have started. As a *subreaper* (PR_SET_CHILD_SUBREAPER,
+prctl(2)) it becomes the parent of processes whose parent has ended, even of those in sessions of
+their own. The launcher asks for the same after a failure, after Ctrl-C and before a restart.
+Processes left behind by ranks that have all ended well are not touched. When the zygote ends, the
+kernel kills the ranks (PR_SET_PDEATHSIG).
 
-Some processes end at no signal, see `late_end`. The zygote waits for none of them for ever. The
-launcher decides when a rank is *given up*; when the zygote goes, it leaves that to init.
+Some processes do not end at any signal, see `late_end`. The zygote does not wait for them forever:
+the launcher decides when to *give up* on a rank, and when the zygote ends, init takes over.
 
-To fork a process that has imported torch takes 10 ms or more. So the ranks of the first attempt are
-forked as spares before they are asked for, while the launcher still imports what it needs itself.
+Forking a process that has imported torch takes 10 ms or more. So the ranks of the first attempt are
+forked as spares before they are requested, while the launcher is still importing modules.
 """
 
 from __future__ import annotations
@@ -49,73 +50,73 @@ if TYPE_CHECKING:
     import psutil
 
 Work = Callable[[], NoReturn]
-"""What a rank does once it has its environment, streams and session."""
+"""A function that does the work of a rank, once its environment, streams and session are set."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which a program is asked to end. One that the launcher ignores, as SIGHUP under nohup,
-is ignored by ranks too."""
+"""The signals that ask a program to end. If the launcher ignores one, such as SIGHUP under nohup,
+ranks ignore it too."""
 _SIGNALS_OF_PROGRAM = (signal.SIGTERM, signal.SIGUSR1)
-"""A Python program may answer these with a checkpoint, for which it needs the workers of its
-DataLoader. So they are sent to the program alone; the rest of its process group is killed when it
-has ended. Other signals are sent to the whole group."""
+"""Signals at which a Python program may save a checkpoint, for which it needs the workers of its
+DataLoader. So they are sent only to the program itself, and the rest of its process group is killed
+once it has ended. Other signals are sent to the whole group."""
 
 _ZYGOTE_GONE = "the process that starts the ranks is gone"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFT_BEHIND = -1
-"""In place of a rank's number: what ranks have left behind has ended."""
+"""Used in an event instead of a rank's number: the processes left behind by ranks have ended."""
 _MESSAGE_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 4
-"""Of a message: a rank's input, output and error, and the file with its request."""
+"""The descriptors of a message: a rank's input, output and error, and the file with its request."""
 
 _LEFT_BEHIND_TERM_GRACE_S = 1.0
-"""What ranks have left behind has this time to end at SIGTERM before it is killed."""
+"""The time that processes left behind get to end after SIGTERM, before they are killed."""
 _LEFT_BEHIND_TIMEOUT_S = 10.0
-"""The launcher waits this long for what ranks have left behind."""
-# When the launcher is gone, all must be over within 5 s.
+"""How long the launcher waits for the end of processes left behind by ranks."""
+# When the launcher is gone, everything must have ended within 5 s.
 _LAUNCHER_GONE_GRACE_S = 2.0
 _KILL_TIMEOUT_S = 2.0
 _RECHECK_S = 0.1
 _ZYGOTE_TIMEOUT_S = 15.0
-"""The launcher waits this long for the end of the zygote, which has to end the ranks first."""
+"""How long the launcher waits for the end of the zygote, which has to end the ranks first."""
 _MAX_POLL_S = 0.02
 
 
 class Event(NamedTuple):
-    """What has become of a rank."""
+    """Says that a rank was started, could not be started, or has ended."""
 
     rank: int
-    """Its number on this machine."""
+    """The number of the rank on this machine."""
     pid: int | None
-    """None: the system makes no process for it."""
+    """The process id; None if the system refused to create the process."""
     code: int | None = None
-    """Its exit code, or minus the number of the signal that ended it; None: it runs."""
+    """The exit code, or minus the number of the signal that ended it; None while it is running."""
     reason: str = ""
-    """Why the system makes no process. Of what ranks have left behind: the process ids of those
-    that do not end."""
+    """Why the system refused to create the process. If the event is about processes left behind by
+    ranks, the ids of those that do not end."""
 
 
 class Zygote:
     """The launcher's side of the zygote.
 
     Args:
-        work: what every rank runs, with the rank's variables in `os.environ`. It must not return.
-        spares: how many ranks are forked before they are asked for.
+        work: function that every rank runs, with its variables in `os.environ`. It must not return.
+        spares: number of ranks that are forked before they are requested.
 
     Raises:
-        OSError: no process could be made.
+        OSError: no process could be created.
     """
 
     _code: int | None = None
-    """How the zygote ended; None: it has not been waited for."""
+    """The exit code of the zygote; None while it is not known to have ended."""
 
     def __init__(self, work: Work, spares: int = 0) -> None:
         launchers_end, zygotes_end = control_sockets()
 
-        # What is buffered would be written once more by every copy.
+        # Otherwise every copy would write the buffered output once more.
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # no collection touches what exists now, so all copies share its pages
+        gc.freeze()  # the collector leaves existing objects alone, so all copies share them
 
         self.pid = os.fork()
         if self.pid == 0:
@@ -138,15 +139,15 @@ class Zygote:
         own_session: bool,
         command: Sequence[str] = (),
     ) -> None:
-        """Asks for a rank; an event follows.
+        """Requests a rank. An event will say whether it was started.
 
         Args:
-            rank: its number on this machine.
-            environment: variables in addition to the launcher's.
+            rank: number of the rank on this machine.
+            environment: its variables, in addition to the launcher's.
             streams: descriptors that become its standard input, output and error.
-            own_session: True if the rank gets a session of its own. False: it stays in the
-                terminal's session, and reads the keyboard.
-            command: what it executes; empty: it does the zygote's `work`.
+            own_session: whether the rank gets a session of its own. Otherwise it stays in the
+                session of the terminal, and reads the keyboard.
+            command: program that the rank executes; empty if it does the zygote's `work`.
 
         Raises:
             ChildProcessError: the zygote is gone.
@@ -166,41 +167,40 @@ class Zygote:
                 raise ChildProcessError(_ZYGOTE_GONE) from None
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Sends a signal to the process groups of those ranks that still run."""
+        """Sends a signal to the process groups of those of the ranks that are still running."""
         request = {"signal": number, "ranks": list(ranks)}
         with contextlib.suppress(OSError):  # the zygote is gone, and the ranks with it
             self._socket.send(json.dumps(request).encode())
 
     def give_up(self, rank: int) -> None:
-        """Tells the zygote that a rank does not end: it is not waited for any more."""
+        """Tells the zygote not to wait for a rank any longer, because its process does not end."""
         with contextlib.suppress(OSError):  # the zygote is gone
             self._socket.send(json.dumps({"give_up": rank}).encode())
 
     def end_left_behind(self) -> list[int]:
         """Ends the processes that ranks have left behind, and waits until they have ended.
 
-        To be called when no rank runs.
+        This must only be called while no rank is running.
 
         Returns:
-            The process ids of those that have not ended although they were killed.
+            The ids of processes that have not ended although they were killed.
         """
         with contextlib.suppress(OSError, ChildProcessError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
+
+            # The zygote answers with an event that has this number instead of a rank's.
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
             while time.monotonic() < deadline:
-                events = self.events(timeout=0.1)
-                # The zygote answers by an event with this number in place of a rank's.
-                for event in events:
+                for event in self.events(timeout=0.1):
                     if event.rank == _LEFT_BEHIND:
                         return [int(pid) for pid in event.reason.split()]
-
         return []
 
     def events(self, timeout: float = 0.0) -> list[Event]:
-        """Returns what has happened since the last call.
+        """Returns the events that have arrived since the last call.
 
         Args:
-            timeout: seconds to wait for the first event.
+            timeout: how long to wait for the first event, in seconds.
 
         Raises:
             ChildProcessError: the zygote is gone.
@@ -213,7 +213,8 @@ class Zygote:
                 return events
 
             data, _ = _receive(self._socket)
-            if data:
+            is_closed = not data
+            if not is_closed:
                 events.append(Event(*json.loads(data)))
             elif events:
                 return events  # the next call will raise
@@ -222,21 +223,23 @@ class Zygote:
 
     @property
     def has_ended(self) -> bool:
-        """True if the zygote is gone: something has killed it."""
+        """True if the zygote is gone because something has killed it."""
         return self._ends_within(0.0)
 
     def close(self) -> None:
-        """Ends the zygote, and with it every rank that still runs; waits for it."""
+        """Ends the zygote and every rank that is still running, and waits until the zygote has
+        ended.
+        """
         if self._socket.fileno() >= 0:  # it has not been closed before
             self._socket.close()
             self.wait()
 
     def wait(self) -> int:
-        """Waits until the zygote has ended. One that does not end in time is killed.
+        """Waits until the zygote has ended, and kills it if it does not end in time.
 
         Returns:
-            Its exit code, or minus the number of the signal that ended it. If it does not end even
-            then, it counts as killed.
+            Its exit code, or minus the number of the signal that ended it. A zygote that does not
+            even end after that is reported as killed.
         """
         if not self._ends_within(_ZYGOTE_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
@@ -245,7 +248,7 @@ class Zygote:
         return -signal.SIGKILL if self._code is None else self._code
 
     def _ends_within(self, timeout: float) -> bool:
-        """Returns True if the zygote has ended within some seconds, and notes its exit code."""
+        """Returns True if the zygote ends within `timeout` seconds, and notes its exit code."""
         deadline = time.monotonic() + timeout
         interval_s = 0.0005
         while self._code is None:
@@ -255,26 +258,25 @@ class Zygote:
                     return False
                 time.sleep(interval_s)
                 interval_s = min(2 * interval_s, _MAX_POLL_S)
-
         return True
 
     def _poll(self) -> int | None:
-        """Returns the zygote's exit code as `wait`; None: it has not ended."""
+        """Returns the zygote's exit code, see `wait`, or None if it has not ended."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return None if pid == 0 else os.waitstatus_to_exitcode(status)
 
 
 class FreshZygote(Zygote):
-    """A zygote in a new interpreter, which has nothing of the launcher's memory.
+    """A zygote in a new interpreter, which shares no memory with the launcher.
 
     Args:
-        command: the program. Its last argument will be the descriptor of its control socket, with
-            which it must call `serve`.
-        environment: all its variables.
+        command: the program. The descriptor of its control socket is appended as the last argument;
+            the program must call `serve` with it.
+        environment: all environment variables of the program.
         files: other descriptors that it inherits.
 
     Raises:
-        OSError: no process could be made.
+        OSError: no process could be created.
     """
 
     def __init__(
@@ -301,8 +303,8 @@ def serve(control: int, work: Work) -> NoReturn:
     """Runs the zygote's own side in a new interpreter, see `FreshZygote`.
 
     Args:
-        control: descriptor of its socket.
-        work: what every rank runs, see `Zygote`.
+        control: descriptor of the zygote's socket.
+        work: function that every rank runs, see `Zygote`.
     """
     os.set_inheritable(control, False)
     Server(socket.socket(fileno=control), work).serve()
@@ -314,8 +316,8 @@ class Server:
 
     Args:
         control: the zygote's end of the socket to the launcher.
-        work: what every rank runs.
-        spares: how many ranks are forked before they are asked for.
+        work: function that every rank runs.
+        spares: number of ranks that are forked before they are requested.
     """
 
     def __init__(self, control: socket.socket, work: Work, spares: int = 0) -> None:
@@ -323,15 +325,15 @@ class Server:
         self.work = work
         self.spares_to_fork = spares
         self.spares: dict[int, socket.socket] = {}
-        """Sockets to the processes that wait until they are asked to be a rank, by process id."""
+        """The sockets to the spares, by process id."""
         self.running: dict[int, int] = {}
-        """The numbers of the ranks that run, by process id."""
+        """The numbers of the running ranks, by process id."""
         self.given_up: set[int] = set()
-        """The process ids of ranks that do not end, and are not waited for."""
+        """The process ids of ranks that do not end and are no longer waited for."""
         self.non_python_pids: set[int] = set()
-        """Process ids of the ranks that are programs other than Python."""
+        """The process ids of ranks whose program is not Python."""
         self.ignored: set[int] = set()
-        """Signals that the ranks ignore because the launcher does."""
+        """The signals that the ranks ignore because the launcher does."""
 
         for number in ENDING_SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:
@@ -343,27 +345,32 @@ class Server:
         os.set_blocking(self.wake_writer, False)
 
     def serve(self) -> None:
-        """Does what the launcher asks for until it closes its end; then ends all ranks."""
-        # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
+        """Handles the launcher's requests until the launcher closes its end, then ends all
+        ranks.
+        """
+        # Ctrl-C is for the launcher, which decides what to do, and the zygote must outlive the
+        # ranks.
         for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
-        # When a child ends, the kernel sends SIGCHLD. With a handler, even one that does nothing,
-        # Python then writes a byte into the pipe.
+        # The kernel sends SIGCHLD when a child ends. If there is a handler, even one that does
+        # nothing, Python then writes a byte into the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
-        os.setpgid(0, 0)  # out of the terminal's foreground group
+        os.setpgid(0, 0)  # leaves the terminal's foreground group
 
-        # From now on this process becomes the parent of what ranks leave behind, and can end it.
+        # From now on this process becomes the parent of processes left behind by ranks, so that it
+        # can end them.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
-            # While spares are to be forked, one is forked whenever there is nothing else to do.
+            # Spares are forked one at a time, whenever there is nothing else to do.
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
             if self.spares_to_fork and not readable:
                 self.spares_to_fork -= 1
-                with contextlib.suppress(OSError):  # reported when the rank is asked for
+                with contextlib.suppress(OSError):  # reported when the rank is requested
                     self._fork_spare()
 
             if self.wake_reader in readable:
@@ -376,7 +383,11 @@ class Server:
         os._exit(0)
 
     def _handle_message(self) -> bool:
-        """Does what one message asks for; returns False if the launcher has closed its end."""
+        """Receives and handles one message of the launcher.
+
+        Returns:
+            False if the launcher has closed its end of the socket.
+        """
         data, files = _receive(self.control)
         is_closed = not data
         if is_closed:
@@ -400,44 +411,47 @@ class Server:
                     self.given_up.add(pid)
         else:
             self._signal(request["signal"], set(request["ranks"]))
-
         return True
 
     # Starting ranks
 
     def _start(self, files: list[int]) -> None:
-        """Starts a rank and reports it.
+        """Starts a rank, and reports to the launcher whether that worked.
 
         Args:
-            files: descriptors of the rank's streams and of its request.
+            files: descriptors of the rank's streams and of the file with its request.
         """
         request = _read_request(files)
         rank = request["rank"]
-        self.spares_to_fork = 0  # from now on ranks are forked when they are asked for
+        self.spares_to_fork = 0  # from now on, ranks are forked when they are requested
+
         try:
             pid = self._make_rank(files)
-        except OSError as error:  # no more processes, or no more memory
+        except OSError as error:  # there are no more processes, or there is no more memory
             self._report(Event(rank, pid=None, reason=str(error.strerror)))
             return
 
         self.running[pid] = rank
-        command = request["command"]  # empty: the rank stays a copy of this process
+        command = request["command"]  # empty if the rank stays a copy of this process
         if command and command[0] != sys.executable:
             self.non_python_pids.add(pid)
 
+        # A rank without a session of its own gets a process group of its own. The rank creates the
+        # group too, but a signal to the group may be requested before the rank gets there.
         if not request["own_session"]:
-            # A rank without a session of its own gets a process group of its own. It makes that
-            # itself, too, but a signal to the group may be asked for before it has come to that.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
 
         self._report(Event(rank, pid))
 
     def _make_rank(self, files: list[int]) -> int:
-        """Makes a spare the rank that is asked for, after forking one if there is none.
+        """Turns a spare into the requested rank, after forking one if there is none.
+
+        Args:
+            files: descriptors of the rank's streams and of the file with its request.
 
         Returns:
-            Its process id. It is no longer among `spares`.
+            The process id of the rank, which is removed from `spares`.
 
         Raises:
             OSError: there is no spare, and none can be forked.
@@ -446,17 +460,16 @@ class Server:
             if not self.spares:
                 self._fork_spare()
 
-            pid, channel = self.spares.popitem()  # any of them; they are all alike
+            pid, channel = self.spares.popitem()  # all spares are alike
             with channel:
                 try:
                     socket.send_fds(channel, [b"start"], files)
                 except BrokenPipeError:  # this spare has ended
                     continue
-
             return pid
 
     def _fork_spare(self) -> None:
-        """Forks a copy of this process, which waits until it is asked to be a rank."""
+        """Forks a spare: a copy of this process that waits until it is told to become a rank."""
         parent = os.getpid()
         zygotes_end, spares_end = control_sockets()
         with spares_end:
@@ -466,7 +479,7 @@ class Server:
                 zygotes_end.close()
                 raise
 
-            if pid == 0:
+            if pid == 0:  # in the spare
                 try:
                     zygotes_end.close()
                     self._close_zygotes_descriptors(parent)
@@ -481,7 +494,12 @@ class Server:
         self.spares[pid] = zygotes_end
 
     def _close_zygotes_descriptors(self, parent: int) -> None:
-        """Called in a spare. Closes what it has inherited, and makes it end with the zygote."""
+        """Closes, in a spare, the descriptors inherited from the zygote, and makes it end with the
+        zygote.
+
+        Args:
+            parent: process id of the zygote.
+        """
         signal.set_wakeup_fd(-1)
         die_with_parent(parent)
         os.close(self.wake_reader)
@@ -491,10 +509,10 @@ class Server:
             channel.close()
 
     def _become_rank(self, files: list[int]) -> NoReturn:
-        """Called in a spare. Makes it the rank that is asked for, and does the rank's work.
+        """Turns this process, which is a spare, into the requested rank, and does the rank's work.
 
         Args:
-            files: descriptors of the rank's streams and of its request.
+            files: descriptors of the rank's streams and of the file with its request.
         """
         request = _read_request(files)
         *streams, request_file = files
@@ -506,7 +524,7 @@ class Server:
             os.setpgid(0, 0)
             set_foreground_group(streams[0], os.getpgrp())  # the rank reads the keyboard
 
-        # The zygote's handlers were inherited. The rank gets those of a new process.
+        # Replace the signal handlers inherited from the zygote by those of a new process.
         for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
             if number in self.ignored:  # the launcher ignores it
                 signal.signal(number, signal.SIG_IGN)
@@ -516,15 +534,14 @@ class Server:
                 signal.signal(number, signal.SIG_DFL)
 
         for target, stream in enumerate(streams):
-            os.dup2(stream, target)  # makes the copy inheritable
+            os.dup2(stream, target)  # the copy is inherited by programs that the rank executes
             os.close(stream)
 
         os.environ.update(request["environment"])
-        os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know it
+        os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know the token
 
         if request["command"]:
             _execute(request["command"])
-
         self.work()
 
     # Ending ranks
@@ -532,9 +549,9 @@ class Server:
     def _reap(self) -> None:
         """Collects the processes that have ended, and reports the ranks among them.
 
-        A spare that has ended stays in `spares`; `_make_rank` notices it.
+        A spare that has ended stays in `spares` until `_make_rank` notices it.
         """
-        # Empties the pipe that SIGCHLD writes to. The pipe may be empty already.
+        # Empty the pipe that SIGCHLD writes to, unless it is empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
@@ -543,27 +560,26 @@ class Server:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-
-            if pid == 0:  # all others still run
+            if pid == 0:  # all remaining processes are still running
                 return
 
             self.given_up.discard(pid)
             rank = self.running.pop(pid, None)
             if rank is not None:
-                # Loader workers of a rank that was killed may be left in its process group.
+                # If the rank was killed, its DataLoader workers may be left in its process group.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
-        """Sends a signal to ranks: to their process groups, or to their programs alone.
+        """Sends a signal to ranks, either to their process groups or only to their main processes.
 
-        A Python program may answer SIGTERM or SIGUSR1 with a checkpoint, for which it needs its
-        children. So it gets these signals alone; see `_SIGNALS_OF_PROGRAM`.
+        A Python program may save a checkpoint at SIGTERM or SIGUSR1, for which it needs its child
+        processes. So these signals are not sent to the group, see `_SIGNALS_OF_PROGRAM`.
 
         Args:
-            number: of the signal.
-            ranks: the numbers of the ranks on this machine.
+            number: number of the signal.
+            ranks: numbers of the ranks on this machine.
         """
         for pid, rank in self.running.items():
             if rank not in ranks:
@@ -576,14 +592,14 @@ class Server:
             else:
                 _signal_group(pid, number)
 
+            # A rank that is stopped handles the signal only once it is continued.
             if number in ENDING_SIGNALS:
-                # A rank that is stopped would take the signal only when it goes on.
                 _signal_group(pid, signal.SIGCONT)
 
     def _end_all(self) -> None:
-        """Ends all ranks and spares, by SIGTERM and after some seconds by SIGKILL.
+        """Ends all ranks and spares, by SIGTERM and some seconds later by SIGKILL.
 
-        What has not ended some seconds later is left to init.
+        Processes that have not ended some seconds after that are left to init.
         """
         was_running = bool(self.running)
         self._signal(signal.SIGTERM, set(self.running.values()))
@@ -594,10 +610,8 @@ class Server:
             self._reap()
 
         self._signal(signal.SIGKILL, set(self.running.values()))
-
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
-
         self.given_up |= _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
         self.running.clear()
         self.spares.clear()
@@ -606,15 +620,15 @@ class Server:
             self._end_left_behind(0.0)
 
     def _end_left_behind(self, term_grace_s: float) -> list[int]:
-        """Ends what ranks have left behind, by SIGTERM and after some seconds by SIGKILL.
+        """Ends processes left behind by ranks, by SIGTERM and some seconds later by SIGKILL.
 
-        These processes are looked for again and again, as they may start others meanwhile.
+        These processes are listed again and again, as they may start others in the meantime.
 
         Args:
-            term_grace_s: seconds between SIGTERM and SIGKILL.
+            term_grace_s: time between SIGTERM and SIGKILL, in seconds.
 
         Returns:
-            The process ids of those that have not ended some seconds after SIGKILL.
+            The ids of processes that have not ended some seconds after SIGKILL.
         """
         import psutil
 
@@ -628,7 +642,6 @@ class Server:
             for child in children:
                 with contextlib.suppress(psutil.Error):
                     processes += child.children(recursive=True)
-
             if not processes:
                 break
 
@@ -639,22 +652,21 @@ class Server:
                         process.kill()
                     elif process not in terminated:
                         process.terminate()
-                        process.resume()  # a stopped process takes no other signal
-
+                        process.resume()  # a stopped process handles no other signal
             terminated.update(processes)
 
-            # A process can wait only for its own children. Grandchildren become its children when
+            # A process can only wait for its own children. Grandchildren become its children when
             # their parents have ended.
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
-            time.sleep(_MAX_POLL_S)  # also if none of them is a child of this process
+            time.sleep(_MAX_POLL_S)  # even if none of them is a child of this process
 
         return [process.pid for process in processes if process.is_running()]
 
     def _children_left_behind(self) -> list[psutil.Process]:
         """Returns the children of this process that are neither ranks nor spares.
 
-        A rank that is given up keeps its children, which are returned in its place. Those that
-        have ended are left out: a rank that does not end takes no notice of it.
+        A rank that was given up is still the parent of its own children, which are returned instead
+        of the rank. Those that have ended are left out, as such a rank no longer collects them.
         """
         import psutil
 
@@ -667,16 +679,16 @@ class Server:
                             children.append(helper)
             elif child.pid not in self.running and child.pid not in self.spares:
                 children.append(child)
-
         return children
 
     def _report(self, event: Event) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to notice
+        """Sends an event to the launcher."""
+        with contextlib.suppress(OSError):  # if the launcher is gone, the main loop will notice
             self.control.send(json.dumps(event).encode())
 
 
 def _execute(command: list[str]) -> NoReturn:
-    """Replaces this process by a program; ends with a shell's exit codes if that fails."""
+    """Replaces this process by a program. If that fails, ends with the exit code of a shell."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -685,9 +697,12 @@ def _execute(command: list[str]) -> NoReturn:
 
 
 def _wait_for_ends(pids: set[int], timeout: float) -> set[int]:
-    """Waits for children of this process, some seconds at most; returns those that have not ended.
+    """Waits for children of this process to end, for at most `timeout` seconds.
 
-    `psutil.wait_procs` is not used: it waits without limit for a process that a debugger holds.
+    `psutil.wait_procs` is not used, as it waits without limit for a process that a debugger holds.
+
+    Returns:
+        The ids of those that have not ended.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -698,10 +713,10 @@ def _wait_for_ends(pids: set[int], timeout: float) -> set[int]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns True if a process has ended, or is no child of this one; a child is then reaped."""
+    """Returns True if a child of this process has ended, after collecting its exit status."""
     try:
         ended_pid, _ = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # it was reaped before
+    except ChildProcessError:  # it was collected before, or is not a child of this process
         return True
     return ended_pid == pid
 
@@ -711,7 +726,7 @@ def _signal_group(pid: int, number: int) -> None:
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
-        # It is not yet the leader of a group of its own, or all of the group have ended.
+        # Either the process has no group of its own yet, or the whole group has ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -722,10 +737,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; on Linux only.
+    """Makes the kernel kill this process when its parent ends. This only works on Linux.
 
     Args:
-        parent: the parent's process id. If it has ended already, this process ends at once.
+        parent: process id of the parent. If it has ended already, this process exits at once.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was told
@@ -733,7 +748,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Returns a message and the descriptors that came with it; empty: the other end is closed."""
+    """Receives a message and the descriptors that came with it; both are empty at the end of the
+    stream.
+    """
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
     except ConnectionResetError:
@@ -742,7 +759,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _read_request(files: list[int]) -> dict[str, Any]:
-    """Reads what is asked of a rank.
+    """Reads the request for a rank.
 
     Args:
         files: descriptors of the rank's input, output and error, and of the file with the request.
@@ -754,9 +771,9 @@ def _read_request(files: list[int]) -> dict[str, Any]:
 
 
 def unnamed_file() -> IO[bytes]:
-    """Returns an empty file that other processes get by its descriptor alone.
+    """Creates an empty file without a name, which is passed to other processes by its descriptor.
 
-    It is in memory if the system has such files: the disk with the temporary folder may be full.
+    It is in memory if the system has such files, as the disk with the temporary folder may be full.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("lockstep-request"), "w+b")
@@ -764,5 +781,5 @@ def unnamed_file() -> IO[bytes]:
 
 
 def control_sockets() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets, over which each message arrives whole."""
+    """Creates two connected sockets that preserve the boundaries of messages."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,8 +1,8 @@
-"""Installs the probe in an interpreter that a rank has executed in its own place.
+"""Installs the probe in an interpreter that a rank has executed in its place.
 
-`exec_hook` puts this folder into PYTHONPATH, so that the interpreter imports this module at its
-start. The interpreter may be of another version and may not have Lockstep: nothing here may fail in
-it, or change what the program finds.
+`exec_hook` adds this folder to PYTHONPATH, so that the interpreter imports this module when it
+starts. The interpreter may be of another version and may not have Lockstep. So nothing here may
+fail in it, or change what the program finds.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def begin() -> None:
     for path in os.environ.pop("PYTHONPATH", "").split(os.pathsep):
         if path not in ("", folder):
             paths.append(path)
-
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
     executed = os.environ.pop("LOCKSTEP_EXECUTED", "")
     if executed:
         values = json.loads(executed)
-        if values["pid"] == os.getpid():  # otherwise it is a child of the rank
+        is_rank = values["pid"] == os.getpid()  # otherwise it is a child of the rank
+        if is_rank:
             sys.meta_path.insert(0, AfterTorch(values["packages"]))
 
     import_users_sitecustomize()
 
 
 def import_users_sitecustomize() -> None:
-    """Imports the `sitecustomize` that the interpreter would have imported without this one."""
+    """Imports the `sitecustomize` that the interpreter would have imported instead of this one."""
     this_module = sys.modules.pop("sitecustomize")
     try:
         __import__("sitecustomize")
@@ -62,9 +62,9 @@ class AfterTorch:
         self.packages = packages
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Finds torch, and makes its loader install the probe when torch has been imported.
+        """Finds torch, and makes its loader install the probe after torch has been imported.
 
-        Python calls this for each module that is imported. Others than torch are not found here.
+        Python calls this for each module that is imported. For other modules it returns None.
         """
         if name != "torch":
             return None
