@@ -745,7 +745,8 @@ class Agent(api.SimpleElasticAgent):
 
         self._end_ranks(end_signal, before_restart=True)
         if self.failure is not None and not membership_changed:
-            # With other machines, a setting that these cannot honour may be right.
+            # In an elastic run, a setting that these machines cannot honour may be right for
+            # others.
             comes_again = not self.failure.may_pass and not self._rdzv.elastic
             if self.failure.is_repeated or comes_again:
                 raise _vain_restart(self.failure, worker_group.spec.max_restarts)
