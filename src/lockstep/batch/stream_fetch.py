@@ -1,15 +1,15 @@
-"""Reads one rank's part of the global batches of an iterable, in this process or in a worker.
+"""Reads this rank's part of each global batch from an iterable dataset, also in loader workers.
 
-A *global batch* holds the samples of one optimizer step; its *position* is its number in the epoch.
-Each rank computes its part in one or more *micro-batches*. How it comes by its part depends on
-`shard`: it reads the whole iterable and keeps its part (None), seeks its samples (a function), or
-gets a part of its own from the iterable (False). *Digests*, short values made of samples, show
-whether ranks and workers read the same.
+A *global batch* holds the samples of one optimizer step, and its *position* is its number within
+the epoch. Each rank processes its part in one or more *micro-batches*. How a rank gets its part
+depends on `shard`. With None, it reads the whole dataset and keeps its part. With a function, it
+reads only its own samples. With False, the dataset itself splits the samples over the ranks.
+*Digests* are short hashes of samples, by which ranks and workers check that they read the same.
 
-A worker is asked for a global batch by its position, and reads the iterable forward to it. So what
-it gives does not depend on how many workers there are, or which of them is asked.
+A worker is asked for a global batch by its position, and reads the dataset forward to that place.
+So the result does not depend on the number of workers, or on which of them is asked.
 
-What `transform` draws at random comes from (seed, epoch, number of the sample).
+Random numbers drawn in `transform` depend on the seed, the epoch and the number of the sample.
 """
 
 from __future__ import annotations
@@ -33,96 +33,99 @@ from lockstep.distributed.torch_compat import without_worker_info
 from lockstep.session.micro_batch import VirtualRanks
 
 BATCHES_BETWEEN_COMPARISONS = 100
+"""Samples are compared at the beginning of a pass, and then after this many global batches."""
 
 
 def is_compared(position: int, pass_begin: int, batch_size: int) -> bool:
-    """Returns True if samples of a global batch are compared between ranks and between workers.
+    """Returns True if the ranks and the workers compare the samples of a global batch.
 
-    Compared are the first 16 samples of the pass and of the epoch, and 16 samples after each
-    hundredth global batch. Where global batches are small, these are in several of them.
+    They compare the first 16 samples of the pass, the first 16 of the epoch, and the first 16 after
+    every hundredth global batch. If global batches are small, 16 samples span several of them.
 
     Args:
-        position: of the global batch.
-        pass_begin: the position at which the pass began.
-        batch_size: samples of a global batch.
+        position: position of the global batch in the epoch.
+        pass_begin: position at which the pass began, above 0 in a resumed epoch.
+        batch_size: number of samples in a global batch.
     """
-    # The 16 samples that are compared at a time are in this many global batches.
-    num_batches = ceil_div(SAMPLES_COMPARED, batch_size)
-    begins_pass = pass_begin <= position < pass_begin + num_batches
-    batches_since_hundredth = position % BATCHES_BETWEEN_COMPARISONS  # of the epoch, from 0
-    return begins_pass or batches_since_hundredth < num_batches
+    batches_per_comparison = ceil_div(SAMPLES_COMPARED, batch_size)
+    is_at_begin_of_pass = pass_begin <= position < pass_begin + batches_per_comparison
+    batches_since_hundredth = position % BATCHES_BETWEEN_COMPARISONS
+    return is_at_begin_of_pass or batches_since_hundredth < batches_per_comparison
 
 
 class GlobalBatchKey(NamedTuple):
-    """Which global batch is wanted, and how it is divided."""
+    """A request to read a global batch: which one, and how it is divided."""
 
     epoch: int
     position: int
     shares: tuple[int, ...]
     num_micro_batches: int
-    """Micro-batches of the global batch; with virtual ranks, of the part of each."""
+    """Number of micro-batches in the global batch, or in each virtual rank's part of it."""
     virtual_ranks: VirtualRanks | None
     pass_begin: int
     """The position of the first global batch of this pass."""
     read_beginning: bool = False
-    """True to read the first samples of the epoch too, if the pass begins after them and the stream
-    would not pass them on its way."""
+    """True to also read the first samples of the epoch, in a pass that begins in its middle and in
+    a stream that can skip samples. Their digests are compared with those of the checkpoint."""
 
 
 @dataclass
 class RankBatch:
-    """What a rank has read of a global batch of an iterable."""
+    """The part of a global batch that a rank has read from an iterable dataset."""
 
     position: int
     planned_sizes: Indices
-    """The planned samples of each rank in each micro-batch, shape `(micro-batches, ranks)`. At the
-    end of the iterable there may be fewer."""
+    """The planned number of samples of each rank in each micro-batch, shape `(micro-batches,
+    ranks)`. At the end of the dataset there may be fewer."""
     counts: Indices
-    """How many samples each rank has, shape `(ranks,)`. If every rank reads the whole iterable, all
-    are right; otherwise only that of this rank is."""
+    """The actual number of samples of each rank, shape `(ranks,)`. If every rank reads the whole
+    dataset, all entries are right. Otherwise only the entry of this rank is right, and the others
+    hold the planned numbers."""
     ended: bool
-    """True if the iterable gives this rank no more samples."""
+    """True if the dataset has no more samples for this rank."""
     worker: int
     """The number of the loader worker that has read it; 0 without workers."""
     digests: dict[int, list[Any]]
-    """Digests of the first samples of each compared global batch (see `is_compared`) that this
-    worker has read, or read past, since the batch that it gave last. By position."""
+    """Digests of samples that are to be compared (see `is_compared`), by the position of their
+    global batch. They cover all that this worker has read or skipped since its last result."""
     num_samples_in_all: int | None = None
-    """How many samples the iterable gave, when this worker has come to its end."""
+    """The number of samples in the dataset, if this worker has reached its end."""
     one_sample_batch: Any = None
-    """A batch of one sample, if this rank has read only samples of other ranks."""
+    """A batch with one sample, from which empty batches can be made. It is only present if this
+    rank has no samples in some micro-batch."""
     indices: list[Indices] = field(default_factory=list)
-    """The numbers of this rank's samples, one array for each micro-batch, shape `(n,)`."""
+    """For each micro-batch, the numbers of this rank's samples as an array of shape `(n,)`."""
     batches: list[Any] = field(default_factory=list)
-    """The collated batches; None if this rank has no sample of a micro-batch."""
+    """For each micro-batch, the collated batch, or None if this rank has no samples in it."""
 
 
 class _ReadPart(NamedTuple):
-    """The samples that this rank has read of a global batch."""
+    """The samples of a global batch that this rank has read, before they are collated."""
 
     samples: list[Any]
-    """Samples of this rank; if every rank reads the whole iterable, those of all ranks."""
+    """The samples of this rank, or of all ranks if every rank reads the whole dataset."""
     first_number: int
     """The number of the first sample."""
     stride: int
-    """How much the number grows from one sample to the next."""
+    """The difference between the numbers of neighbouring samples."""
     planned_sizes: Indices
-    """The planned samples of each rank in each micro-batch; see `RankBatch`."""
+    """See `RankBatch`."""
     counts: Indices
-    """The number of samples that each rank has; see `RankBatch`."""
+    """See `RankBatch`."""
     bounds: list[list[int]]
-    """For each micro-batch, the begin and end in `samples` of this rank's samples."""
+    """For each micro-batch, where this rank's samples begin and end within `samples`."""
     ended: bool
+    """True if the dataset has no more samples for this rank."""
 
 
 class IterableFetch(Dataset[Any]):
-    """This rank's part of the global batches of an iterable, by `GlobalBatchKey`.
+    """A dataset whose items are this rank's parts of global batches, indexed by `GlobalBatchKey`.
 
     Args:
-        source: the iterable.
-        seed: of the run.
-        sample_rng: False leaves all random streams alone.
-        data_parallel: this rank among those that compute parts of a global batch.
+        source: the iterable dataset.
+        seed: the seed of the run.
+        sample_rng: False to leave all random number generators as they are.
+        data_parallel: this rank among the ranks that process parts of a global batch.
     """
 
     def __init__(
@@ -135,26 +138,26 @@ class IterableFetch(Dataset[Any]):
         self._data_parallel = data_parallel
         self._reader: StreamReader | None = None
         self._digests: dict[int, list[Any]] = {}
-        """The digests that the next `RankBatch` gets."""
-        # True if code of the user's prepares samples, and so may draw random numbers.
-        self._prepares_samples = (
-            source.transform is not None or source.collate is not default_collate
-        )
+        """Digests that have not been put into a `RankBatch` yet."""
+        self._runs_user_code = source.transform is not None or source.collate is not default_collate
+        """True if the user's own functions prepare samples. These may draw random numbers."""
 
     def fresh(self) -> IterableFetch:
-        """Returns a copy that has no pass open, for a process of its own."""
+        """Returns a copy that starts from the beginning of the dataset, for a loader worker."""
         return IterableFetch(self._source, self._seed, self._sample_rng, self._data_parallel)
 
     def close(self) -> None:
-        """Ends the pass that is open."""
+        """Ends the current pass."""
         self._reader = None
 
     def __getitem__(self, key: GlobalBatchKey) -> RankBatch:
         worker_info = get_worker_info()
         if key.read_beginning:
             self._read_beginning(key)
+
         part = self._read_part(key)
         self._keep_digests(key.position, key.pass_begin, part.samples)
+
         rank_batch = RankBatch(
             position=key.position,
             planned_sizes=part.planned_sizes,
@@ -165,60 +168,68 @@ class IterableFetch(Dataset[Any]):
             num_samples_in_all=self._num_samples_in_all(),
         )
         self._digests = {}
+
         for begin, end in part.bounds:
             samples = part.samples[begin:end]
             numbers = part.first_number + part.stride * np.arange(begin, end)
             batch = self.collate(key.epoch, samples, numbers) if samples else None
             rank_batch.indices.append(numbers)
             rank_batch.batches.append(batch)
+
         some_are_empty = any(batch is None for batch in rank_batch.batches)
         if some_are_empty and part.samples:
-            # The loader makes the empty batches of this one, which has the right dtypes and shapes.
+            # The loader makes empty batches from this one, as it has the right dtypes and shapes.
             with preserve_rng_state():
                 number = np.array([part.first_number])
                 rank_batch.one_sample_batch = self.collate(key.epoch, part.samples[:1], number)
         return rank_batch
 
     def _read_part(self, key: GlobalBatchKey) -> _ReadPart:
-        """Reads what this rank needs of a global batch, as `shard` says."""
-        if self._source.shard is None:  # every rank reads all samples and keeps its own
-            return self._read_part_of_whole(key)
-        planned_sizes = self._planned_sizes(key)
-        if self._source.shard is False:  # the iterable gives each rank a part of its own
-            return self._read_own_part(key, planned_sizes)
-        return self._seek_part(key, planned_sizes)  # `shard` is a function that seeks samples
+        """Reads what this rank needs of a global batch, in the way that `shard` demands."""
+        every_rank_reads_all = self._source.shard is None
+        if every_rank_reads_all:
+            return self._read_all_and_select(key)
 
-    def _read_part_of_whole(self, key: GlobalBatchKey) -> _ReadPart:
-        """Reads a whole global batch, and says which samples of it are this rank's."""
+        planned_sizes = self._planned_sizes(key)
+        dataset_splits_itself = self._source.shard is False
+        if dataset_splits_itself:
+            return self._read_own_part(key, planned_sizes)
+
+        return self._read_every_nth(key, planned_sizes)
+
+    def _read_all_and_select(self, key: GlobalBatchKey) -> _ReadPart:
+        """Reads a whole global batch, and determines which of its samples belong to this rank."""
         samples = self.read_whole(key.epoch, key.position, key.pass_begin)
-        # Begin and end of each part in `samples`, shape (micro-batches, ranks, 2).
+
+        # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2).
         split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
-        sizes = split_sizes(split)  # samples of each part, shape (micro-batches, ranks)
-        samples_of_rank = sizes.sum(axis=0)
-        bounds_on_this_rank = split[:, self._data_parallel.rank]
+        sizes = split_sizes(split)  # shape (micro-batches, ranks)
+        samples_of_each_rank = sizes.sum(axis=0)
+        bounds_of_this_rank = split[:, self._data_parallel.rank]
+
         return _ReadPart(
             samples=samples,
-            # The samples follow each other in the epoch, so their numbers grow by 1.
             first_number=key.position * self._source.batch_size,
             stride=1,
-            # The size of the global batch is known, so every rank has what is planned.
+            # All samples have been read, so the plan is made for exactly these.
             planned_sizes=sizes,
-            counts=samples_of_rank,
-            bounds=bounds_on_this_rank.tolist(),
+            counts=samples_of_each_rank,
+            bounds=bounds_of_this_rank.tolist(),
             ended=not samples,
         )
 
     def _read_own_part(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
-        """Reads this rank's part of an iterable that splits itself over the ranks.
+        """Reads this rank's part from a dataset that splits itself over the ranks.
 
         Args:
-            key: of the global batch.
-            planned_sizes: samples of each part of it, shape `(micro-batches, ranks)`.
+            key: the global batch to read.
+            planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
         """
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
+
+        # The dataset yields only samples of this rank, and every global batch takes as many.
         num_wanted = int(planned_sizes[:, rank].sum())
-        # The iterable gives only samples of this rank, the same number for each global batch.
         first_on_rank = key.position * num_wanted
         samples = self._read(
             key.epoch,
@@ -228,30 +239,32 @@ class IterableFetch(Dataset[Any]):
             pass_begin=key.pass_begin,
             per_batch=num_wanted,
         )
+
         return self._divide_part(
             samples,
-            # Sample k of rank r has the number k * ranks + r, so that no two samples have the same.
+            # The k-th sample of rank r gets the number k * ranks + r, so that numbers are unique.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
             ended=not samples,
         )
 
-    def _seek_part(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
-        """Reads this rank's samples of an iterable that can be entered at any sample.
+    def _read_every_nth(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
+        """Reads this rank's samples through the user's function `shard(start, step)`.
 
-        Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch, where `ranks` is the
-        number of ranks.
+        Of n ranks, rank r gets the samples r, r + n, r + 2 n, ... of the epoch.
 
         Args:
-            key: of the global batch.
-            planned_sizes: samples of each part of it, shape `(micro-batches, ranks)`.
+            key: the global batch to read.
+            planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
         """
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
-        begin = key.position * self._source.batch_size  # the first sample of the global batch
-        # This rank's first sample from `begin` on. Of 4 ranks, rank 1 has the samples 1, 5, 9, ...,
-        # so from begin=6 on it is 6 + (1 - 6) % 4 = 9.
+
+        # Find this rank's first sample in the global batch. Example: of 4 ranks, rank 1 has the
+        # samples 1, 5, 9, ... In a global batch that begins with sample 6, its first sample is
+        # 6 + (1 - 6) % 4 = 9.
+        begin = key.position * self._source.batch_size
         first_number = begin + (rank - begin) % num_ranks
         samples = self._read(
             key.epoch,
@@ -260,8 +273,9 @@ class IterableFetch(Dataset[Any]):
             count=num_wanted,
             pass_begin=key.pass_begin,
         )
-        # A global batch with fewer samples than ranks has none for some ranks. That such a rank has
-        # read nothing does not mean that the iterable has ended.
+
+        # If a global batch has fewer samples than ranks, nothing is planned for some ranks. Such a
+        # rank reads nothing, although the dataset has not ended.
         ended = num_wanted > 0 and not samples
         return self._divide_part(
             samples, first_number=first_number, planned_sizes=planned_sizes, ended=ended
@@ -273,20 +287,24 @@ class IterableFetch(Dataset[Any]):
         """Divides this rank's samples of a global batch into micro-batches.
 
         Args:
-            samples: those of this rank alone, fewer than planned at the end of the iterable.
-            first_number: the number of the first sample. The next ones have this number plus the
-                number of ranks, and so on.
-            planned_sizes: samples of each part, shape `(micro-batches, ranks)`.
-            ended: True if the iterable gives this rank no more samples.
+            samples: the samples of this rank. At the end of the dataset there are fewer than
+                planned, and the last micro-batches become short or empty.
+            first_number: number of the first sample. The numbers of the next samples grow by the
+                number of ranks.
+            planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
+            ended: True if the dataset has no more samples for this rank.
         """
         rank = self._data_parallel.rank
-        # Micro-batch i has samples[bounds[i] : bounds[i + 1]]. At the end of the iterable
-        # the last micro-batches are short or empty.
+
+        # Micro-batch i consists of samples[bounds[i] : bounds[i + 1]].
         planned_bounds = np.cumsum([0, *planned_sizes[:, rank]])
         bounds = np.minimum(planned_bounds, len(samples))
-        begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # (micro-batches, 2)
-        counts = planned_sizes.sum(axis=0)  # planned samples of each rank
-        counts[rank] = len(samples)  # of the other ranks it is not known yet
+        begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # shape (micro-batches, 2)
+
+        # The real counts of other ranks are not known here, so theirs are the planned ones.
+        counts = planned_sizes.sum(axis=0)
+        counts[rank] = len(samples)
+
         return _ReadPart(
             samples=samples,
             first_number=first_number,
@@ -298,31 +316,33 @@ class IterableFetch(Dataset[Any]):
         )
 
     def _planned_sizes(self, key: GlobalBatchKey) -> Indices:
-        """Returns the sizes of the parts of a full global batch of an iterable that is split.
+        """Returns how a full global batch is divided if the dataset is split over the ranks.
 
         Returns:
-            Samples of each part, shape `(micro-batches, ranks)`.
+            The number of samples in each part, shape `(micro-batches, ranks)`.
         """
         batch_size = self._source.batch_size
         num_ranks = self._data_parallel.size
         if self._source.shard is False:
             return split_sizes(split_batch(batch_size, key.shares, key.num_micro_batches))
-        # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
+
+        # Micro-batch i consists of the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
         edges = np.arange(key.num_micro_batches + 1)
         bounds = key.position * batch_size + ceil_div(batch_size * edges, key.num_micro_batches)
-        # Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch. Before a bound there
-        # are ceil((bound - r) / ranks) of them; shape (micro-batches + 1, ranks).
+
+        # Of n ranks, rank r has the samples r, r + n, r + 2 n, ... So ceil((bound - r) / n) of its
+        # samples lie before a bound. This array has the shape (micro-batches + 1, ranks).
         ranks = np.arange(num_ranks)
         samples_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
         return np.diff(samples_before_bound, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
-        """Reads the samples of a whole global batch; fewer, or none, at the end of the iterable.
+        """Reads all samples of a global batch. At the end of the dataset there are fewer or none.
 
         Args:
-            epoch: of the pass.
-            position: of the global batch in the epoch.
-            pass_begin: the position of the first global batch of the pass.
+            epoch: number of the epoch.
+            position: position of the global batch in the epoch.
+            pass_begin: position at which the pass began.
         """
         batch_size = self._source.batch_size
         return self._read(
@@ -335,36 +355,43 @@ class IterableFetch(Dataset[Any]):
         )
 
     def read_first(self, epoch: int, count: int) -> Any:
-        """Returns a batch of the first samples that this rank can read; None if there are none."""
+        """Returns a batch of the first `count` samples of the dataset, or None if it has none."""
+        # A copy reads them, so that a pass which is in progress keeps its place.
         fetch = self.fresh()
         samples = fetch._read(epoch, first=0, stride=1, count=count)
-        opened = fetch._reader
-        if self._reader is not None and opened is not None:
-            # Some iterables have a single iterator, which has just begun again: then the pass that
-            # was reading it has to find its place anew.
-            if opened.samples is self._reader.samples:
+
+        # Some datasets return the same iterator each time, and have just restarted it. The pass in
+        # progress must then find its place again.
+        new_reader = fetch._reader
+        if self._reader is not None and new_reader is not None:
+            is_same_iterator = new_reader.samples is self._reader.samples
+            if is_same_iterator:
                 self._reader = None
+
         if not samples:
             return None
         return self.collate(epoch, samples, np.arange(len(samples)))
 
     def collate(self, epoch: int, samples: list[Any], numbers: Indices) -> Any:
-        """Returns a batch of samples, each transformed with random streams of its own.
+        """Transforms samples and makes a batch of them.
+
+        Random numbers are seeded for each sample by its number, so that a sample is transformed in
+        the same way on whichever rank and worker that happens.
 
         Args:
-            epoch: of the pass.
-            samples: as the iterable gave them.
-            numbers: of the samples, shape `(n,)`.
+            epoch: number of the epoch.
+            samples: the samples as the dataset yielded them.
+            numbers: the numbers of the samples, shape `(n,)`.
         """
         transform = self._source.transform
-        # Without code of the user's, or if `sample_rng=False` was set, nothing is seeded.
-        needs_seeds = self._prepares_samples and self._sample_rng
+        needs_seeds = self._runs_user_code and self._sample_rng
         if not needs_seeds:
             if transform is not None:
                 samples = [transform(sample) for sample in samples]
             return call_collate(self._source.collate, samples)
+
         with preserve_rng_state():
-            if transform is None:  # the collate function may draw
+            if transform is None:  # but the collate function may draw random numbers
                 seed_sample(self._seed, epoch, int(numbers[0]))
                 return call_collate(self._source.collate, samples)
             transformed = []
@@ -383,29 +410,34 @@ class IterableFetch(Dataset[Any]):
         pass_begin: int = 0,
         per_batch: int = 0,
     ) -> list[Any]:
-        """Reads the samples `first`, `first + stride`, ...; fewer at the end of the iterable.
+        """Reads the samples `first`, `first + stride`, and so on, up to the end of the dataset.
 
         Args:
-            epoch: of the pass.
-            first: the number of the first sample, as this rank counts them.
-            stride: how much the number grows from one sample to the next.
-            count: samples to read.
-            pass_begin: the position at which the pass begins.
-            per_batch: samples that this rank reads of each full global batch; 0: it varies.
+            epoch: number of the epoch.
+            first: number of the first sample, as counted on this rank.
+            stride: difference between the numbers of neighbouring samples.
+            count: number of samples to read.
+            pass_begin: position of the global batch at which the pass began.
+            per_batch: number of samples that this rank reads of each full global batch; 0 if that
+                varies.
         """
         if count == 0:
             return []
-        can_seek = callable(self._source.shard)
-        with without_worker_info():  # many iterables would give this worker a part of their own
+
+        can_start_anywhere = callable(self._source.shard)
+        # Many datasets split themselves over the loader workers. Hidden from them, each worker
+        # reads everything.
+        with without_worker_info():
             reader = self._reader
             if reader is None or reader.epoch != epoch:
                 reader = self._open(epoch, first, stride)
-            elif reader.next_number > first:  # it is past the sample, and cannot go back
+            elif reader.next_number > first:  # too far, and an iterator cannot go back
                 reader = self._open(epoch, first, stride)
             elif reader.ended:
                 return []
-            elif reader.next_number < first and can_seek:  # quicker than to read on to the sample
-                reader = self._open(epoch, first, stride)
+            elif reader.next_number < first and can_start_anywhere:
+                reader = self._open(epoch, first, stride)  # faster than reading up to the sample
+
             with reader.random_state():
                 self._read_up_to(reader, first, pass_begin, per_batch)
                 samples = reader.take(count)
@@ -416,49 +448,50 @@ class IterableFetch(Dataset[Any]):
     def _read_up_to(
         self, reader: StreamReader, first: int, pass_begin: int, per_batch: int
     ) -> None:
-        """Reads on to a sample, and past all samples before it.
+        """Reads and drops all samples before a given one.
 
-        These are of global batches that other loader workers read, or that were trained on before
-        the run was resumed. Their digests are kept, since all workers must read the same.
+        These belong to global batches that other loader workers return, or that were trained on
+        before the run was resumed. Their digests are kept, to check that all workers read the same
+        samples.
 
         Args:
-            reader: of this pass.
-            first: the number of the sample.
-            pass_begin: the position at which the pass begins.
-            per_batch: samples that this rank reads of each full global batch; 0: it varies.
+            reader: the reader of this pass.
+            first: number of the sample to stop at.
+            pass_begin: position of the global batch at which the pass began.
+            per_batch: number of samples that this rank reads of each full global batch; 0 if that
+                varies.
         """
         while reader.next_number < first and not reader.ended:
-            if per_batch == 0:  # which sample is in which global batch is not known
-                passed = reader.take(first - reader.next_number)
-                reader.next_number += len(passed)
+            if per_batch == 0:  # it is unknown which global batch a sample belongs to
+                skipped = reader.take(first - reader.next_number)
+                reader.next_number += len(skipped)
                 continue
-            # Read to the end of the global batch in which the reader is.
+
+            # Read to the end of the current global batch, so that its digests can be kept.
             position = reader.next_number // per_batch
             end = min((position + 1) * per_batch, first)
-            passed = reader.take(end - reader.next_number)
-            reader.next_number += len(passed)
-            self._keep_digests(position, pass_begin, passed)
+            skipped = reader.take(end - reader.next_number)
+            reader.next_number += len(skipped)
+            self._keep_digests(position, pass_begin, skipped)
 
     def _keep_digests(self, position: int, pass_begin: int, samples: list[Any]) -> None:
-        """Keeps digests of a global batch that has been read, if it is one that is compared.
-
-        The next `RankBatch` that this worker returns hands them out.
-        """
+        """Keeps the digests of a global batch for the next `RankBatch`, if it is to be compared."""
         if samples and is_compared(position, pass_begin, self._source.batch_size):
             self._digests[position] = batch_digests(samples)
 
     def _read_beginning(self, key: GlobalBatchKey) -> None:
-        """Reads the first samples of the epoch, and keeps their digests for the next `RankBatch`.
+        """Keeps the digests of the epoch's first samples for the next `RankBatch`.
 
-        It does so only if the stream can skip to the middle of the epoch. Any other stream is read
-        from its beginning anyway, and `_read_up_to` keeps these digests.
+        If the dataset cannot skip samples, nothing needs to be done: it is read from its beginning
+        anyway, and `_read_up_to` keeps the digests.
 
         Args:
-            key: of the global batch that is wanted, which may be in the middle of the epoch.
+            key: the global batch to read, which is usually in the middle of the epoch.
         """
         if not self._can_skip:
             return
-        # A copy reads them, with an iterator of its own. That of this object stays where it is.
+
+        # A copy with an iterator of its own reads them, so that this object keeps its place.
         fetch_of_beginning = self.fresh()
         num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
         for position in range(num_batches):
@@ -469,45 +502,49 @@ class IterableFetch(Dataset[Any]):
 
     @property
     def _can_skip(self) -> bool:
-        """True if a pass can begin after the first sample without reading what comes before."""
+        """True if a pass can begin in the middle of the dataset without reading up to there."""
         if callable(self._source.shard):
             return True
-        # After `skip`, the `datasets` library gives another order in all epochs but the first, and
-        # its load_state_dict loses what was in a shuffle buffer: such a stream is read on.
+
+        # A dataset of the `datasets` library (it has `set_epoch`) must be read from its beginning:
+        # after `skip` it returns another order in all epochs except the first, and its
+        # load_state_dict loses the contents of a shuffle buffer.
         return hasattr(self.dataset, "skip") and not hasattr(self.dataset, "set_epoch")
 
     def _num_samples_in_all(self) -> int | None:
-        """Returns how many samples the iterable has, if this reader has come to its end; else None.
+        """Returns the number of samples in the dataset, or None if that is not known.
 
-        A reader that seeks its samples has only those of this rank, so it cannot tell.
+        It is known when the end has been reached, unless only every n-th sample was read.
         """
         reader = self._reader
-        if callable(self._source.shard) or reader is None or not reader.ended:
+        reads_every_nth = callable(self._source.shard)
+        if reads_every_nth or reader is None or not reader.ended:
             return None
         return reader.next_number
 
     def _open(self, epoch: int, first: int, stride: int) -> StreamReader:
-        """Begins a pass over the iterable, which replaces the one that is open.
+        """Starts a pass over the dataset, which replaces the current one.
 
         Args:
-            epoch: of the pass.
-            first: the number of the first sample that is wanted. The pass begins with it if the
-                iterable can skip to it, and otherwise with sample 0.
-            stride: how much the number grows from one sample to the next, if samples are sought.
+            epoch: number of the epoch.
+            first: number of the first sample that is needed. If the dataset can skip samples, the
+                pass begins with it, otherwise with sample 0.
+            stride: the second argument of the user's function `shard(start, step)`.
 
         Returns:
-            Its reader, which is also kept in `_reader`.
+            The reader of the pass, which is also kept in `_reader`.
         """
         dataset: Any = self.dataset
         shard = self._source.shard
         random_state: Any = nullcontext
         if self._sample_rng:
             random_state = PassRandomState(self._seed, epoch).entered
+
         next_number = 0
         with random_state():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
-            if callable(shard):  # the user's function returns the samples from `first` on
+            if callable(shard):
                 samples = iter(shard(first, stride))
                 next_number = first
             elif first and self._can_skip:

@@ -1,16 +1,17 @@
-"""Weighs micro-batches by a user's function or by their rows, instead of by planned samples.
+"""Computes the factor of a micro-batch's loss if batches are not weighed by their planned samples.
 
-The *weight* of a batch is what the user's function says (its number of tokens, say), or its number
-of rows if a user's collate function made it. The *scale* of a micro-batch, the factor of its loss,
-is then `w * ranks / W`: `w` is its weight, and `W` that of the whole global batch over all ranks.
-With virtual ranks (`session.micro_batch`) `ranks` is their number; if each trains a copy of the
-model, `ranks` and `W` are those of one virtual rank.
+The *weight* of a batch is the value of the user's `weight` function (for example its number of
+tokens). Without such a function it is the number of rows that the user's collate function has
+made. The *scale* of a micro-batch, the factor of its loss, is `w * ranks / W`, where `w` is its
+weight and `W` is the weight of the whole global batch over all ranks. With virtual ranks
+(`session.micro_batch`), `ranks` is their number. Under DiLoCo, `ranks` and `W` are those of one
+replica.
 
-`W` is an all-reduce of a few bytes on the CPU. The loader reads one global batch ahead and starts
-it a whole step before its result is needed, so no step waits for it. At most one is under way. A
-loop that is left early never reads the last sum, which is right if all ranks leave. The sum also
-says of which global batch it is, so that the sum of a rank that has left alone is not mistaken for
-another one.
+`W` is the result of an all-reduce of a few bytes on the CPU. The loader reads one global batch
+ahead and starts the all-reduce a whole step before the result is needed, so no step waits for it,
+and at most one is in progress. If all ranks leave the loop early, the last result is never read.
+If only one rank leaves, its next all-reduce could be mistaken for another one; so each also sums up
+the epoch and the position, which shows whether all ranks are at the same global batch.
 """
 
 from __future__ import annotations
@@ -33,90 +34,98 @@ Weight = Callable[[Any], float | Tensor]
 
 
 class CountedBatch(NamedTuple):
-    """A micro-batch whose rows were counted."""
+    """A micro-batch whose rows have been counted."""
 
     planned: PlannedMicroBatch
     batch: Any
-    """A batch of one sample if the collate function left all samples out."""
+    """The batch to train on. If the collate function dropped all samples, it is an empty batch."""
     collated: Any
-    """What the collate function returned."""
+    """The batch that the collate function returned."""
     weight: float
     has_other_rows: bool
-    """True if the number of rows is not the number of planned samples."""
+    """True if the number of rows differs from the planned number of samples."""
     rows_are_unknown: bool
-    """True if the batch does not show how many rows it has."""
+    """True if the number of rows cannot be determined from the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
-    """How the micro-batches of one loader are weighed."""
+    """Determines the weights of the micro-batches of one loader."""
 
     weight: Weight | None
-    """The user's function; None: batches are weighed by their rows."""
+    """The user's function; None to weigh batches by their rows."""
     rows: RowCounter | None
-    """None: every sample makes one row, and nothing has to be counted."""
+    """Counts the rows of batches. None if every sample makes one row."""
     make_empty_batch: Callable[[], Any]
-    """Returns a batch that stands for one without rows."""
+    """Makes a batch for a micro-batch without rows; see `Loader._make_empty_batch`."""
 
     @property
     def is_planned(self) -> bool:
-        """True if every part weighs its number of planned samples."""
+        """True if every micro-batch weighs its planned number of samples."""
         return self.weight is None and self.rows is None
 
     def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
-        """Counts the rows of a batch, and weighs it.
+        """Counts the rows of a batch and computes its weight.
 
         Args:
-            planned: the micro-batch as it was planned: a row for each sample.
-            batch: what the collate function made of its samples.
+            planned: the micro-batch as planned, with one row for each sample.
+            batch: the batch that the collate function made of its samples.
 
         Raises:
             DataError: the user's function did not return a number that is at least 0.
         """
         num_samples = planned.micro_batch.local_rows
-        visible_rows: int | None = num_samples
+
+        counted_rows: int | None = num_samples
         if self.rows is not None and num_samples > 0:
-            visible_rows = self.rows.count(batch, num_samples)
-        # If the batch does not show its rows, each sample is taken for one.
-        num_rows = num_samples if visible_rows is None else visible_rows
+            counted_rows = self.rows.count(batch, num_samples)  # None if they cannot be counted
+        num_rows = num_samples if counted_rows is None else counted_rows
+
         has_other_rows = num_rows != num_samples
         if has_other_rows:
-            left_out = max(0, num_samples - num_rows)
-            counted = replace(planned.micro_batch, local_rows=num_rows, left_out=left_out)
-            planned = planned._replace(micro_batch=counted)
-        all_samples_are_left_out = num_samples > 0 and num_rows == 0
+            num_dropped = max(0, num_samples - num_rows)
+            corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
+            planned = planned._replace(micro_batch=corrected)
+
         weight = float(num_rows)
-        if self.weight is not None and num_rows > 0:  # it is not called with batches without rows
+        if (
+            self.weight is not None and num_rows > 0
+        ):  # the user's function never gets an empty batch
             weight = _weigh_batch(self.weight, batch)
+
+        all_samples_were_dropped = num_samples > 0 and num_rows == 0
         return CountedBatch(
             planned=planned,
-            batch=self.make_empty_batch() if all_samples_are_left_out else batch,
+            batch=self.make_empty_batch() if all_samples_were_dropped else batch,
             collated=batch,
             weight=weight,
             has_other_rows=has_other_rows,
-            rows_are_unknown=visible_rows is None,
+            rows_are_unknown=counted_rows is None,
         )
 
 
 def _index_of_weight(counted: CountedBatch) -> int:
-    """Returns the index, in a list of the weights of each virtual rank, of a micro-batch's own.
+    """Returns the index of a micro-batch in a list with one weight for each virtual rank.
 
-    Without virtual ranks the list has one weight, of the whole global batch, at index 0.
+    Without virtual ranks, the list only has the weight of the whole global batch, at index 0.
     """
     number = counted.planned.micro_batch.virtual_rank_number
     return 0 if number is None else number
 
 
 def _weigh_batch(weight: Weight, batch: Any) -> float:
-    """Returns what the user's function says that a batch weighs.
+    """Calls the user's weight function on a batch.
 
     Raises:
-        DataError: it did not return a number that is at least 0.
+        DataError: the function did not return a number that is at least 0.
     """
     value = weight(batch)
-    number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    number: Any = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = float(value)
+
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    # Infinity and NaN are refused too, and numbers whose sum could be infinite.
+    # The upper limit also excludes infinity, NaN, and numbers whose sum might be infinite.
     if not is_number or not 0 <= number < 1e300:
         raise DataError(
             f"weight={getattr(weight, '__name__', weight)}",
@@ -134,53 +143,59 @@ def scale_by_weight(
     weight_before: float = 0.0,
     virtual_ranks: VirtualRanks | None = None,
 ) -> Iterator[ReadMicroBatch]:
-    """Yields micro-batches with the exact scale of what they weigh, instead of the planned one.
+    """Replaces the planned scale of each micro-batch by the one that follows from its weight.
 
     Args:
         read: the micro-batches, in order.
-        weighing: how a batch is weighed.
-        collectives: of the run.
-        epoch: of the pass.
-        weight_before: the weight of the micro-batches of the first global batch that this rank was
-            handed before this call; 0 if `read` begins with the global batch.
-        virtual_ranks: of the run; None: there are none.
+        weighing: determines the weight of a batch.
+        collectives: the collectives of the run.
+        epoch: number of the epoch.
+        weight_before: if `read` begins in the middle of a global batch, the weight of this rank's
+            earlier micro-batches of that global batch; otherwise 0.
+        virtual_ranks: the virtual ranks of the run, or None.
 
     Raises:
         RanksDifferError: another rank is at another global batch.
     """
-    weight_sum: _WeightSum | None = None
+    weight_sum: _WeightSum | None = None  # the all-reduce that is in progress
     global_batch: list[ReadMicroBatch] = []
+
     for planned, batch in read:
         global_batch.append((planned, batch))
-        if not planned.micro_batch.last:
+        is_complete = planned.micro_batch.last
+        if not is_complete:
             continue
-        # `global_batch` is complete. The sum of the one before it, which is under way, is waited
-        # for before the next sum begins: if a rank has left its loop, the next sum would meet some
-        # other collective of that rank.
-        ready = [] if weight_sum is None else weight_sum.wait()
+
+        # Wait for the previous all-reduce before starting the next one. If a rank has left its
+        # loop, the next one would be matched with an unrelated collective of that rank.
+        previous_global_batch = [] if weight_sum is None else weight_sum.wait()
         weight_sum = _WeightSum(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
         global_batch = []
         weight_before = 0.0
-        yield from ready
-        if collectives.single_process:  # there is no sum to wait for, so nothing is read ahead
+        yield from previous_global_batch
+
+        # A single process needs no all-reduce, so there is no reason to read ahead.
+        if collectives.single_process:
             yield from weight_sum.wait()
             weight_sum = None
+
     if weight_sum is not None:
         yield from weight_sum.wait()
 
 
 class _WeightSum:
-    """The all-reduce of the weight of one global batch, which is under way.
+    """An all-reduce of the weight of one global batch, which the constructor starts.
 
     Args:
         global_batch: this rank's micro-batches of the global batch.
-        weighing: how a batch is weighed.
-        collectives: of the run.
-        epoch: of the pass.
-        weight_before: the weight of what this rank has already got of the global batch.
-        virtual_ranks: of the run; None: there are none.
+        weighing: determines the weight of a batch.
+        collectives: the collectives of the run.
+        epoch: number of the epoch.
+        weight_before: weight of this rank's micro-batches of the global batch that were handed out
+            earlier and are not in `global_batch`.
+        virtual_ranks: the virtual ranks of the run, or None.
     """
 
     def __init__(
@@ -200,18 +215,22 @@ class _WeightSum:
         self._epoch = epoch
         self._position = global_batch[0][0].position
         self._counted = [weighing.count_rows(planned, batch) for planned, batch in global_batch]
-        # The weight of each virtual rank's part. Without virtual ranks there is one: of the whole.
+
+        # The weight of each virtual rank's part, or, without virtual ranks, one weight for all.
         weights = [0.0] * self._num_parts
         if collectives.contributes:
-            # Only autotuning hands out a part before. With virtual ranks it is refused, so this is
-            # the weight of the whole.
+            # `weight_before` is only above 0 if autotuning measures, which is refused with virtual
+            # ranks. So there is only one weight.
             weights[0] = weight_before
             for counted in self._counted:
-                if not counted.planned.micro_batch.is_repeat:  # another rank has counted it
+                if (
+                    not counted.planned.micro_batch.is_repeat
+                ):  # repeats are counted where they count
                     weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
-        # All of these are summed over the ranks; `wait` reads them in the same order.
+
+        # All of these are summed over the ranks. `wait` unpacks them in the same order.
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
         self._work = None
@@ -226,7 +245,8 @@ class _WeightSum:
         """
         if self._work is not None:
             self._work.wait()
-        # The sums over the ranks of the values that __init__ joins, in the same order.
+
+        # The sums over the ranks, in the order in which `__init__` has packed the values.
         (
             *weights,
             num_ranks_with_other_rows,
@@ -235,15 +255,19 @@ class _WeightSum:
             sum_of_positions,
         ) = self._sums.tolist()
         self._check_same_global_batch(sum_of_epochs, sum_of_positions)
+
         row_counter = self._weighing.rows
         if self._weighing.weight is not None or row_counter is None:
             return self._scaled(weights)
-        # Batches are weighed by their rows.
+
+        # Without a function of the user's, batches are weighed by their rows.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if num_ranks_with_unknown_rows > 0:
             row_counter.warn_of_unknown(global_samples)
-        if num_ranks_with_other_rows == 0:  # each sample makes one row, so the planned scales hold
+        if (
+            num_ranks_with_other_rows == 0
+        ):  # one row for each sample, so the planned scales are right
             return self._global_batch
         row_counter.warn_of_rows(global_samples, int(sum(weights)))
         return self._scaled(weights)
@@ -252,11 +276,11 @@ class _WeightSum:
         """Raises RanksDifferError if some rank is at another global batch than this one.
 
         Args:
-            sum_of_epochs: over the ranks, of the epoch that each is in.
-            sum_of_positions: over the ranks, of the position of the global batch that each is at.
+            sum_of_epochs: the sum over all ranks of the number of their epoch.
+            sum_of_positions: the sum over all ranks of the position of their global batch.
         """
-        # If all ranks have the same number, the sum is `size` times this rank's. If they differ, it
-        # is not on at least one rank, which raises.
+        # If all ranks have the same number, the sum is `size` times the number of this rank. If
+        # they have different numbers, that fails on at least one rank, which ends the run.
         topology = self._collectives.topology
         same_epoch = sum_of_epochs == topology.size * self._epoch
         same_position = sum_of_positions == topology.size * self._position
@@ -271,48 +295,52 @@ class _WeightSum:
         )
 
     def _scaled(self, weights: list[float]) -> list[ReadMicroBatch]:
-        """Returns the micro-batches, each with the scale `w * ranks / W`.
+        """Returns the micro-batches with the scale `w * ranks / W`; see the module's docstring.
 
         Args:
-            weights: the weight `W`, summed over all ranks, of each virtual rank's part. Without
-                virtual ranks it has one item, the weight of the whole global batch.
+            weights: the weight of each virtual rank's part, summed over all ranks. Without virtual
+                ranks, the list only has the weight of the whole global batch.
         """
         virtual_ranks = self._virtual_ranks
-        trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
-        num_gradients = self._num_gradients()  # the `ranks` of the formula
+        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
+        num_gradients = self._num_gradients()  # `ranks` in the formula
         total_of_global_batch = sum(weights)
         is_one_micro_batch = self._is_one_micro_batch()
+
         scaled = []
         for counted in self._counted:
             micro_batch = counted.planned.micro_batch
-            # The `W` of the formula. Each copy of the model has a mean of its own.
+
+            # `W` in the formula. Under DiLoCo each replica takes a mean of its own.
             total = total_of_global_batch
-            if trains_copies:
+            if trains_replicas:
                 total = weights[_index_of_weight(counted)]
             scale = 0.0
             if total > 0:
                 scale = counted.weight * num_gradients / total
-            # A micro-batch that is the whole global batch has scale 1: it needs no scaling.
+
+            # A micro-batch that is the whole global batch has scale 1 and needs no factor.
             is_plain = is_one_micro_batch and total > 0
             micro_batch = replace(micro_batch, scale=scale, plain=is_plain)
-            # A rank without rows gets an empty batch. But if no rank has rows, each gets what its
-            # collate function returned, as one device would.
+
+            # A rank without rows gets an empty batch. If no rank has any rows, each gets the result
+            # of its collate function, as a single device would.
             batch = counted.batch if total_of_global_batch > 0 else counted.collated
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled
 
     def _num_gradients(self) -> int:
-        """Returns of how many gradients the mean is taken: of all ranks, or of virtual ranks."""
+        """Returns the number of gradients that are averaged: one for each rank or virtual rank."""
         num_ranks = self._collectives.data_parallel.size
         virtual_ranks = self._virtual_ranks
         if virtual_ranks is None:
             return num_ranks
-        if virtual_ranks.train_copies:  # the ranks that compute one copy of the model together
+        if virtual_ranks.train_copies:  # only the ranks that process the same replica
             return max(1, num_ranks // virtual_ranks.count)
         return virtual_ranks.count
 
     def _is_one_micro_batch(self) -> bool:
-        """Returns True if the global batch is one micro-batch, which this rank computes alone."""
+        """Returns True if this rank alone processes the whole global batch in one micro-batch."""
         first_planned, _ = self._global_batch[0]
         first = first_planned.micro_batch
         is_only_micro_batch = len(self._global_batch) == 1 and first.first
