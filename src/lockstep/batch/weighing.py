@@ -223,9 +223,8 @@ class _WeightSum:
             # ranks. So there is only one weight.
             weights[0] = weight_before
             for counted in self._counted:
-                if (
-                    not counted.planned.micro_batch.is_repeat
-                ):  # repeats are counted where they count
+                # A repeat, which checks a device, is already counted on another rank.
+                if not counted.planned.micro_batch.is_repeat:
                     weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
