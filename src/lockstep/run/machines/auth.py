@@ -1,7 +1,7 @@
-"""The auth proxy: lets the launchers and ranks of one run reach its store, and nobody else.
+"""Implements the auth proxy, which lets only the launchers and ranks of one run reach its store.
 
 The *store* is torch's TCPStore, which accepts every client and unpickles what clients write. With
-several machines it therefore listens on loopback only. The *auth proxy* listens in its place on
+several machines, it therefore listens only on loopback. The *auth proxy* listens in its place on
 the address that the other machines use. Every other machine has a *forwarder*, which listens on
 loopback and carries connections to the proxy, so that torch's clients need no change.
 
@@ -16,8 +16,8 @@ recorded handshake is of no use to anybody:
     client    MAGIC, nonce c (32), purpose (1), HMAC(token, "client" s c purpose)
     proxy     1 and HMAC(token, "server" s c purpose), or 0 and zeros
 
-What follows is neither encrypted nor signed: whoever can alter packets between two machines of the
-run can alter the run. And loopback is open to all users of a machine.
+The data that follows is neither encrypted nor signed: whoever can alter packets between two
+machines of the run can alter the run. And loopback is open to all users of a machine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, Token
 
 OnPeer = Callable[[StreamReader, StreamWriter, str], Awaitable[None]]
-"""Called with a connection from another launcher and the address that it comes from."""
+"""A function that handles a connection from another launcher. It is called with both streams and
+the address from which the launcher has connected."""
 
 # The purposes of a connection.
 TO_STORE = b"S"
 TO_LAUNCHER = b"P"
 WRONG_TOKEN = b""
-"""Returned by the handshake in place of a purpose if the client has another token."""
+"""The result of the handshake, instead of a purpose, if the client has another token."""
 
 MAGIC = b"lockstep auth 1\n"
 NONCE_BYTES = 32
@@ -58,7 +59,7 @@ TOKEN_DIFFERS = "its token differs from this machine's"
 
 
 class ConnectionFailed(Exception):
-    """An attempt to connect to an auth proxy failed. Its text says why."""
+    """An attempt to connect to an auth proxy failed. The text of the error says why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Streams:
 
 
 class ConnectionServer:
-    """Accepts connections on a socket and handles each; used in the network thread only."""
+    """Accepts connections on a socket, and handles each. It is only used in the network thread."""
 
     def __init__(self) -> None:
         self._open_writers: set[StreamWriter] = set()
@@ -84,18 +85,15 @@ class ConnectionServer:
         self._server.close()
 
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Handles one connection and closes it; asyncio calls this for each.
-
-        Until it is closed, its writer is in `_open_writers`.
-        """
+        """Handles one connection, and closes it. asyncio calls this for each connection."""
         self._open_writers.add(writer)
-
         try:
             await self._handle_connection(Streams(reader, writer))
         except (OSError, ConnectionFailed):
-            pass  # the other side notices the end of its connection
+            pass  # the other side notices that its connection ends
         except asyncio.CancelledError:
-            writer.transport.abort()  # the launcher ends; raised, asyncio would log it as an error
+            # The launcher ends. If this were raised again, asyncio would log it as an error.
+            writer.transport.abort()
         finally:
             self._open_writers.discard(writer)
             writer.close()
@@ -106,13 +104,13 @@ class ConnectionServer:
 
 
 class AuthProxy(ConnectionServer):
-    """Accepts connections from the other machines and authenticates them.
+    """Accepts connections from the other machines, and authenticates them.
 
     Args:
-        token: the run's token.
+        token: the token of the run.
         store_port: the port on loopback at which the store listens.
-        on_peer: handles the connections of other launchers.
-        say: called with a line for the user when a connection is refused.
+        on_peer: function that handles connections of other launchers.
+        say: function that shows a line to the user when a connection is refused.
     """
 
     def __init__(
@@ -127,15 +125,14 @@ class AuthProxy(ConnectionServer):
         self._num_handshakes = 0
 
     async def _handle_connection(self, client: Streams) -> None:
-        """Authenticates a client, then carries its connection to the store or to `on_peer`."""
+        """Authenticates a client, and then carries its connection to the store or to `on_peer`."""
         if self._num_handshakes >= MAX_HANDSHAKES_AT_ONCE:
             return  # too many strangers at once; the connection is closed
 
         address = str(client.writer.get_extra_info("peername")[0])
         self._num_handshakes += 1
-
-        # The time for a handshake is short, so a stranger that says nothing is not kept for long.
         try:
+            # The time is limited, so that a stranger that sends nothing does not stay for long.
             handshake = _handshake_with_client(client, self._token)
             purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
         except (OSError, EOFError, ConnectionFailed):
@@ -156,19 +153,21 @@ class AuthProxy(ConnectionServer):
             )
 
     def _report_refused(self, address: str, reason: str) -> None:
-        """Tells the user once for each address, since clients try again and again."""
+        """Tells the user about a refused client, once for each address as clients try again and
+        again.
+        """
         if address not in self._reported_addresses:
             self._reported_addresses.add(address)
             self._say(f"a connection from {address} was turned away: {reason}")
 
 
 class Forwarder(ConnectionServer):
-    """Accepts connections on loopback and carries them to another machine's auth proxy.
+    """Accepts connections on loopback, and carries them to the auth proxy of another machine.
 
     Args:
         address: the address of the auth proxy.
         port: the port of the auth proxy.
-        token: the run's token.
+        token: the token of the run.
     """
 
     def __init__(self, address: str, port: int, token: Token) -> None:
@@ -188,7 +187,8 @@ class Forwarder(ConnectionServer):
     def abort(self) -> None:
         """Ends all connections, and refuses new ones.
 
-        Called when the proxy is out of reach, so that the store's clients do not wait for it.
+        This is called when the proxy can no longer be reached, so that the clients of the store do
+        not wait for it.
         """
         self._aborted = True
         for writer in list(self._open_writers):
@@ -199,8 +199,8 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     """Performs the proxy's side of the handshake.
 
     Returns:
-        The purpose of the connection (TO_STORE or TO_LAUNCHER, or another byte that the client
-        sent), or WRONG_TOKEN.
+        The purpose of the connection that the client has sent (TO_STORE or TO_LAUNCHER), or
+        WRONG_TOKEN.
 
     Raises:
         ConnectionFailed: the client does not speak this protocol.
@@ -224,16 +224,16 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
 
 
 async def authenticate(address: str, port: int, token: Token, purpose: bytes) -> Streams:
-    """Connects to an auth proxy and performs the client's side of the handshake.
+    """Connects to an auth proxy, and performs the client's side of the handshake.
 
     Args:
         address: the address of the proxy.
-        port: its port.
-        token: the run's token.
-        purpose: what is behind the proxy for this connection: TO_STORE or TO_LAUNCHER.
+        port: the port of the proxy.
+        token: the token of the run.
+        purpose: where the proxy carries the connection: TO_STORE or TO_LAUNCHER.
 
     Raises:
-        ConnectionFailed: nothing answers, it is no auth proxy, or it has another token.
+        ConnectionFailed: nothing answers, it is not an auth proxy, or it has another token.
     """
     proxy = await _connect(address, port)
     try:
@@ -245,14 +245,14 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
             proxy.writer.write(MAGIC + own_nonce + purpose + proof)
             answer = await proxy.reader.readexactly(1 + PROOF_BYTES)
 
-        # The proxy must prove that it has the token, too: another program may listen there.
+        # The proxy must prove that it has the token too, as another program may be listening there.
         expected = ACCEPTED + _hmac(token, b"server", proxy_nonce, own_nonce, purpose)
         if not hmac.compare_digest(answer, expected):
             raise ConnectionFailed(TOKEN_DIFFERS)
     except BaseException as error:
         proxy.writer.transport.abort()
 
-        # It accepted the connection and then said nothing. (A TimeoutError is an OSError as well.)
+        # It accepted the connection and then sent nothing. (A TimeoutError is also an OSError.)
         if isinstance(error, TimeoutError):
             raise ConnectionFailed(NOT_A_LAUNCHER) from None
 
@@ -266,7 +266,11 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
 
 
 async def _connect(address: str, port: int) -> Streams:
-    """Opens a connection; raises ConnectionFailed if nothing answers."""
+    """Opens a connection.
+
+    Raises:
+        ConnectionFailed: nothing answers.
+    """
     opening = asyncio.open_connection(address, port)
     try:
         reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
@@ -278,7 +282,11 @@ async def _connect(address: str, port: int) -> Streams:
 
 
 async def _check_magic(reader: StreamReader) -> None:
-    """Raises ConnectionFailed if what comes first is not the beginning of the handshake."""
+    """Reads the beginning of the handshake.
+
+    Raises:
+        ConnectionFailed: the other side sends something else.
+    """
     if await reader.readexactly(len(MAGIC)) != MAGIC:
         raise ConnectionFailed(NOT_A_LAUNCHER)
 
@@ -288,7 +296,7 @@ def _hmac(
 ) -> bytes:
     """Returns the proof of one side ("client" or "server") that it has the token.
 
-    The nonces are random numbers of this connection, so that no proof is good for another one.
+    The nonces are random numbers of this connection, so that the proof is not valid for any other.
     """
     return hmac.digest(token.key, side + proxy_nonce + client_nonce + purpose, "sha256")
 

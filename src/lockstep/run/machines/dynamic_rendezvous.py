@@ -1,9 +1,10 @@
-"""The rendezvous for `--nnodes MIN:MAX` and the backend c10d: nodes may come and go.
+"""Implements the rendezvous for `--nnodes MIN:MAX` and the backend c10d: nodes may join and leave.
 
 A *round* is one start of the ranks on all nodes, counted from 1. A node asks for a round by setting
-`Node.round`; it sets `Node.started` when it starts its ranks. The *server*, the node that serves
-the store, decides who takes part in a round (`Node.decided`) as soon as all nodes that are here
-have asked for it. Before the first round it waits a while for more nodes (`last_call_timeout`).
+`Node.round`, and sets `Node.started` when it starts its ranks. The *server*, the node that serves
+the store, decides which nodes take part in a round (`Node.decided`) as soon as all nodes that are
+present have asked for it. Before the first round it waits a while for more nodes
+(`last_call_timeout`).
 
 Torch's own dynamic rendezvous takes up to 45 s for a restart, because it waits for the heartbeats
 of a lost node and for more nodes to come.
@@ -40,7 +41,8 @@ class DynamicRendezvous(Rendezvous):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._enough_nodes_since = math.inf
-        """The time (monotonic) since which at least MIN nodes are here; infinite: too few are."""
+        """The time (monotonic) since which at least MIN nodes are present; infinite if too few are.
+        """
 
     @property
     def elastic(self) -> bool:
@@ -62,17 +64,19 @@ class DynamicRendezvous(Rendezvous):
         return self._make_info(store, rank, len(participants))
 
     def _wait_for_round(self) -> tuple[int, Sequence[int]]:
-        """Waits as `next_rendezvous`; this node asks for a round, and the server decides it.
+        """Asks for a round, and waits until one is decided in which this node takes part.
 
         Returns:
             The round, and the numbers of the nodes that take part in it, in the order of their
             ranks.
+
+        Raises:
+            MissingRankError: see `next_rendezvous`.
         """
         deadline = time.monotonic() + join_timeout(self._parameters)
         announcer = WaitAnnouncer(self._say)
         while True:
             present = self._peers.present()
-
             if self._server_is_gone():
                 raise self._missing_nodes_error(describe_departure(self._peers.server))
 
@@ -88,8 +92,8 @@ class DynamicRendezvous(Rendezvous):
             decided_round = decided["round"]
             participants = decided["nodes"]
 
-            # It is no new round if this node has started its ranks for it already, or if this node
-            # has asked for a later one.
+            # The decided round is not new if this node has already started its ranks for it, or has
+            # asked for a later one.
             is_new_round = decided_round > own.started and decided_round >= own.round
             if is_new_round and own.number in participants:
                 return decided_round, participants
@@ -98,7 +102,8 @@ class DynamicRendezvous(Rendezvous):
             if round_number > own.round:
                 self._peers.update(round=round_number)
 
-            if own.number == 0:
+            is_server = own.number == 0
+            if is_server:
                 self._decide_participants(round_number)
 
             announcer.update(
@@ -107,7 +112,7 @@ class DynamicRendezvous(Rendezvous):
             time.sleep(POLL_INTERVAL_S)
 
     def request_restart(self) -> None:
-        """Asks for the next round, so that the others know why the ranks of this node end."""
+        """Asks for the next round, so that the other nodes know why the ranks of this node end."""
         self._peers.update(round=self._peers.own.started + 1)
 
     def describe_lost_nodes(self) -> str:
@@ -116,7 +121,7 @@ class DynamicRendezvous(Rendezvous):
         Returns:
             A text for the user; empty if no node was lost, or if the run must end.
         """
-        # A node that has left by itself (LEFT) is not among them: its ranks have failed or ended.
+        # A node that has left by itself (LEFT) is not included: its ranks have failed or ended.
         lost = [node for node in self.lost_nodes() if node.state == LOST]
         if not lost:
             return ""
@@ -128,9 +133,10 @@ class DynamicRendezvous(Rendezvous):
         return "; ".join(describe_departure(node) for node in lost)
 
     def num_nodes_waiting(self) -> int:
-        """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary.
+        """Returns how many nodes wait for a new round, or 1 if a lost node makes a new round
+        necessary.
 
-        Torch elastic's agent starts all ranks again if it is above 0.
+        Torch elastic's agent restarts all ranks if this is above 0.
         """
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
@@ -141,12 +147,13 @@ class DynamicRendezvous(Rendezvous):
     def _choose_round(self, present: Sequence[Node]) -> int:
         """Returns the round that this node should ask for.
 
-        It is the latest round that any node asks for, but a round after this node's last. If that
-        round runs already, without this node, it is the next one: all nodes then start again. But
-        if as many nodes run as may, it asks for nothing: its present `round` is returned.
+        This is the latest round that any node asks for, but at least the one after this node's
+        last. If that round is already running without this node, it asks for the next one, which
+        makes all nodes restart. But if as many nodes as possible are running, it does not ask: the
+        result is then its present `round`.
 
         Args:
-            present: the nodes that are here.
+            present: the nodes that are present.
         """
         own = self._peers.own
         running_round = max(node.started for node in present)
@@ -160,13 +167,13 @@ class DynamicRendezvous(Rendezvous):
         num_running = len([node for node in present if node.started == running_round])
         if num_running >= self._parameters.max_nodes:
             return own.round
-
         return running_round + 1
 
     def _decide_participants(self, round_number: int) -> None:
-        """Decides which nodes take part in a round, and sends that to all nodes. Server only.
+        """Decides which nodes take part in a round, and tells all nodes. Only the server calls
+        this.
 
-        Does nothing while it is too early: too few nodes are here, more may come, or not all of
+        Does nothing if it is too early: too few nodes are present, more may come, or not all of
         them have asked for the round.
         """
         present = self._peers.present()
@@ -176,30 +183,32 @@ class DynamicRendezvous(Rendezvous):
         if len(present) < self._parameters.min_nodes:
             self._enough_nodes_since = math.inf
             return
-
         if self._enough_nodes_since == math.inf:
             self._enough_nodes_since = now
 
-        # The first round waits a while for more nodes than the fewest.
+        # Before the first round, wait a while for more nodes.
         last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
 
-        # `decided` is what the server has decided last: a round, and the nodes that take part.
         is_decided_already = self._peers.own.decided["round"] >= round_number
         all_have_asked = all(node.round >= round_number for node in present)
         if is_decided_already or not all_have_asked:
             return
 
-        delete_keys_of_ranks(self._store)  # those of the last round
+        delete_keys_of_ranks(self._store)  # the keys of the last round
 
-        # Ordered by host, as in torch's rendezvous.
+        # The nodes are ordered by host, as in torch's rendezvous.
         participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
         numbers = [node.number for node in participants]
         self._peers.update(decided={"round": round_number, "nodes": numbers})
 
     def _missing_nodes_error(self, found: str) -> MissingRankError:
-        """Returns the error for a run that cannot start; `found` says which nodes are missing."""
+        """Returns the error for a run that cannot start.
+
+        Args:
+            found: text that says which nodes are missing.
+        """
         return MissingRankError(
             f"--nnodes {format_nnodes(self._peers.own.nodes)}",
             found,

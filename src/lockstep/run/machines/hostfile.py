@@ -1,7 +1,7 @@
-"""Reads the value of `--hosts`: a list such as `node1,node2:4`, or the name of a hostfile.
+"""Parses the value of `--hosts`: a list such as `node1,node2:4`, or the name of a hostfile.
 
-A hostfile has the form of Open MPI's: a host on each line, `node1 slots=4`, where *slots* is the
-number of processes on it; what follows a `#` is a comment.
+A hostfile has the format of Open MPI: one host per line, such as `node1 slots=4`. *Slots* is the
+number of processes on the host. Text after a `#` is a comment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINE_ADVICE = "write the line as: node1 slots=4"
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Returns the hosts of a list or of a hostfile.
+    """Parses a list of hosts or a hostfile: `"node1,node2:4"` -> two hosts.
 
     Args:
         text: the value of --hosts.
@@ -34,7 +34,8 @@ def parse_hosts(text: str) -> list[Host]:
     """
     was_set = f"--hosts {text}"
     hosts: list[Host] = []
-    if os.path.isfile(text):  # not Path.is_file, which raises if a long list is no valid file name
+    # `Path.is_file` is not used, as it raises if a long list is not a valid file name.
+    if os.path.isfile(text):
         for line_number, line in enumerate(_read_lines(was_set, text), start=1):
             without_comment = line.partition("#")[0]
             words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
@@ -46,25 +47,24 @@ def parse_hosts(text: str) -> list[Host]:
 
     host_of_address: dict[str, Host] = {}
     for host in hosts:
-        if host.address in host_of_address:  # with another user name, perhaps
+        if host.address in host_of_address:  # perhaps with another user name
             other = host_of_address[host.address]
             raise SettingError(
                 was_set,
                 f"{other.name} and {host.name} are one machine",
                 "name each machine once, with its number of processes",
             )
-
         host_of_address[host.address] = host
 
     if not hosts:
         raise SettingError(
             was_set, "the file lists no hosts", "write one line per host: node1 slots=4"
         )
-
     return hosts
 
 
 def _read_lines(was_set: str, path: str) -> list[str]:
+    """Reads the lines of a hostfile."""
     try:
         return Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,11 +72,11 @@ def _read_lines(was_set: str, path: str) -> list[str]:
 
 
 def _parse_list_item(was_set: str, text: str) -> Host:
-    """Returns the host of one item of a list: `node1` or `node1:4`."""
+    """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`."""
     name = text
     processes = None
 
-    # An IPv6 address without brackets contains colons that do not precede a number of processes.
+    # The colons of an IPv6 address without brackets must not be mistaken for the separator.
     is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
     match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
     if match and not is_bare_ipv6:
@@ -100,13 +100,13 @@ def _parse_list_item(was_set: str, text: str) -> Host:
 
 
 def _parse_line(was_set: str, words: list[str]) -> Host:
-    """Returns the host of a line of a hostfile, split into words: `node1`, `slots=4`."""
+    """Parses one line of a hostfile, which is split into words: `["node1", "slots=4"]`."""
     name = words[0]
     options = words[1:]
     numbers: dict[str, int] = {}
     for option in options:
         key, _, value = option.partition("=")
-        key = key.replace("max-slots", "max_slots")  # Open MPI takes both
+        key = key.replace("max-slots", "max_slots")  # Open MPI accepts both
         if key not in ("slots", "max_slots") or not re.fullmatch("[0-9]+", value):
             raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
@@ -126,9 +126,19 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
 
 
 def _check_name(was_set: str, name: str, advice: str) -> None:
-    """Raises SettingError if a host's name is malformed."""
+    """Checks that a host's name is well-formed.
+
+    Args:
+        was_set: text that names the option in the error.
+        name: the name of the host.
+        advice: what the user can do if the name is not an IPv6 address without brackets.
+
+    Raises:
+        SettingError: it is not.
+    """
     if HOST_NAME_PATTERN.fullmatch(name):
         return
+
     is_bare_ipv6 = name.count(":") > 1 and "[" not in name
     if is_bare_ipv6:
         user, at, address = name.rpartition("@")

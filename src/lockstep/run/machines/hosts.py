@@ -1,9 +1,10 @@
-"""What `lockstep run --hosts` starts: on which machines, with which command, in which folder.
+"""Describes what `lockstep run --hosts` starts: on which machines, by which command, in which
+folder.
 
-A *host* is a machine of the run, by the name under which ssh reaches it. `HostsSpec` holds what
-the user asked for. Nothing is started here: `ssh_run` starts what is described here, by ssh.
+A *host* is a machine of the run, by the name under which ssh reaches it. A `HostsSpec` holds the
+user's request. Nothing is started here: `ssh_run` starts by ssh what is described here.
 
-ssh is the user's own program with the user's own configuration, keys, agent and jump hosts. It
+ssh is the user's own program, with the user's own configuration, keys, agent and jump hosts. It
 never asks for a password.
 """
 
@@ -49,7 +50,7 @@ FORWARDED_PREFIXES = (
     "TORCH_",
     "UCX_",
 )
-"""Environment variables whose names begin like this are sent to all machines."""
+"""Environment variables whose names begin with one of these are sent to all machines."""
 FORWARDED_NAMES = ("LD_LIBRARY_PATH",)  # where NCCL finds its network plugins
 NAMES_OF_ONE_MACHINE = (
     "CUDA_VISIBLE_DEVICES",  # the GPUs of another machine may be other ones
@@ -57,11 +58,11 @@ NAMES_OF_ONE_MACHINE = (
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by `import lockstep`, there as here
     TOKEN_VARIABLE,  # sent by `ssh_run`, which makes one if there is none
 )
-"""Variables that are not sent, although their names begin like those that are."""
+"""Variables that are not sent, although their names begin with one of these prefixes."""
 DEFAULT_MASTER_PORT = 29500
 NUM_NEIGHBORS_TRIED = 3
-"""Each machine tests the connection to this many others, so that many machines take no longer
-than few."""
+"""The number of other machines that each machine tests its connection to. It is limited, so that
+many machines take no longer than few."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class Host:
     """A machine of the run."""
 
     name: str
-    """As the user wrote it: `node1`, `user@node1`, `user@[fe80::1]`."""
+    """The name as the user wrote it: `node1`, `user@node1`, `user@[fe80::1]`."""
     nproc: str | None = None
-    """Processes on this machine; None: the value of --nproc."""
+    """Processes on this machine; None for the value of --nproc."""
 
     @property
     def address(self) -> str:
@@ -80,36 +81,34 @@ class Host:
 
     @property
     def ssh_name(self) -> str:
-        """The name as ssh takes it: an IPv6 address has no brackets there."""
+        """The name in the form that ssh accepts, without the brackets of an IPv6 address."""
         return self.name.replace("[", "").replace("]", "")
 
     @cached_property
     def here(self) -> bool:
-        """True if this is the machine, and the user, that runs this process.
+        """True if this is the machine, and the user, on which this process is running.
 
-        Cached, because resolving a name can take seconds.
+        The value is cached, because resolving a name can take seconds.
         """
         return self._is_here()
 
     def _is_here(self) -> bool:
-        """Returns True if this is the machine, and the user, that runs this process.
-
-        It may take seconds, see `here`, which keeps the answer.
-        """
-        user = self.name.rpartition("@")[0]  # empty if the name has none
+        """Computes `here`, which may take seconds."""
+        user = self.name.rpartition("@")[0]  # empty if the name contains no user
         with contextlib.suppress(KeyError, OSError):  # raised if the current user has no name
             if user and user != getpass.getuser():
                 return False
+
         if self.address in ("localhost", socket.gethostname()):
             return True
         return any(is_here(ip_address) for ip_address in resolve(self.address))
 
     def command(self, module: str, nonce: str, ssh: Sequence[str]) -> list[str]:
-        """Returns the command that runs a Python module on this host, over ssh unless it is here.
+        """Returns the command that runs a Python module on this host, by ssh unless it is this one.
 
         Args:
-            module: the name of the module.
-            nonce: the argument of the module, with which its answers begin.
+            module: name of the module.
+            nonce: argument of the module, with which its answers begin.
             ssh: the ssh program and the user's options for it.
         """
         python_command = [sys.executable, "-P", "-u", "-m", module, nonce]
@@ -119,28 +118,24 @@ class Host:
 
 
 def resolve_all(hosts: Iterable[Host]) -> None:
-    """Computes `here` of all hosts in parallel.
-
-    Each takes seconds if no name server answers.
-    """
+    """Computes `here` of all hosts in parallel, as each takes seconds if no name server answers."""
 
     def resolve_host(host: Host) -> None:
-        # Written into the cache directly: in Python 3.11 a cached_property has one lock for all
+        # This writes into the cache directly. In Python 3.11 a cached_property has one lock for all
         # instances, so reading `host.here` in threads would resolve one name after the other.
         vars(host)["here"] = host._is_here()
 
-    # Daemon threads, so that Ctrl-C does not wait for them.
+    # Daemon threads do not make Ctrl-C wait.
     threads = [threading.Thread(target=resolve_host, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
-
     for thread in threads:
         thread.join()
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostsSpec:
-    """What `lockstep run --hosts` was asked to start."""
+    """The request of `lockstep run --hosts`."""
 
     hosts: Sequence[Host]
     arguments: Sequence[str]
@@ -148,7 +143,7 @@ class HostsSpec:
     script: Sequence[str]
     """The script and its arguments."""
     module: bool = False
-    """The script is given as the name of a module."""
+    """True if the script is given as the name of a module."""
     torchrun: Sequence[str] = ()
     """Flags of torchrun and their values, as the user gave them."""
     nproc: str = "1"
@@ -158,41 +153,45 @@ class HostsSpec:
     ssh: Sequence[str] = ("ssh",)
     """The ssh program and the user's options for it."""
     copy: bool = False
-    """Send the working folder to all machines first (--copy)."""
+    """True if the working folder is first sent to all machines (--copy)."""
     keep: bool = False
-    """Let the ranks of a machine go on when the connection to it is lost (--on-lost keep)."""
+    """True if ranks go on when the connection to their machine is lost (--on-lost keep)."""
     option: str = "--hosts"
-    """The option that says on which machines: --hosts, or --ray."""
+    """The option that names the machines: --hosts or --ray."""
     quiet: bool = False
-    """Print only the script's output and failures (--quiet)."""
+    """True if only the script's output and failures are printed (--quiet)."""
 
     def on_machines(self, hosts: Sequence[Host]) -> HostsSpec:
-        """Returns the same for these machines."""
+        """Returns the same request for the given machines."""
         flags = list(self.torchrun)
         if len(hosts) == 1:
-            # If that machine is in a job of Slurm, its other machines take no part.
+            # Without this flag, a machine in a Slurm job would use the job's other machines too.
             flags.insert(0, "--standalone")
         return replace(self, hosts=hosts, torchrun=flags)
 
     def torchrun_flag(self, name: str) -> str | None:
         """Returns the value of one of torchrun's flags, or None if it is not given."""
-        words = list(self.torchrun)
+        words = list(self.torchrun)  # a flag and its value are two words
         if name not in words:
             return None
-        return words[words.index(name) + 1]  # `torchrun` has flag and value as two words
+        return words[words.index(name) + 1]
 
     @property
     def shutdown_timeout_s(self) -> float:
-        """Seconds that the ranks have to end; raises SettingError if the value is not a number."""
+        """The seconds that the ranks get to end.
+
+        Raises:
+            SettingError: the value is not a number.
+        """
         return shutdown_timeout(self.torchrun_flag("--shutdown-timeout"), self.environment)
 
     def launcher_arguments(self, node_rank: int, address: str, port: int) -> list[str]:
         """Returns the arguments with which `lockstep` is started on one of the machines.
 
         Args:
-            node_rank: the machine's index in `hosts`.
-            address: the address of the first machine, at which all launchers meet.
-            port: the port there.
+            node_rank: index of the machine in `hosts`.
+            address: address of the first machine, at which all launchers meet.
+            port: port at which they meet.
         """
         num_hosts = len(self.hosts)
         meeting: list[str] = []
@@ -204,7 +203,7 @@ class HostsSpec:
                 f"--master-port={port}",
             ]
 
-        # --master-addr and --master-port are in `meeting`, with the values found at the start.
+        # The user's --master-addr and --master-port are replaced by those in `meeting`.
         other_flags = list(self.torchrun)
         for name in ("--master-addr", "--master-port"):
             if name in other_flags:
@@ -215,16 +214,14 @@ class HostsSpec:
         arguments = ["run", f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:
             arguments.append("-m")
-
         return arguments + list(self.script)
 
     def describe(self) -> str:
-        """Returns the text of `--dry-run`: what would be started on each machine."""
+        """Describes what would be started on each machine, for `--dry-run`."""
         resolve_all(self.hosts)
         lines = [f"{count_noun(len(self.hosts), 'host')}, in {working_folder()}:"]
-        given_address = self.torchrun_flag("--master-addr")
 
-        address = given_address or "ADDRESS"
+        address = self.torchrun_flag("--master-addr") or "ADDRESS"
         port = int(self.torchrun_flag("--master-port") or DEFAULT_MASTER_PORT)
         for node_rank, host in enumerate(self.hosts):
             ssh_call = shlex.join([*self.ssh, *SSH_OPTIONS, host.ssh_name])
@@ -253,8 +250,8 @@ def forwarded_environment(environ: Mapping[str, str], names: Iterable[str]) -> d
     """Returns the environment variables that are sent to all machines.
 
     Args:
-        environ: this process's environment variables.
-        names: variables to send besides those of `is_forwarded` (--forward-env).
+        environ: environment variables of this process.
+        names: names of further variables to send, besides those of `is_forwarded` (--forward-env).
 
     Raises:
         SettingError: one of the names is not set.
@@ -292,8 +289,8 @@ def ssh_command(text: str) -> list[str]:
 def working_folder() -> str:
     """Returns the working folder, by the name under which the user entered it.
 
-    That name ($PWD) may contain symbolic links, and is more likely than the resolved one to
-    exist on other machines as well.
+    This name ($PWD) may contain symbolic links. It is more likely to exist on the other machines
+    than the resolved name.
     """
     name = os.environ.get("PWD", "")
     with contextlib.suppress(OSError):
@@ -303,10 +300,10 @@ def working_folder() -> str:
 
 
 def current_folder() -> str:
-    """Returns the working folder without symbolic links.
+    """Returns the working folder, with symbolic links resolved.
 
     Raises:
-        SettingError: it has been removed.
+        SettingError: the folder has been removed.
     """
     try:
         return os.getcwd()

@@ -1,6 +1,7 @@
-"""The launcher's thread for network connections: an asyncio event loop beside the main thread.
+"""Provides the launcher's thread for network connections: an asyncio event loop beside the main
+thread.
 
-The auth proxy, the forwarder and the connections between launchers all run in it.
+The auth proxy, the forwarder and the connections between launchers all run in this thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class NetworkThread:
-    """A thread that runs an event loop until `close`."""
+    """A thread that runs an event loop until `close` is called."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -25,26 +26,28 @@ class NetworkThread:
         self._thread.start()
 
     def _run(self) -> None:
-        # At its end the runner cancels the tasks that are still running.
+        # When it ends, the runner cancels the tasks that are still running.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._wait_for_close())
 
     async def _wait_for_close(self) -> None:
         """Keeps the event loop running until `close` is called."""
         await self._closing.wait()
-        # A connection that was just accepted needs a few iterations of the loop until its handler
-        # runs, which closes it. A task that is cancelled before it has begun closes nothing.
+
+        # The handler of a connection, which closes the connection, runs a few iterations of the
+        # loop after the connection was accepted. If it were cancelled before, nothing would be
+        # closed.
         for _ in range(5):
             await asyncio.sleep(0)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine in the thread; returns at once."""
+        """Runs a coroutine in the thread, without waiting for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the thread and returns its result.
+        """Runs a coroutine in the thread, and returns its result.
 
-        If a signal interrupts the waiting, the coroutine is cancelled.
+        If a signal interrupts the wait, the coroutine is cancelled.
         """
         future = self.submit(coroutine)
         try:
@@ -54,11 +57,11 @@ class NetworkThread:
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Has a function called in the thread, unless the thread has ended; returns at once."""
+        """Calls a function in the thread, without waiting. Does nothing if the thread has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Ends every connection, then the thread."""
+        """Ends every connection, and then the thread."""
         self.call_soon(self._closing.set)
         self._thread.join()

@@ -1,10 +1,10 @@
-"""The nodes of a run, as a launcher knows them.
+"""Keeps a launcher's table of all nodes of the run, and their states.
 
-A *node* is one launcher of the run, usually one on each machine; the *server* is the node that
-serves the run's store, always number 0. A node has a *number*, in the order in which the launchers
-came, and a *rank*, as torchrun's --node-rank. The *round* of a node counts the starts of its ranks,
-beginning with 1. Each launcher has a `Peers`, with one `Node` for each launcher; `peer_connection`
-sends the changes of a node to the other launchers.
+A *node* is one launcher of the run; usually there is one on each machine. The *server* is the node
+that serves the run's store, always number 0. A node has a *number*, in the order in which the
+launchers came, and a *rank*, which is torchrun's --node-rank. The *round* of a node counts the
+starts of its ranks, beginning with 1. Each launcher has a table `Peers` with one `Node` per
+launcher; `peer_connection` sends the changes of a node to the other launchers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Node:
     """One launcher. Its fields are plain values, because nodes are sent as JSON."""
 
     number: int = -1
-    """Counts the launchers in the order in which they came; -1: not yet known."""
+    """The number of the launcher, in the order in which they came; -1 while not known."""
     rank: int | None
-    """The node's rank; None: not yet known (dynamic rendezvous)."""
+    """The rank of the node; None while not known (dynamic rendezvous)."""
     host: str
     pid: int
     run_id: str
@@ -37,15 +37,15 @@ class Node:
     nodes: str
     """The value of --nnodes, as `MIN:MAX`."""
     round: int = 0
-    """The round that the node has asked for or takes part in."""
+    """The round that the node has asked for, or takes part in."""
     started: int = 0
     """The last round that the node has started, after all nodes were ready for it."""
     state: str = HERE
-    """HERE; LEFT: it said that it leaves; LOST: its connection ended, or it fell silent."""
+    """HERE, LEFT if it has said that it leaves, or LOST if its connection ended or was silent."""
     why: str = ""
-    """Why it is not here; empty: the run has ended."""
+    """Why it is not here; empty if the run has ended."""
     published: Mapping[str, Any] = field(default_factory=dict)
-    """What the node publishes for the others, see `Rendezvous.publish`."""
+    """The values that the node publishes for the others, see `Rendezvous.publish`."""
     decided: Mapping[str, Any] = field(default_factory=lambda: {"round": 0, "nodes": []})
     """Set by the server of a dynamic rendezvous: a round, and the numbers of the nodes that take
     part in it, in the order of their ranks."""
@@ -69,7 +69,9 @@ class Node:
 
 
 class Peers:
-    """The nodes that have come, by number. May be used from any thread; its methods never wait."""
+    """The table of all nodes that have come. It may be used from any thread, and never blocks for
+    long.
+    """
 
     def __init__(self, own: Node) -> None:
         self._lock = threading.Lock()
@@ -104,11 +106,11 @@ class Peers:
         return [node for node in self.all() if node.state == HERE]
 
     def write(self, number: int, changes: Mapping[str, Any]) -> None:
-        """Changes fields of a node in this table, without sending them.
+        """Changes fields of a node in this table, without sending the changes.
 
         Args:
-            number: the node's. If it is not in the table yet, `changes` has all its fields.
-            changes: new values by field. Those of `published` are merged into the present ones.
+            number: the number of the node. If it is new, `changes` contains all of its fields.
+            changes: the new values by field. Those of `published` are merged into the present ones.
         """
         with self._lock:
             node = self._nodes.get(number)
@@ -119,18 +121,18 @@ class Peers:
             self._nodes[number] = replace(node, **new_values)
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the own node, here and at all other launchers."""
+        """Changes fields of this launcher's own node, here and at all other launchers."""
         self.write(self.own_number, changes)
         self.send(changes, None)  # to all other launchers
 
     def admit(self, candidate: Node) -> Node:
-        """Adds a launcher that wants to join, and gives it its number. Called by the server.
+        """Admits a launcher that wants to join, and numbers it. Only the server calls this.
 
         Args:
-            candidate: what the launcher says of itself.
+            candidate: the launcher's description of itself.
 
         Returns:
-            Its node in this table, with its number.
+            Its node in this table.
 
         Raises:
             JoinError: it belongs to another run, has another --nnodes, or its rank is taken.
@@ -168,7 +170,7 @@ class Peers:
 
 
 def format_nnodes(nodes: str) -> str:
-    """Returns --nnodes as the user wrote it: "2" for "2:2", "1:4" for "1:4"."""
+    """Returns --nnodes in the form in which the user wrote it: "2:2" -> "2", "1:4" -> "1:4"."""
     min_nodes, max_nodes = nodes.split(":")
     if min_nodes == max_nodes:
         return min_nodes
@@ -176,11 +178,10 @@ def format_nnodes(nodes: str) -> str:
 
 
 def without_replaced(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the nodes, but only one of each rank.
+    """Returns the nodes without those that have been replaced by a newer node of the same rank.
 
-    A launcher that is started again gets a new node with the rank of its old one. The newest node
-    of a rank is returned, unless it has gone again while an older one is here. Nodes that have no
-    rank yet are all returned.
+    A launcher that is started again gets a new node, with the rank of its old one. The old node is
+    still preferred if it is here and the new one has left. Nodes without a rank are all returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}
@@ -205,12 +206,15 @@ def describe_present(nodes: Iterable[Node]) -> str:
 
 
 def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -> str:
-    """Says which nodes are not ready for a round; empty if all are.
+    """Says which nodes are not ready for a round.
 
     Args:
-        nodes: all that have come.
-        num_nodes: how many there must be, with ranks from 0 to `num_nodes` - 1.
+        nodes: all nodes that have come.
+        num_nodes: the number of nodes of the run. Their ranks count from 0.
         round_number: the round that is to begin.
+
+    Returns:
+        A text for the user, or an empty string if all nodes are ready.
     """
     node_of_rank = {node.rank: node for node in without_replaced(nodes)}
     reasons = []
@@ -225,12 +229,11 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
 
     if not reasons:
         return ""
-
     return f"{'; '.join(reasons)}; here: {describe_present(nodes)}"
 
 
 def describe_departure(node: Node) -> str:
-    """Says that a node has left, and why."""
+    """Says that a node has left, and why: `node 1 on host b has left (its connection ended)`."""
     text = f"{node.name} has left"
     if node.why:
         text += f" ({node.why})"

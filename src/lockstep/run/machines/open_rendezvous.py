@@ -1,12 +1,12 @@
-"""Opens a run's rendezvous: the meeting of its launchers, and the store that the ranks use.
+"""Opens the rendezvous of a run: the meeting of its launchers, and the store that the ranks use.
 
-On one machine the store is on loopback. With several, one launcher is the *server*. Its store is on
-loopback, too, behind an *auth proxy*, which listens for the other machines and checks the token.
-The other launchers connect to the proxy; each has a *forwarder*, which carries connections of its
-machine through the proxy to the store. `Peers` is a launcher's table of all launchers (*nodes*).
-For etcd and other backends torch's own rendezvous is used.
+On one machine, the store is on loopback. With several machines, one launcher is the *server*. Its
+store is on loopback too, behind an *auth proxy*, which listens for the other machines and checks
+the token. The other launchers connect to the proxy. Each of them has a *forwarder*, which carries
+connections of its machine through the proxy to the store. `Peers` is a launcher's table of all
+launchers (*nodes*). For etcd and other backends, torch's own rendezvous is used.
 
-The rule for which launcher is the server is torchrun's: node 0 with --node-rank, --master-addr and
+Which launcher is the server follows torchrun's rules: node 0 with --node-rank, --master-addr and
 --master-port; with c10d the node on the machine that --rdzv-endpoint names, or the one whose
 --rdzv-conf says `is_host=1`.
 
@@ -56,9 +56,9 @@ from lockstep.run.start.machine import loopback_name
 SERVER = "the node that serves"
 RETRY_INTERVAL_S = 0.25
 OTHER_SERVER_TIMEOUT_S = 1.0
-"""How long a launcher that is to be the server tries to reach another one that already is."""
+"""How long a launcher that should be the server tries to reach another one that already is."""
 WRONG_SERVICE_TIMEOUT_S = 10.0
-"""How long something else may listen at the port before we give up: it may be about to end."""
+"""How long another program may listen at the port before we give up: it may be about to end."""
 
 
 def open_rendezvous(
@@ -66,20 +66,20 @@ def open_rendezvous(
 ) -> Rendezvous:
     """Opens the rendezvous of a run.
 
-    Returns at once on one machine and on the server, and on other nodes when the server has
-    admitted them. The nodes wait for each other in `next_rendezvous`. Threads are started with
-    several machines only, so call it after a process has been forked that must not have any.
+    On one machine and on the server, this returns at once; on other nodes, when the server has
+    admitted them. The nodes wait for each other in `next_rendezvous`. With several machines this
+    starts threads, so processes that must not have any must be forked before.
 
     Args:
         parameters: torchrun's flags for the rendezvous.
-        say: called with each line for the user, from any thread.
-        environ: the environment variables: LOCKSTEP_TOKEN, and where the home folder is.
+        say: function that shows a line to the user; it may be called from any thread.
+        environ: environment variables, from which the token is read.
 
     Raises:
-        SettingError: contradicting or malformed flags, or there is no token.
-        PortTakenError: the port belongs to another program.
-        MasterUnreachableError: there is no server; the error says what there is instead.
-        DuplicateRankError: the node rank has already come.
+        SettingError: flags contradict each other or are malformed, or there is no token.
+        PortTakenError: the port is used by another program.
+        MasterUnreachableError: there is no server; the error says what was found instead.
+        DuplicateRankError: another node has already come with this node rank.
         WorldSizeError: `--nnodes` differs from the server's.
         TokenDiffersError: the token differs from the server's.
     """
@@ -96,25 +96,24 @@ def open_rendezvous(
     if parameters.max_nodes > 1:
         return _MultiNodeOpener(parameters, own, say, environ).open()
 
-    # One node. With "static" the port becomes the ranks' MASTER_PORT. With c10d it would be the
-    # port at which other nodes find the store; there are none, so any free port (0) will do.
+    # On one node with "static", the port becomes the ranks' MASTER_PORT. With c10d, it would be the
+    # port at which other nodes find the store. There are none, so any free port (0) will do.
     endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
     except OSError as error:
         raise network.listening_error(error, endpoint) from None
-
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
 def _own_node(parameters: RendezvousParameters) -> Node:
-    """Returns this launcher's node. With several, the server later gives it another number.
+    """Creates the node of this launcher. If there are several, the server will number it.
 
-    Its rank is --node-rank with the backend "static", 0 if it is the only node, and otherwise not
-    known before the rendezvous.
+    Its rank is --node-rank with the backend "static", and 0 if it is the only node. Otherwise it is
+    not known before the rendezvous.
 
     Raises:
-        SettingError: there is no such --node-rank.
+        SettingError: the --node-rank is out of range.
     """
     is_static = parameters.backend == "static"
     num_nodes = parameters.max_nodes
@@ -141,12 +140,12 @@ def _own_node(parameters: RendezvousParameters) -> Node:
 
 
 def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
-    """Returns True for backends, or stores of c10d, that Lockstep does not have."""
+    """Returns True if the backend, or its type of store, is not implemented in Lockstep."""
     if parameters.backend == "static":
         return False
     if parameters.backend != "c10d":
         return True
-    # Without other machines nobody else reaches the store, so its type makes no difference.
+    # On a single machine nobody else uses the store, so its type makes no difference.
     store_type = str(parameters.get("store_type", "tcp")).strip().lower()
     return store_type != "tcp" and parameters.max_nodes > 1
 
@@ -160,7 +159,7 @@ class _ServerChoice(Enum):
 
 
 class _MultiNodeOpener:
-    """Opens the rendezvous of one of several nodes: serves the run, or connects to the server."""
+    """Opens the rendezvous for one of several nodes: serves the run, or connects to the server."""
 
     def __init__(
         self, parameters: RendezvousParameters, own: Node, say: Say, environ: Mapping[str, str]
@@ -180,16 +179,16 @@ class _MultiNodeOpener:
         return self._serve_unless_served(is_server_by_flags=choice == _ServerChoice.SERVE_BY_FLAGS)
 
     def _serve_unless_served(self, *, is_server_by_flags: bool) -> Rendezvous:
-        """Serves the run, or connects to another launcher that turns out to serve it.
+        """Serves the run, unless another launcher is found to serve it. Then connects to that one.
 
         Args:
             is_server_by_flags: True if the flags say that this node is the server. Then there
-                should be no other one, so it is looked for only for a moment.
+                should be no other one, so this only looks for one for a moment.
         """
         endpoint = self._endpoint
         if is_server_by_flags and not _is_this_machine(endpoint.host):
-            # The address may be that of a port forwarding to this machine. Or it may be that of
-            # another machine, on which another launcher was started as node 0 by mistake.
+            # The address may belong to a port forwarding that leads to this machine. Or it belongs
+            # to another machine, on which another launcher was started as node 0 by mistake.
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
 
@@ -201,7 +200,7 @@ class _MultiNodeOpener:
             if not isinstance(error, PortTakenError):
                 raise error from None
 
-            # If a launcher has the port, this node connects to it, or is told why it may not.
+            # If a launcher uses the port, this node connects to it, or is told why it may not.
             timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
             try:
                 return self._connect(timeout)
@@ -211,7 +210,7 @@ class _MultiNodeOpener:
         return self._serve(listener)
 
     def _choose_server(self) -> _ServerChoice:
-        """Returns whether this node is the server, by torchrun's rules.
+        """Decides whether this node is the server, by torchrun's rules.
 
         Raises:
             SettingError: `is_host` in --rdzv-conf is neither yes nor no.
@@ -227,24 +226,22 @@ class _MultiNodeOpener:
             raise SettingError(
                 f"--rdzv-conf is_host={value}", "neither yes nor no", "write 1 or 0"
             ) from None
-
         if is_host is not None:
             return _ServerChoice.SERVE_BY_FLAGS if is_host else _ServerChoice.CONNECT
 
         host = self._endpoint.host
         if host in ("localhost", socket.gethostname()) or _is_this_machine(host):
             return _ServerChoice.SERVE_BY_GUESS
-
         return _ServerChoice.CONNECT
 
     def _serve(self, listener: socket.socket) -> Rendezvous:
-        """Serves the store, behind an auth proxy that accepts connections on a socket.
+        """Serves the store, behind an auth proxy that accepts connections.
 
         Args:
-            listener: the socket, which listens at the run's endpoint.
+            listener: the socket that listens at the endpoint of the run.
 
         Returns:
-            The rendezvous, which closes all of it at its end.
+            The rendezvous, which closes everything when it is closed.
         """
         address = str(listener.getsockname()[0])
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
@@ -253,11 +250,12 @@ class _MultiNodeOpener:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
-            # What this launcher changes in its own node goes to the others.
+            # Changes that this launcher makes to its own node are sent to the others.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: server.send(changes, to=to))
 
             peers.send = send_changes
+
             proxy = AuthProxy(self._token, store.port, server.serve_client, self._say)
             thread.run(proxy.listen(listener))
             resources.callback(lambda: thread.run(proxy.close()))
@@ -273,7 +271,7 @@ class _MultiNodeOpener:
         """Connects to the server, and starts a forwarder through which its store is reached.
 
         Args:
-            timeout: seconds within which the server must answer.
+            timeout: the time within which the server must answer, in seconds.
         """
         endpoint = self._endpoint
         with ExitStack() as resources:
@@ -291,7 +289,8 @@ class _MultiNodeOpener:
 
             forwarder, forwarder_port = self._start_forwarder(thread, address, resources)
 
-            # This launcher's way to tell the others what changes, and theirs to it.
+            # Changes that this launcher makes to its own node are sent to the server, which passes
+            # them on, and changes of other nodes are received from it.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
 
@@ -315,12 +314,12 @@ class _MultiNodeOpener:
     def _start_forwarder(
         self, thread: NetworkThread, address: str, resources: ExitStack
     ) -> tuple[Forwarder, int]:
-        """Starts the way by which the ranks of this machine reach the store.
+        """Starts the forwarder, through which the ranks of this machine reach the store.
 
         Args:
-            thread: the thread in which it runs.
-            address: the server's address.
-            resources: ends it.
+            thread: the thread in which the forwarder runs.
+            address: the address of the server.
+            resources: stack that closes the forwarder when the run ends.
 
         Returns:
             The forwarder, and the port on loopback at which it listens.
@@ -332,17 +331,21 @@ class _MultiNodeOpener:
         return forwarder, int(listener.getsockname()[1])
 
     def _authenticate(self, thread: NetworkThread, timeout: float) -> tuple[str, auth.Streams]:
-        """Tries to connect to the server's auth proxy at all of its addresses, until the timeout.
+        """Connects to the server's auth proxy, trying all of its addresses again until the timeout.
+
+        Args:
+            thread: the network thread.
+            timeout: how long to try, in seconds.
 
         Returns:
-            The address at which it was reached, and the connection.
+            The address at which the proxy was reached, and the connection.
         """
         endpoint = self._endpoint
         started = time.monotonic()
         announcer = WaitAnnouncer(self._say)
         while True:
             address = ""
-            reason = network.UNRESOLVED  # if the endpoint's name has no address
+            reason = network.UNRESOLVED  # if the name of the endpoint has no address
             for address in endpoint.addresses():
                 try:
                     connecting = authenticate(address, endpoint.port, self._token, auth.TO_LAUNCHER)
@@ -360,8 +363,9 @@ class _MultiNodeOpener:
 
             waited = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
-                # Another program listens there. It may be about to end, so it is waited for, but
-                # not as long as for a server that has yet to come.
+                # Another program listens there. It may be about to end, so we wait, but not as long
+                # as for a server that has not come yet. `tried` is left out, so that the error does
+                # not mention a timeout.
                 if waited > min(timeout, WRONG_SERVICE_TIMEOUT_S):
                     raise network.unreachable_error(SERVER, endpoint, reason, address=address)
             elif waited > timeout:

@@ -1,15 +1,16 @@
-"""What launchers tell each other: connections that keep every launcher's `Peers` up to date.
+"""Connects the launchers of a run, so that each of them knows the present state of all the others.
 
-Every other launcher (a *client*) has one connection to the *server*, the launcher that serves the
-run's store. A *change* is new values for some fields of a `Node`. Each launcher changes its own
-node only; the server passes changes on to all clients, or to the one that they are meant for.
+Every launcher except one (a *client*) has a connection to the *server*, the launcher that serves
+the run's store. A *change* consists of new values for some fields of a `Node`. Each launcher only
+changes its own node. The server passes changes on to all clients, or to the one they are meant for,
+and every launcher keeps them in its table `Peers`.
 
 Messages are JSON objects, each after its length in four bytes; a length of zero is a heartbeat. A
 client begins with its own node. The server answers with the client's number and all nodes, or with
 the error for which it refuses the client. From then on both send changes, and a heartbeat every
-second; a side that is silent for ten of them is lost.
+second. A side that is silent for ten seconds is lost.
 
-All of this runs in the event loop of the `NetworkThread`.
+Everything runs in the event loop of the `NetworkThread`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from lockstep.run.machines.nodes import HERE, LEFT, LOST, Node, Peers, describe_
 CONNECTION_ENDED = "its connection ended"
 HEARTBEAT_S = 1.0
 MAX_MISSED_HEARTBEATS = 10
-"""A network that loses all packets for 5 s must not end a run: TCP has then doubled its pauses so
-often that it tries again only 8 s after the last packet that arrived."""
+"""The number of heartbeats after which a silent side is lost. A network that loses all packets for
+5 s must not end a run: by then TCP has doubled its pauses so often that it tries again only 8 s
+after the last packet that arrived."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 16 << 20
-"""A connection is aborted if this much waits for a peer that does not read."""
+"""The number of unsent bytes at which a connection is aborted, since the peer does not read."""
 HELLO_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 2.0
 LENGTH_FORMAT = struct.Struct("!I")
@@ -43,17 +45,19 @@ ERROR_TYPES: dict[str, type[JoinError]] = {
     error_type.__name__: error_type
     for error_type in (DuplicateRankError, WorldSizeError, MasterUnreachableError)
 }
-"""The errors for which the server refuses a client, by the name that is sent."""
+"""The errors with which the server may refuse a client, by the name that is sent."""
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
-    """Returns a message as it is sent: its length, then JSON."""
+    """Encodes a message for sending: its length, then JSON."""
     body = json.dumps(message).encode()
     return LENGTH_FORMAT.pack(len(body)) + body
 
 
 class Connection:
-    """One connection. Heartbeats tell each side whether the other is still there."""
+    """One connection between two launchers. Heartbeats show each side that the other still
+    exists.
+    """
 
     def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._reader = reader
@@ -61,11 +65,11 @@ class Connection:
         self._missed_heartbeats = 0
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message; does not wait until it is sent."""
+        """Sends a message, without waiting until it is sent."""
         self.send_encoded(encode_message(message))
 
     def send_encoded(self, message: bytes) -> None:
-        """Sends a message that is already encoded, as one for several connections is."""
+        """Sends a message that is already encoded, because it is sent to several launchers."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
         if not self._writer.is_closing():
@@ -77,7 +81,7 @@ class Connection:
         Raises:
             EOFError: the connection ended.
             OSError: the connection broke.
-            ValueError: what came is not a message.
+            ValueError: the data is not a message.
         """
         while True:
             length_bytes = await self._reader.readexactly(LENGTH_FORMAT.size)
@@ -90,22 +94,21 @@ class Connection:
             if not is_heartbeat:
                 message = json.loads(await self._reader.readexactly(length))
 
-            self._missed_heartbeats = 0  # any message shows that the other side is there
-
-            if isinstance(message, dict):  # None: it was a heartbeat
+            self._missed_heartbeats = 0  # any message shows that the other side exists
+            if isinstance(message, dict):
                 return message
 
     async def handle_messages(self, handle: Callable[[dict[str, Any]], None]) -> str:
-        """Calls `handle` with every message, and sends heartbeats, until the connection ends.
+        """Calls `handle` with each message, and sends heartbeats, until the connection ends.
 
         Returns:
-            Why it ended, for a message to the user.
+            Why the connection ended, for a message to the user.
         """
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
             while True:
                 handle(await self.receive())
-        except (OSError, EOFError, ValueError, TypeError, KeyError):  # also: not a valid message
+        except (OSError, EOFError, ValueError, TypeError, KeyError):  # the last three: not valid
             if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
                 return CONNECTION_ENDED
             # `_send_heartbeats` has aborted the connection.
@@ -116,8 +119,8 @@ class Connection:
     async def _send_heartbeats(self) -> None:
         """Sends heartbeats, and aborts the connection if the other side is silent for too long.
 
-        The silence is measured in own heartbeats, not in seconds, so that a launcher that was
-        itself suspended for a while does not think that the others are lost.
+        The silence is measured by the heartbeats sent here, and not in seconds, so that a launcher
+        that was suspended for a while does not conclude that the others are lost.
         """
         while self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
             self._writer.write(HEARTBEAT_MESSAGE)
@@ -126,18 +129,18 @@ class Connection:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Sends what is still unsent, then ends the connection."""
+        """Sends what has not been sent yet, and ends the connection."""
         self._writer.close()
         with suppress(OSError):
             await asyncio.wait_for(self._writer.wait_closed(), FLUSH_TIMEOUT_S)
 
 
 class PeerServer:
-    """The server's side: keeps the `Peers` of every client equal to its own.
+    """The server's side, which keeps the `Peers` of every client up to date.
 
     Args:
-        peers: the nodes, as this launcher knows them.
-        say: called with a line for the user.
+        peers: the server's own table of the nodes.
+        say: function that shows a line to the user.
     """
 
     def __init__(self, peers: Peers, say: Callable[[str], None]) -> None:
@@ -148,12 +151,12 @@ class PeerServer:
         self._closing = False
 
     async def serve_client(self, reader: StreamReader, writer: StreamWriter, address: str) -> None:
-        """Talks with one client, which has proved that it has the token, until it leaves.
+        """Serves one client, which has proved that it has the token, until it leaves.
 
         Args:
-            reader: what comes from the client.
-            writer: what goes to it.
-            address: from which it has connected.
+            reader: stream from the client.
+            writer: stream to the client.
+            address: address from which the client has connected.
         """
         connection = Connection(reader, writer)
         try:
@@ -176,7 +179,7 @@ class PeerServer:
         nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
 
-        # The other clients are told of the new node, which is not yet one of the clients.
+        # Tell the other clients about the new node before it becomes a client itself.
         self.send(vars(self._peers.node(number)), number)
         self._clients[number] = connection
         reason = await connection.handle_messages(
@@ -189,20 +192,20 @@ class PeerServer:
             self._change_node(number, {"state": LOST, "why": reason})
 
     def _handle_message(self, number: int, message: Mapping[str, Any]) -> None:
-        """Takes over, or passes on, the changes that a client sends of its own node.
+        """Applies the changes that a client has made to its own node, or passes them on.
 
         Args:
-            number: the client's node.
-            message: `changes`, new values by field, and `to`, the number of the launcher that they
-                are meant for; None: for all.
+            number: the number of the client's node.
+            message: `changes`, the new values by field, and `to`, the number of the launcher that
+                they are meant for, or None for all launchers.
         """
         changes = {}
         for name, value in message["changes"].items():
             if name in FIELDS_A_CLIENT_MAY_CHANGE:
                 changes[name] = value
 
-        # The only state that a client can tell of itself is that it leaves. Whether it is lost is
-        # found out here, when its connection ends.
+        # A client can only say that it leaves. Whether it is lost is found out here, when its
+        # connection ends.
         if changes.get("state") != LEFT:
             changes.pop("state", None)
 
@@ -210,19 +213,20 @@ class PeerServer:
         if recipient is None:
             self._change_node(number, changes)  # in the server's table, and at all clients
         elif recipient == self._peers.own_number:
-            self._peers.write(number, changes)  # in the server's table alone
+            self._peers.write(number, changes)  # only in the server's table
         else:
-            self.send(changes, number, recipient)  # at that client alone
+            self.send(changes, number, recipient)  # only at that client
 
     def _change_node(self, number: int, changes: Mapping[str, Any]) -> None:
-        """Changes a client's node here and at all clients.
+        """Changes a client's node here and at all clients, and tells the user if the node has left.
 
-        If the node has left before the end of the run, the user is told. But if it said so itself,
-        and its ranks had been started, the message that ends the run tells it.
+        The user is not told here if the node itself has said that it leaves after its ranks were
+        started: the report at the end of the run says so.
         """
         state_before = self._peers.node(number).state
         self._peers.write(number, changes)
         self.send(changes, number)
+
         node = self._peers.node(number)
         has_just_left = node.left_early and state_before == HERE
         is_told_at_end = node.state == LEFT and node.started > 0
@@ -233,9 +237,9 @@ class PeerServer:
         """Sends changes of a node to the clients.
 
         Args:
-            changes: new values by field.
-            number: the node's number; by default that of the server.
-            to: the number of the only client that gets them; None: all clients.
+            changes: the new values by field.
+            number: the number of the node that has changed; by default the server's.
+            to: the number of the only client that receives them; None for all clients.
         """
         change = {"number": number, "changes": changes}
         if to is not None:
@@ -244,11 +248,10 @@ class PeerServer:
                 self._clients[to].send({"nodes": [change]})
             return
 
-        # Collected until the event loop's next iteration, and sent as one message: often many
-        # launchers come or change at once.
+        # Often many launchers come or change at once. So the changes are collected, and sent as one
+        # message in the next iteration of the event loop.
         if not self._unsent_changes:
             asyncio.get_running_loop().call_soon(self._send_unsent)
-
         self._unsent_changes.append(change)
 
     def _send_unsent(self) -> None:
@@ -260,7 +263,7 @@ class PeerServer:
                 connection.send_encoded(message)
 
     async def close(self) -> None:
-        """Sends what is still unsent, then ends all connections."""
+        """Sends what has not been sent yet, and ends all connections."""
         self._closing = True
         self._send_unsent()
         connections = list(self._clients.values())
@@ -271,11 +274,11 @@ async def join_server(connection: Connection, own: Node) -> Peers:
     """Asks the server to admit this launcher.
 
     Returns:
-        All nodes, this launcher's among them.
+        The table of all nodes, including this launcher's.
 
     Raises:
         JoinError: the server refuses, see `Peers.admit`.
-        OSError, EOFError, ValueError: the connection ended, or what came is not an answer.
+        OSError, EOFError, ValueError: the connection ended, or the data is not an answer.
     """
     connection.send(vars(own))
     answer = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
@@ -295,21 +298,21 @@ async def join_server(connection: Connection, own: Node) -> Peers:
 async def receive_changes(
     connection: Connection, peers: Peers, on_loss: Callable[[], None]
 ) -> None:
-    """Takes over the changes that the server sends, until the connection ends.
+    """Applies the changes that the server sends, until the connection ends.
 
     Args:
         connection: the connection to the server.
-        peers: the nodes, as this launcher knows them.
-        on_loss: called when the connection has ended.
+        peers: this launcher's table of the nodes, which is updated.
+        on_loss: function that is called when the connection has ended.
     """
 
-    def handle(message: Mapping[str, Any]) -> None:
+    def apply_changes(message: Mapping[str, Any]) -> None:
         for change in message["nodes"]:
             if change["number"] != peers.own_number:
                 peers.write(int(change["number"]), change["changes"])
 
     try:
-        reason = await connection.handle_messages(handle)
+        reason = await connection.handle_messages(apply_changes)
         if peers.server.state != LEFT:
             peers.write(0, {"state": LOST, "why": reason})
     finally:

@@ -1,12 +1,12 @@
-"""The connection to one node of a Ray cluster, and to the helper process there.
+"""Manages the connection to one node of a Ray cluster, and to the helper process there.
 
-With `--hosts`, ssh starts the helper (module `remote`) and carries its input and output. Here an
-*actor* of Ray does, a process that Ray starts on the node: `HelperActor` starts the helper, and its
-methods write to the helper's input and read its output. So everything goes through Ray's own
-connections, also where these are encrypted. Threads here call the methods and pass the data on to
-pipes, from which `Remote` reads as from those of ssh.
+With `--hosts`, ssh starts the helper (module `remote`) and carries its input and output. With
+`--ray`, an *actor* does, a process that Ray starts on the node: `HelperActor` starts the helper,
+and its methods write to the helper's input and read its output. So everything goes through Ray's
+own connections, which may be encrypted. Threads in this process call the methods and pass the data
+on to pipes, from which `Remote` reads in the same way as from those of ssh.
 
-When this process ends in whatever way, Ray ends the actor, and the helper the launcher.
+When this process ends, for whatever reason, Ray ends the actor, and the helper ends the launcher.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from lockstep.run.machines.ssh_errors import Problem
 
 READ_BYTES = 1 << 16
 NUM_CALLS_AT_ONCE = 4
-"""Calls of the actor that are in progress at once: write, read of two streams, and wait."""
+"""The number of calls of the actor at the same time: write, read of two streams, and wait."""
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 class HelperActor:
-    """Starts the helper on a node, and carries its input and output; runs as an actor of Ray.
+    """Starts the helper on a node, and carries its input and output. It runs as an actor of Ray.
 
     Args:
-        module: the Python module that is started as the helper.
-        nonce: the argument of the module, with which its answers begin.
-        gpu_ids: the GPUs of the run on this node; empty: as Ray has set it.
+        module: name of the Python module that is started as the helper.
+        nonce: argument of the module, with which its answers begin.
+        gpu_ids: the GPUs of the run on this node; empty for those that Ray has chosen.
     """
 
     def __init__(self, module: str, nonce: str, gpu_ids: Sequence[str]) -> None:
+        # Ray sets the number of threads in its processes, but the launcher chooses it for its
+        # ranks.
         environment = dict(os.environ)
-
-        # Ray sets it in its processes. The launcher decides it for its ranks.
         environment.pop(THREADS_VARIABLE, None)
-
         if gpu_ids:
             environment[GPU_VARIABLE] = ",".join(gpu_ids)
 
@@ -63,7 +62,7 @@ class HelperActor:
         self._outputs = {"stdout": self._helper.stdout, "stderr": self._helper.stderr}
 
     def write(self, data: bytes) -> None:
-        """Writes to the helper's input; without data: closes it."""
+        """Writes data to the helper's input, or closes the input if there is no data."""
         if self._helper.stdin is None:
             return
         with contextlib.suppress(BrokenPipeError):  # the helper has ended
@@ -74,23 +73,24 @@ class HelperActor:
                 self._helper.stdin.close()
 
     def read(self, stream: str) -> bytes:
-        """Returns what the helper printed on "stdout" or "stderr"; empty at the end of it."""
+        """Reads the helper's output on "stdout" or "stderr"; returns empty data at its end."""
         output = self._outputs[stream]
         return os.read(output.fileno(), READ_BYTES) if output else b""
 
     def wait(self) -> int:
-        """Waits until the helper has ended; returns its exit code."""
+        """Waits until the helper has ended, and returns its exit code."""
         return self._helper.wait()
 
 
 class HelperProcess:
-    """The helper on a node, as `Remote` uses a process of `subprocess`.
+    """The helper on a node, with the attributes and methods of `subprocess.Popen` that `Remote`
+    uses.
 
     Args:
         node: the node.
-        group: the placement group that has bundles there.
-        module: the Python module that is started as the helper.
-        nonce: the argument of the module.
+        group: the placement group, which has bundles on the node.
+        module: name of the Python module that is started as the helper.
+        nonce: argument of the module.
     """
 
     def __init__(self, node: RayNode, group: Any, module: str, nonce: str) -> None:
@@ -98,7 +98,7 @@ class HelperProcess:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor_class = ray.remote(HelperActor).options(
-            num_cpus=0,  # the launcher uses the bundles
+            num_cpus=0,  # the resources of the bundles are left to the launcher
             max_concurrency=NUM_CALLS_AT_ONCE,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=node.bundle_index
@@ -107,7 +107,7 @@ class HelperProcess:
         self._actor = actor_class.remote(module, nonce, node.gpu_ids)
         self.returncode: int | None = None
         self.failure = ""
-        """Why the helper cannot be reached, in Ray's words; empty: it can."""
+        """Why the helper cannot be reached, in Ray's words; empty while it can."""
         input_end, self._stdin_end = os.pipe()
         stdout_end, write_stdout_end = os.pipe()
         stderr_end, write_stderr_end = os.pipe()
@@ -123,7 +123,7 @@ class HelperProcess:
         threading.Thread(target=work, args=args, daemon=True).start()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the actor.
+        """Calls a method of the actor, and waits for its result.
 
         Raises:
             OSError: the actor could not be started, or it or its node is lost.
@@ -132,11 +132,12 @@ class HelperProcess:
 
         try:
             return ray.get(getattr(self._actor, method).remote(*args))
-        except Exception as error:  # Ray's errors have no common class
+        except Exception as error:  # Ray's errors have no common base class
             self.failure = self.failure or str(error)
             raise OSError("the actor of Ray is lost") from None
 
     def _forward_input(self, input_end: int) -> None:
+        """Passes data from a pipe to the helper's input, until the pipe is closed."""
         with contextlib.suppress(OSError):
             while data := os.read(input_end, READ_BYTES):
                 self._call("write", data)
@@ -144,6 +145,7 @@ class HelperProcess:
         os.close(input_end)
 
     def _forward_output(self, stream: str, output_end: int) -> None:
+        """Passes the helper's output on "stdout" or "stderr" to a pipe, until it ends."""
         with contextlib.suppress(OSError):
             while data := self._call("read", stream):
                 while data:
@@ -152,6 +154,7 @@ class HelperProcess:
         os.close(output_end)
 
     def _wait(self) -> None:
+        """Waits until the helper has ended, and keeps its exit code in `returncode`."""
         exit_code = 1
         with contextlib.suppress(OSError):
             exit_code = self._call("wait")
@@ -159,7 +162,7 @@ class HelperProcess:
             self.returncode = exit_code
 
     def poll(self) -> int | None:
-        """Returns the helper's exit code; None: it runs."""
+        """Returns the helper's exit code, or None if it is running."""
         return self.returncode
 
     def kill(self) -> None:
@@ -176,8 +179,8 @@ class RayRemote(Remote):
 
     Args:
         node: the node.
-        group: the placement group that has bundles there.
-        show: called with each line that is printed there after the launcher was started.
+        group: the placement group, which has bundles on the node.
+        show: function that is called with each line printed there after the launcher was started.
     """
 
     def __init__(self, node: RayNode, group: Any, show: ShowLine) -> None:
@@ -190,7 +193,7 @@ class RayRemote(Remote):
         return HelperProcess(self._node, self._group, self._module, nonce)
 
     async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
-        """Starts the helper, and checks what it says about its machine; see `Remote.open`."""
+        """Starts the helper, and checks its description of its machine; see `Remote.open`."""
         try:
             await super().open(request, was_copied)
         except Problem:
@@ -201,11 +204,12 @@ class RayRemote(Remote):
                 missing, "the folder must be on a disk that all nodes of the cluster share"
             ) from None
 
-        # One machine may have several nodes, each with devices of its own.
+        # One machine may have several nodes, each with its own devices. They are not one machine
+        # for `_warn_about_machines`.
         self.facts["machine"] += f" {self._node.node_id}"
 
     def _failure(self) -> Problem:
-        """Returns why the helper does not answer."""
+        """Returns the error that explains why the helper does not answer."""
         failure = ""
         if isinstance(self._process, HelperProcess):
             failure = self._process.failure

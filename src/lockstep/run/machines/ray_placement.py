@@ -1,10 +1,12 @@
-"""Where the ranks of `lockstep run --ray` run: on which nodes of a Ray cluster, with which GPUs.
+"""Decides where the ranks of `lockstep run --ray` run: on which nodes of a Ray cluster and which
+GPUs.
 
-A *placement group* of Ray reserves what the run needs: one *bundle* for each rank, with a GPU and a
-core, or only a core if the cluster has no GPUs. Ray places the bundles on as few nodes as possible,
-among the tasks of others. Each node with bundles then gets one launcher, for as many ranks.
+A *placement group* of Ray reserves the resources of the run: one *bundle* for each rank, with a GPU
+and a core, or only a core if the cluster has no GPUs. Ray places the bundles on as few nodes as
+possible, beside the tasks of other users. Each node with bundles then gets one launcher, for as
+many ranks as it has bundles.
 
-Ray is imported only where it is needed, since most runs do without.
+Ray is imported only where it is needed, since most runs do not use it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ RUNNING_CLUSTER = "auto"
 """The address with which Ray finds the cluster that was started on this machine."""
 POLL_INTERVAL_S = 0.2
 TELL_AFTER_S = 5.0
-"""When the user is told that the run waits for resources."""
+"""The time after which the user is told that the run waits for resources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,9 @@ class RayNode(Host):
 
     node_id: str
     ip_address: str
-    """Under this address the other nodes reach it."""
+    """The address at which the other nodes reach it."""
     bundle_index: int
-    """One of the run's bundles on this node."""
+    """The index of one of the run's bundles on this node."""
     gpu_ids: tuple[str, ...]
     """The GPUs of all of the run's bundles on this node; empty if the cluster has no GPUs."""
 
@@ -43,7 +45,7 @@ class RayNode(Host):
         return self.ip_address
 
     def _is_here(self) -> bool:
-        """Returns False: also on this machine, Ray starts the helper."""
+        """Returns False, as the helper is started by Ray even on this machine."""
         return False
 
 
@@ -77,17 +79,17 @@ def connect(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Disconnects this process from the cluster. Ray ends what the process has started there."""
+    """Disconnects this process from the cluster. Ray then ends everything it has started there."""
     import ray
 
     ray.shutdown()
 
 
 def num_ranks(nproc: str | None) -> int:
-    """Returns how many ranks a value of --nproc means on the cluster.
+    """Returns the number of ranks that a value of --nproc stands for on the cluster.
 
     Raises:
-        SettingError: it is neither a number nor `gpu`, or the cluster has no GPUs.
+        SettingError: the value is neither a number nor `gpu`, or the cluster has no GPUs.
     """
     import ray
 
@@ -109,7 +111,7 @@ def num_ranks(nproc: str | None) -> int:
 
 
 def bundle() -> dict[str, float]:
-    """Returns what one rank needs of the cluster, by Ray's names of resources."""
+    """Returns the resources that one rank needs, by Ray's names for them."""
     import ray
 
     if ray.cluster_resources().get("GPU", 0) > 0:
@@ -118,13 +120,13 @@ def bundle() -> dict[str, float]:
 
 
 def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) -> Any:
-    """Reserves a bundle for each rank, and waits until the cluster has them all.
+    """Reserves a bundle for each rank, and waits until the cluster can provide all of them.
 
-    Ray waits without end: another job may end, and a cluster that grows by itself may add nodes.
+    The wait has no limit: another job may end, or the cluster may add nodes by itself.
 
     Args:
-        bundles: what each rank needs.
-        say: called with a line for the user if this takes long.
+        bundles: the resources of each rank.
+        say: function that shows a line to the user, if this takes long.
 
     Returns:
         Ray's placement group.
@@ -157,7 +159,7 @@ def nodes_of_group(group: Any) -> list[RayNode]:
     from ray.util.placement_group import placement_group_table
 
     table = placement_group_table(group)
-    indices_of_node: dict[str, list[int]] = {}
+    indices_of_node: dict[str, list[int]] = {}  # the indices of the bundles on each node
     for index in range(group.bundle_count):
         node_id = table["bundles_to_node_id"][index]
         indices_of_node.setdefault(node_id, []).append(index)
@@ -181,14 +183,13 @@ def nodes_of_group(group: Any) -> list[RayNode]:
             gpu_ids=tuple(gpu_of_bundle[index] for index in indices if gpu_of_bundle),
         )
         nodes.append(node)
-
     return nodes
 
 
 def names_of_nodes(host_name_of_node: Mapping[str, str]) -> dict[str, str]:
-    """Returns a name for each node, by its id: the host name, which several nodes may have.
+    """Returns a unique name for each node, by its id.
 
-    In this case the beginning of the node's id is added.
+    It is the host name. If several nodes have the same host name, the beginning of the id is added.
     """
     host_names = list(host_name_of_node.values())
     names = {}
@@ -199,7 +200,7 @@ def names_of_nodes(host_name_of_node: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gpu_of_each_bundle(group: Any) -> list[str]:
-    """Asks, on the nodes, which GPU Ray has given to each bundle of a placement group."""
+    """Asks each bundle of a placement group, on its node, which GPU Ray has assigned to it."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -217,7 +218,7 @@ def _gpu_of_each_bundle(group: Any) -> list[str]:
 
 
 def release(group: Any) -> None:
-    """Gives back what a placement group has reserved."""
+    """Gives back the resources that a placement group has reserved."""
     from ray.util.placement_group import remove_placement_group
 
     remove_placement_group(group)

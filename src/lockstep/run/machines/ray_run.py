@@ -1,7 +1,7 @@
-"""A run on the nodes of a Ray cluster (`lockstep run --ray`), from its start to its end.
+"""Runs a script on the nodes of a Ray cluster (`lockstep run --ray`), and waits for its end.
 
-Ray says on which nodes, and carries what is written to the launchers there and what they print.
-Everything else is as with `--hosts`: see `ssh_run`.
+Ray chooses the nodes, and carries the input and output of the launchers there. Everything else is
+the same as with `--hosts`: see `ssh_run`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
     """Starts a run on a Ray cluster, and ends it on all nodes when one fails.
 
     Args:
-        address: the cluster's, as `ray.init` takes it.
-        spec: what to start; its `hosts` are empty, and its `nproc` is the number of all ranks.
-        say: called with each line for the user.
+        address: address of the cluster, in the form that `ray.init` accepts.
+        spec: the request. Its `hosts` are empty, and its `nproc` is the number of all ranks.
+        say: function that shows a line to the user.
 
     Returns:
         The exit code of the launcher that failed first; see `lockstep.errors`.
@@ -48,7 +48,7 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
             return RayRemote(host, group, show)
 
         return run_on_hosts(_spec_with_nodes(spec, nodes), say, connect)
-    except KeyboardInterrupt:  # before the nodes are known; later, `run_on_hosts` handles signals
+    except KeyboardInterrupt:  # before the nodes are known; after that, `run_on_hosts` handles it
         return EXIT_INTERRUPTED
     finally:
         if group is not None:
@@ -57,7 +57,7 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
 
 
 def describe(address: str, spec: HostsSpec) -> str:
-    """Returns the text of `--dry-run`. The cluster is not asked."""
+    """Describes what would be started, for `--dry-run`, without connecting to the cluster."""
     example = replace(spec, hosts=(Host("NODE", "N"),))
     variables = ", ".join(sorted(spec.environment)) or "none"
     return "\n".join(
@@ -72,7 +72,7 @@ def describe(address: str, spec: HostsSpec) -> str:
 
 
 def _spec_with_nodes(spec: HostsSpec, nodes: list[RayNode]) -> HostsSpec:
-    """Returns what is to be started on nodes that are known now."""
+    """Returns the request for nodes that are now known."""
     placed = spec.on_machines(nodes)
     if len(nodes) == 1 or spec.torchrun_flag("--master-addr") is not None:
         return placed

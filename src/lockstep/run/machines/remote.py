@@ -2,14 +2,14 @@
 
 It serves the *first machine*, the one on which the user started the run: it describes its machine,
 tests connections to other machines, and then starts the *launcher*, whose output it passes on.
-*Requests* are JSON lines on its standard input; *answers* are lines of its standard output that
-begin with ANSWER_MARK and a *nonce*, a random text that is this process's argument:
+*Requests* are JSON lines on its standard input. *Answers* are lines on its standard output that
+begin with ANSWER_MARK and a *nonce*, a random text that is the argument of this process:
 
     {"folder", "script", "here"}   answered with a description of this machine: versions, address,
-                              and what is missing; `here`: it is the first machine itself
+                              and what is missing; `here` says that it is the first machine itself
     {"listen", "instead"}     listens at a port; answered with the port
     {"reach"}                 tests the connection to an address and port; answered with the reason
-                              why it fails (empty: it works), and this machine's address on it
+                              why it fails, or empty, and this machine's address on it
     {"start", "environment", "keep", "grace"}   starts `lockstep` with these arguments; its ranks
                               have `grace` seconds to end
     {"signal"}                sends a signal to the launcher
@@ -53,25 +53,26 @@ HEARTBEAT_S = 2.0
 SILENCE_TIMEOUT_S = 12.0
 CONNECT_TIMEOUT_S = 5.0
 LONG_MESSAGE = bytes(1 << 14)
-"""Fills more than one packet, also on a network with jumbo frames."""
+"""A message that fills more than one packet, even on a network with jumbo frames."""
 MESSAGE_LOST = (
     "short messages arrive, long ones do not, as where the MTU of an interface is larger than that "
     "of the way"
 )
 POLL_INTERVAL_S = 0.2
 KILL_LAUNCHER_AFTER_S = 110.0
-"""When a launcher that was asked to end is killed, in addition to the time of its ranks."""
+"""How long after it was asked to end a launcher is killed, in addition to the time of its ranks."""
 READ_BYTES = 1 << 16
 WRITE_BYTES = 4096
-"""A pipe that select() reports as writable takes this much at once (PIPE_BUF, pipe(7))."""
+"""The number of bytes that a pipe accepts at once when select() reports it as writable (PIPE_BUF,
+pipe(7))."""
 LAST_OUTPUT_TIMEOUT_S = 2.0
 
 STDIN = 0
 STDOUT = 1
 STDERR = 2
 STDOUT_LOCK = threading.Lock()
-"""Held from select() to write() on standard output, so that answers and the launcher's output do
-not get mixed."""
+"""The lock that is held from select() to write() on standard output, so that answers and the
+launcher's output are not mixed."""
 
 
 def versions() -> dict[str, str]:
@@ -85,28 +86,27 @@ def versions() -> dict[str, str]:
 
 
 def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
-    """Enters the run's folder and describes this machine for the first one.
+    """Enters the run's folder, and describes this machine for the first one.
 
     Args:
-        request: `folder`; `script`: its path, or None if it is a module; `here`: this is the first
-            machine itself.
+        request: `folder`, the run's folder; `script`, the path of the script or None for a module;
+            and `here`, whether this is the first machine itself.
 
     Returns:
-        `versions`; `missing`: what is missing, for a message, or empty; `own`: the address of this
-        machine that ssh has reached; `first`: the address from which ssh came, empty if this
-        machine was not reached by ssh; `machine`: a text that differs between machines, since one
-        machine may have several names; `time`: its clock.
+        `versions`, the versions that must be the same everywhere; `missing`, a text on what is
+        missing, or empty; `own`, the address of this machine that ssh has reached; `first`, the
+        address from which ssh came, or empty without ssh; `machine`, a text that identifies this
+        machine, which may have several names; and `time`, its clock.
     """
     own_address = ""
     first_address = ""
 
-    # SSH_CONNECTION has the address and port of the client, then of the server; see ssh(1). On the
-    # first machine it is that of the user's own login.
+    # SSH_CONNECTION contains the address and port of the client, then of the server; see ssh(1). On
+    # the first machine, it is about the user's own login, and is not used.
     ssh_connection = os.environ.get("SSH_CONNECTION", "")
     if ssh_connection and not request["here"]:
         first_address, _, own_address, _ = ssh_connection.split(" ")
-
-    if first_address == "UNKNOWN":  # ssh was not connected by a network but by a pipe
+    if first_address == "UNKNOWN":  # ssh was connected by a pipe, and not by a network
         first_address = ""
         own_address = ""
 
@@ -124,7 +124,11 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _enter_folder(folder: str, script: str | None) -> str:
-    """Enters the run's folder; returns what is missing, for a message, or an empty text."""
+    """Enters the run's folder.
+
+    Returns:
+        A text on what is missing, or an empty string if the folder and the script exist.
+    """
     try:
         os.chdir(folder)
     except OSError as error:
@@ -137,9 +141,13 @@ def _enter_folder(folder: str, script: str | None) -> str:
 def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, dict[str, Any]]:
     """Listens at a port on all interfaces.
 
+    Args:
+        port: the port; 0 for any free port.
+        any_port_if_taken: whether to listen at another port if this one is in use.
+
     Returns:
-        The socket, and the answer to the first machine: the port. If it is taken: None, and the
-        error.
+        The socket, or None if the port is in use; and the answer to the first machine, with the
+        port or the error.
     """
     has_ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
@@ -161,11 +169,12 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
 def try_connection(address: str, port: int) -> dict[str, str]:
     """Tests whether another machine that listens can be reached.
 
-    A message of several packets is sent. If the MTU of an interface is too large, connections can
+    A message of several packets is sent: if the MTU of an interface is too large, connections can
     be opened, but long packets do not arrive.
 
     Returns:
-        `why`: the reason why it fails, or empty; `own`: this machine's address on the connection.
+        `why`, the reason why it cannot be reached, or empty; and `own`, the address of this machine
+        on the connection.
     """
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
@@ -175,7 +184,7 @@ def try_connection(address: str, port: int) -> dict[str, str]:
             )
             own_address = str(connection.getsockname()[0])
     except OSError as error:
-        # Python's own error at a timeout has no `strerror`.
+        # The error that Python raises at a timeout has no `strerror`.
         reason = error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         return {"why": reason, "own": ""}
 
@@ -183,7 +192,7 @@ def try_connection(address: str, port: int) -> dict[str, str]:
 
 
 def _unconfirmed_bytes(connection: socket.socket) -> int:
-    """Returns how many bytes the other machine's kernel has not confirmed yet."""
+    """Returns the number of bytes whose arrival the other machine has not confirmed yet."""
     count = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(count, sys.byteorder)
 
@@ -197,14 +206,14 @@ class RequestReader:
 
     @property
     def is_silent(self) -> bool:
-        """True if nothing was heard for too long."""
+        """True if nothing has been heard of the first machine for too long."""
         return time.monotonic() - self._last_heard > SILENCE_TIMEOUT_S
 
     def receive(self, timeout: float) -> list[dict[str, Any]] | None:
-        """Returns the requests that have come, after waiting up to `timeout` seconds for some.
+        """Returns the requests that have arrived, after waiting for up to `timeout` seconds.
 
         Returns:
-            The requests; empty: nothing but heartbeats has come; None: the input has ended.
+            The requests; empty if there were none, or only heartbeats; None if the input has ended.
         """
         readable, _, _ = select.select([STDIN], [], [], timeout)
         if not readable:
@@ -223,7 +232,7 @@ class RequestReader:
 
 
 def send_answer(values: Mapping[str, object], output: int = STDOUT) -> None:
-    """Sends an answer; ignores that nobody may be there any more."""
+    """Sends an answer to the first machine, if it is still there."""
     with contextlib.suppress(OSError), STDOUT_LOCK:
         os.write(output, _encode_answer(values))
 
@@ -234,10 +243,10 @@ def _encode_answer(values: Mapping[str, object]) -> bytes:
 
 
 def write_if_possible(target: int, data: bytes) -> int:
-    """Writes the beginning of some data to a pipe.
+    """Writes the first bytes of `data` to a pipe, if the pipe accepts any.
 
     Returns:
-        How many bytes were written; 0: there was no room within POLL_INTERVAL_S.
+        The number of bytes written; 0 if there was no room within POLL_INTERVAL_S.
     """
     lock = STDOUT_LOCK if target == STDOUT else contextlib.nullcontext()
     with lock:
@@ -252,9 +261,10 @@ def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
     parent_pid = os.getpid()
     environment = {**os.environ, **request["environment"]}
 
-    # So that commands which are installed beside this Python, such as ninja, are found.
+    # Commands that are installed with this Python, such as ninja, must be found.
     commands_folder = Path(sys.executable).parent
     environment["PATH"] = f"{commands_folder}:{environment.get('PATH', os.defpath)}"
+
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", *request["start"]],
         env=environment,
@@ -266,14 +276,15 @@ def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event) -> None:
-    """Copies the launcher's output to this process's; runs in a thread.
+    """Copies the launcher's output to the output of this process. It runs in a thread.
 
-    Once nobody reads it any more, it is read and thrown away, so that the launcher does not block.
+    Once nobody reads the output any more, it is read and dropped, so that the launcher does not
+    block.
 
     Args:
         source: the launcher's standard output or error.
-        target: descriptor of this process's own.
-        nobody_reads: set here, or by the other thread of this kind, when a write fails.
+        target: descriptor of this process's own standard output or error.
+        nobody_reads: set when a write fails, here or in the other thread of this kind.
     """
     while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
         while data and not nobody_reads.is_set():
@@ -296,14 +307,14 @@ def watch_launcher(
     """Passes signals and output on until the launcher has ended.
 
     Args:
-        launcher: the process.
+        launcher: the process of the launcher.
         reader: reads further requests.
-        requests: signals that have come already.
-        keep: let the launcher go on if the first machine is lost.
-        grace: the seconds that the ranks have to end.
+        requests: signals that have already arrived.
+        keep: whether the launcher goes on if the first machine is lost.
+        grace: the seconds that the ranks get to end.
 
     Returns:
-        The launcher's exit code, 128 + N if signal N ended it.
+        The launcher's exit code, or 128 + N if signal N ended it.
     """
     nobody_reads = threading.Event()
     threads = []
@@ -324,10 +335,9 @@ def watch_launcher(
 
         for request in requests:
             launcher.send_signal(signal.Signals[request["signal"]])
-
         requests = []
 
-        if first_machine_lost:  # nothing more can come from it or be told it
+        if first_machine_lost:  # no requests can arrive, and no answers can be sent
             time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > kill_at:
                 launcher.kill()
@@ -341,7 +351,6 @@ def watch_launcher(
                 launcher.send_signal(signal.SIGTERM)
                 kill_at = time.monotonic() + KILL_LAUNCHER_AFTER_S + grace
             continue
-
         requests = received
 
         if time.monotonic() >= next_heartbeat:
@@ -349,21 +358,19 @@ def watch_launcher(
                 if write_if_possible(STDOUT, _encode_answer(ALIVE)):
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
 
+    # The wait is limited, as a process that the ranks have left behind may hold the output open.
     for thread in threads:
-        # Not for long: a process that the ranks have left behind may hold the output open.
         thread.join(LAST_OUTPUT_TIMEOUT_S)
-
     nobody_reads.set()
 
     if exit_code < 0:
         signal_number = -exit_code
         return 128 + signal_number
-
     return exit_code
 
 
 def main() -> int:
-    """Serves the first machine until the launcher has ended, or the first machine is lost."""
+    """Handles requests until the launcher has ended, or the first machine is lost."""
     reader = RequestReader()
     listener: socket.socket | None = None
     while True:
@@ -385,7 +392,8 @@ def main() -> int:
                 if listener is not None:
                     listener.close()  # the launcher needs the port
 
-                # A handler that does nothing, because the launcher would inherit SIG_IGN.
+                # Ignore these signals by a handler that does nothing, as the launcher would inherit
+                # SIG_IGN.
                 signal.signal(signal.SIGHUP, lambda *_: None)
                 signal.signal(signal.SIGINT, lambda *_: None)
                 launcher = start_launcher(request)

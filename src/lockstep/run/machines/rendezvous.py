@@ -1,15 +1,16 @@
-"""The base class of rendezvous: how the launchers of a run meet before each start of the ranks.
+"""Defines the base class of rendezvous: how the launchers of a run meet before each start of the
+ranks.
 
-Torch elastic's agent starts the ranks after `next_rendezvous` of a `RendezvousHandler`. Lockstep's
-handlers are all a `Rendezvous`, which also knows which *nodes* (launchers, see `nodes`) have left,
-and lets nodes publish values to each other. A *round* is one start of the ranks on all nodes; it
-is called an attempt where ranks see it.
+Torch elastic's agent calls `next_rendezvous` of a `RendezvousHandler`, and then starts the ranks.
+Lockstep's handlers are all a `Rendezvous`, which also knows which *nodes* (launchers, see `nodes`)
+have left, and lets nodes publish values to each other. A *round* is one start of the ranks on all
+nodes. Ranks know it as an attempt.
 
     static_rendezvous     a fixed number of nodes with --node-rank, or one node
-    dynamic_rendezvous    c10d: nodes may come and go
+    dynamic_rendezvous    c10d: nodes may join and leave
     torch_rendezvous      etcd and others: torch's own handler, unchanged
 
-`open_rendezvous` chooses and opens one of them.
+`open_rendezvous` chooses one of them and opens it.
 
 Source: torch/distributed/elastic/rendezvous/api.py.
 """
@@ -37,7 +38,7 @@ from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import HERE, LEFT, Node, Peers, without_replaced
 
 Say = Callable[[str], None]
-"""Called with a line for the user."""
+"""A function that shows a line to the user."""
 
 MAX_PUBLISHED_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.02
@@ -47,19 +48,20 @@ LEAVE_TIMEOUT_AFTER_FAILURE_S = 2.0
 
 
 class Rendezvous(RendezvousHandler):
-    """One launcher's part in a run. May be used as a context manager, which closes it.
+    """One launcher's part in a run. It may be used as a context manager, which closes it.
 
     Args:
         parameters: torchrun's flags for the rendezvous.
         peers: the nodes of the run.
-        store: the ranks' store on loopback; None: torch's own handler opens it.
-        say: called with each line for the user.
-        interface: the name of the network interface that reaches the other nodes; loopback on one
-            machine; None: unknown. See `distributed.interface`.
+        store: the ranks' store on loopback; None if torch's own handler opens it.
+        say: function that shows a line to the user.
+        interface: name of the network interface that reaches the other nodes, or of loopback on a
+            single machine; None if not known. See `distributed.interface`.
     """
 
     can_publish = True
-    """True if nodes see what other nodes publish; not so with torch's own handlers."""
+    """True if nodes see the values that other nodes publish. Torch's own handlers cannot do that.
+    """
 
     def __init__(
         self,
@@ -75,12 +77,12 @@ class Rendezvous(RendezvousHandler):
         self._say = say
         self.interface = interface
         self.resources = ExitStack()
-        """Closed with the rendezvous: connections and the network thread."""
+        """The connections and the network thread, which are closed with the rendezvous."""
         self._closed = False
         self.attempt: int | None = None
-        """How many times the ranks were started before, a number that all nodes agree on; None:
-        unknown. For TORCHELASTIC_RESTART_COUNT, by which the ranks of one start find each other:
-        the agents' own counts differ once a node has restarted because of another one."""
+        """How many times the ranks have been restarted, a number that all nodes agree on; None if
+        not known. It becomes TORCHELASTIC_RESTART_COUNT, by which the ranks of one start find each
+        other. The agents' own counts differ once a node has restarted because of another one."""
 
     @property
     def elastic(self) -> bool:
@@ -88,10 +90,12 @@ class Rendezvous(RendezvousHandler):
         return False
 
     def request_restart(self) -> None:
-        """Asks the other nodes to start all ranks again. Only dynamic rendezvous need it."""
+        """Asks the other nodes to restart all ranks. Only a dynamic rendezvous needs this."""
 
     def describe_lost_nodes(self) -> str:
-        """Names the nodes without which the run can go on; empty: none. Never waits."""
+        """Names the lost nodes without which the run can go on; empty if there are none. Never
+        waits.
+        """
         return ""
 
     def lost_nodes(self) -> list[Node]:
@@ -103,20 +107,21 @@ class Rendezvous(RendezvousHandler):
         return [node for node in nodes if node.left_early and node.round >= own_round]
 
     def publish(self, key: str, value: Any, to: int | None = None) -> bool:
-        """Publishes a value to other nodes, for the current attempt. Never waits.
+        """Publishes a value to other nodes, for the present attempt. Never waits.
 
         Args:
-            key: a later value with the same key replaces an earlier one.
-            value: anything that JSON can hold.
-            to: the rank of the only node that gets it; None: all nodes, this one included.
+            key: key of the value. A later value with the same key replaces an earlier one.
+            value: any value that can be written as JSON.
+            to: rank of the only node that receives it; None for all nodes, including this one.
 
         Returns:
-            False if it was not published, because it is longer than 1 MiB.
+            False if the value was not published because it is longer than 1 MiB.
         """
         if len(json.dumps(value)) > MAX_PUBLISHED_BYTES:
             return False
 
-        # With the attempt, so that nobody takes it for a value of a later one.
+        # The attempt is published too, so that the value is not mistaken for one of a later
+        # attempt.
         published = {key: {"attempt": self.attempt, "value": value}}
         if to is None:
             self._peers.update(published=published)
@@ -125,11 +130,11 @@ class Rendezvous(RendezvousHandler):
         for node in without_replaced(self._peers.all()):
             if node.rank == to:
                 self._peers.send({"published": published}, node.number)
-
         return True
 
     def published(self, key: str) -> dict[int, Any]:
-        """Returns what each node has published under a key in this attempt. Never waits.
+        """Returns the values that the nodes have published under a key in this attempt. Never
+        waits.
 
         Returns:
             The values by node rank.
@@ -144,16 +149,15 @@ class Rendezvous(RendezvousHandler):
     def close(self, why: str = "") -> None:
         """Leaves the run, and closes `resources`.
 
-        The others need the server's store until they have left. So the server waits for them, up to
-        10 s, before it closes.
+        The other nodes need the server's store until they have left. So the server waits for them,
+        for up to 10 s, before it closes.
 
         Args:
-            why: the reason to leave before the end of the run, which the other nodes are told;
-                empty: the run has ended.
+            why: the reason for leaving before the end of the run, which the other nodes are told;
+                empty if the run has ended.
         """
         if self._closed:
             return
-
         self._closed = True
 
         def others_have_left() -> bool:
@@ -161,7 +165,7 @@ class Rendezvous(RendezvousHandler):
 
         with self.resources:  # closed at the end of this block
             if why:
-                # The others are told at once: they end as well, or start again without this node.
+                # Tell the others at once: they end too, or restart without this node.
                 self._peers.update(state=LEFT, why=why)
 
             is_server = self._peers.own_number == 0
@@ -177,7 +181,7 @@ class Rendezvous(RendezvousHandler):
     def __exit__(
         self, error_type: type[BaseException] | None, error: object, traceback: object
     ) -> None:
-        """Leaves the run; if an error ends the block, the other nodes are told which."""
+        """Leaves the run. If an error ends the block, the other nodes are told which one."""
         if error_type is None:
             self.close()
         elif isinstance(error, LockstepError) and error.found:
@@ -187,7 +191,7 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: the ranks use the store in which the launchers meet."""
+        """True, as the ranks use the store in which the launchers meet."""
         return True
 
     def get_run_id(self) -> str:
@@ -199,18 +203,18 @@ class Rendezvous(RendezvousHandler):
         return str(self._parameters.backend)
 
     def is_closed(self) -> bool:
-        """Returns False; torch elastic's agent does not call it."""
+        """Returns False. Torch elastic's agent does not call this."""
         return False
 
     def set_closed(self) -> None:
-        """Does nothing; torch elastic's agent does not call it."""
+        """Does nothing. Torch elastic's agent does not call this."""
 
     def shutdown(self) -> bool:
-        """Does nothing: `close` tells the other nodes."""
+        """Does nothing, as `close` tells the other nodes."""
         return True
 
     def _make_info(self, store: Any, rank: int, num_nodes: int) -> RendezvousInfo:
-        """Returns what torch elastic's agent expects of `next_rendezvous`."""
+        """Returns the value that torch elastic's agent expects from `next_rendezvous`."""
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(store, rank, num_nodes, address)
 
@@ -219,12 +223,12 @@ class Rendezvous(RendezvousHandler):
 
 
 def delete_keys_of_ranks(store: TCPStore) -> None:
-    """Deletes what the ranks of an earlier attempt have left in the store. Called by the server.
+    """Deletes the keys that the ranks of an earlier attempt have left in the store.
 
-    Since torch 2.13 ranks put no prefix of the attempt before their keys (`_create_c10d_store` in
-    torch/distributed/rendezvous.py), and would connect to addresses of ranks that are gone.
+    Since torch 2.13, the keys of ranks have no prefix with the attempt (`_create_c10d_store` in
+    torch/distributed/rendezvous.py), so new ranks would connect to the addresses of earlier ones.
 
-    Only the server may call it: `list_keys` holds the interpreter's lock while it waits for the
+    Only the server may call this: `list_keys` holds the interpreter's lock while it waits for the
     answer, and on other nodes the answer comes through the forwarder, a thread of this process.
     """
     for key in list_keys(store) or ():  # None: see `torch_compat.separate_attempts`

@@ -1,8 +1,8 @@
 """Reads the settings of a rendezvous from torchrun's flags: timeouts, host and port.
 
-`RendezvousParameters` is what torch makes of --rdzv-backend, --rdzv-endpoint and --rdzv-conf; with
-the backend "static" it has --master-addr and --master-port as its endpoint. Options and defaults
-are torch's own.
+torch parses --rdzv-backend, --rdzv-endpoint and --rdzv-conf into `RendezvousParameters`. With the
+backend "static", their endpoint consists of --master-addr and --master-port. The options and their
+defaults are torch's own.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ DEFAULT_C10D_PORT = 29400
 
 
 def join_timeout(parameters: RendezvousParameters) -> float:
-    """Returns the seconds that nodes wait for each other."""
+    """Returns how long nodes wait for each other, in seconds."""
     return _read_seconds(parameters, "join_timeout", DEFAULT_JOIN_TIMEOUT_S)
 
 
 def store_timeout(parameters: RendezvousParameters) -> timedelta:
-    """Returns how long the store's clients wait for an answer."""
+    """Returns how long clients of the store wait for an answer."""
     seconds = _read_seconds(parameters, "read_timeout", DEFAULT_READ_TIMEOUT_S)
     return timedelta(seconds=seconds)
 
 
 def last_call_timeout(parameters: RendezvousParameters) -> float:
-    """Returns the seconds that the first round waits for more nodes when there are enough."""
+    """Returns how long the first round waits for more nodes once there are enough, in seconds."""
     return _read_seconds(parameters, "last_call_timeout", DEFAULT_LAST_CALL_TIMEOUT_S)
 
 
 def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -> float:
-    """Reads a number of seconds from --rdzv-conf; raises SettingError if it is not above 0."""
-    if parameters.backend == "static":  # it has one option for all timeouts
+    """Reads a number of seconds from --rdzv-conf.
+
+    Raises:
+        SettingError: it is not a number above 0.
+    """
+    if parameters.backend == "static":  # this backend has one option for all timeouts
         name = "timeout"
         default = DEFAULT_JOIN_TIMEOUT_S
 
@@ -56,7 +60,6 @@ def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -
         raise SettingError(
             f"--rdzv-conf {name}={value}", "not a number of seconds above 0", "write a number"
         )
-
     return seconds
 
 
@@ -64,7 +67,7 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     """Returns the host and port at which the nodes meet.
 
     Raises:
-        SettingError: it is malformed, or several nodes have no port to meet at.
+        SettingError: the endpoint is malformed, or has no port at which several nodes could meet.
     """
     if parameters.backend == "static":
         flags = "--master-addr and --master-port"

@@ -1,9 +1,9 @@
-"""The run's token: a secret that all launchers of one run share.
+"""Finds or creates the run's token: a secret that all launchers of one run share.
 
-It proves that launchers belong together, so that nobody else can join their run. It is taken from
-LOCKSTEP_TOKEN. If that is not set, it is the content of a file in the user's home folder, which the
-first launcher that needs it creates, readable by the user alone: machines that share the home
-folder then need nothing else. (Erlang's `.erlang.cookie` works like this.)
+The token proves that launchers belong together, so that nobody else can join their run. It is read
+from LOCKSTEP_TOKEN. If that is not set, it is the content of a file in the user's home folder. The
+first launcher that needs the file creates it, readable only by the user. So machines that share the
+home folder need nothing else. (Erlang's `.erlang.cookie` works in the same way.)
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lockstep.errors import SettingError
 
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 NO_TOKEN = "none"
-"""The value of LOCKSTEP_TOKEN with which everybody may join the run."""
+"""The value of LOCKSTEP_TOKEN that lets everybody join the run."""
 MIN_TOKEN_LENGTH = 16
-"""Characters; a shorter token could be guessed."""
+"""The smallest number of characters. A shorter token could be guessed."""
 FILE_VISIBLE_TIMEOUT_S = 5.0
-"""On a network file system, a file made by another machine may become visible this late."""
+"""How late a file created by another machine may become visible on a network file system."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """The secret of a run; it is never sent or printed."""
+    """The secret of a run, which is never sent or printed."""
 
     key: bytes = field(repr=False)
     """The key with which launchers sign (HMAC)."""
     source: str
     """The source of the token, for messages: a variable or a file."""
     open_to_all: bool = False
-    """The user has asked to let everybody join."""
+    """True if the user lets everybody join the run."""
 
 
 def find_token(environ: Mapping[str, str]) -> Token:
-    """Returns the token of this user's runs; creates the token file if there is none.
+    """Returns the token of this user's runs, and creates the token file if there is none.
 
     Raises:
         SettingError: LOCKSTEP_TOKEN is too short, or the file can be read by others or not at all.
@@ -79,7 +79,7 @@ def find_token(environ: Mapping[str, str]) -> Token:
 
 
 def token_file(environ: Mapping[str, str]) -> Path:
-    """Returns the path of the token file: below XDG_CONFIG_HOME, else below ~/.config."""
+    """Returns the path of the token file, below XDG_CONFIG_HOME or else ~/.config."""
     config_folder = environ.get("XDG_CONFIG_HOME")
     if config_folder:
         return Path(config_folder, "lockstep", "token")
@@ -92,7 +92,10 @@ def _derive_key(text: str) -> bytes:
 
 
 def _create_token_file(path: Path) -> None:
-    """Writes a new token, unless another launcher has done so; the file is never half written."""
+    """Writes a new token, unless another launcher has already done so.
+
+    The token is first written to a temporary file, so that nobody reads a part of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A NamedTemporaryFile has mode 0600. The hard link fails if the token file already exists.
     with NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.name}.") as draft:
@@ -104,7 +107,11 @@ def _create_token_file(path: Path) -> None:
 
 
 def _read_token_file(path: Path) -> str:
-    """Returns the token in the file; raises SettingError if others may read it or it is short."""
+    """Reads the token from its file.
+
+    Raises:
+        SettingError: other users may read or change the file, or the token is too short.
+    """
     with path.open() as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:  # any right of the group or of other users

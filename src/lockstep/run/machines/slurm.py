@@ -1,10 +1,10 @@
-"""`lockstep run` inside a Slurm job: finds out where in the job it was started.
+"""Finds out where in a Slurm job `lockstep run` was started.
 
-A *task* is one process that srun starts; a *step* is what one call of srun starts. The launcher,
-which starts the ranks of its machine, may be started
+A *task* is one process that srun starts, and a *step* is everything that one call of srun starts.
+The launcher, which starts the ranks of its machine, may itself be started
 
-    by srun, as the one task on each machine     the launchers of the tasks meet
-    by the job's script, or in salloc's shell    srun must start a launcher on each machine
+    by srun, as the one task on each machine     then the launchers of the tasks meet
+    by the job's script, or in salloc's shell    then srun must start a launcher on each machine
 
 `slurm_batch` submits a job whose script does the latter.
 
@@ -38,29 +38,34 @@ PER_TASK_VARIABLES = {
     "SLURM_TRES_PER_TASK",
     "SRUN_CPUS_PER_TASK",
 }
-"""What the job asks for each rank. Srun reads these and would give a launcher no more than that."""
+"""Variables with the resources that the job requests for each rank. srun would read them, and give
+a launcher no more than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlacement:
-    """What a Slurm job says about a run that is started in it."""
+    """How a run is started in a Slurm job."""
 
     nproc: str | None
-    """Processes on each machine; None: the launcher there finds out."""
+    """Processes on each machine; None if the launcher there finds out."""
     meeting_flags: tuple[str, ...] = ()
     """Torchrun's flags by which the launchers of the job meet."""
     srun_nodes: int = 0
-    """The number of machines on which srun must start launchers; 0: this is the launcher."""
+    """The number of machines on which srun must start launchers; 0 if this process is a launcher.
+    """
     gpus_per_node: int = 0
-    """GPUs to ask srun for; 0: those that the job has on each machine."""
+    """The GPUs to request from srun; 0 for those that the job has on each machine."""
 
 
 def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobPlacement | None:
-    """Returns the placement of this launcher in a Slurm job, or None if it is in none.
+    """Finds out how this process was started in a Slurm job.
 
     Args:
-        environ: the environment variables.
+        environ: environment variables.
         nproc: processes on each machine, if the user has given their number.
+
+    Returns:
+        The placement, or None if this process is not in a job, or was started by another launcher.
 
     Raises:
         SettingError: several launchers share a machine, or the tasks are spread unevenly.
@@ -68,14 +73,15 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     if not environ.get("SLURM_JOB_ID"):
         return None
 
-    # A launcher on a machine of the job starts a rank for each GPU there, else one.
+    # By default, a launcher in a job starts one rank for each GPU of its machine, or one rank.
     default_nproc = environ.get("SLURM_GPUS_ON_NODE") or "1"
+
+    # 1. srun has started this process, in a step with several tasks.
     topology = detect(environ)
     if topology is not None:
         if topology.source != "Slurm":
             return None  # another launcher, such as torchrun, has started this process
 
-        # srun has started this process, in a step with several tasks.
         if topology.local_size > 1:
             raise SettingError(
                 "lockstep run, started by srun",
@@ -91,12 +97,12 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
         )
         return JobPlacement(nproc=nproc or default_nproc, meeting_flags=meeting_flags)
 
+    # 2. srun has started this process, in a step with one task.
     is_in_step = bool(environ.get("SLURM_STEP_NUM_TASKS"))
     if is_in_step and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP_ID:
-        # srun has started this process, in a step with one task.
         return JobPlacement(nproc=nproc or default_nproc)
 
-    # The job's script, or a shell of salloc's, has started this process.
+    # 3. The job's script, or a shell of salloc, has started this process.
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
         raise SettingError(
             "lockstep run in a Slurm job",
@@ -105,11 +111,10 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
             "lockstep run --nnodes ... --rdzv-backend c10d --rdzv-endpoint ...",
         )
 
-    num_nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
-
     if not nproc:
         nproc = _tasks_per_node(environ)
 
+    num_nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
     if num_nodes == 1 and is_on_job_machine:
         return JobPlacement(nproc=nproc or default_nproc)
@@ -122,13 +127,17 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
 
 
 def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
-    """Returns the tasks on each machine that the job asks for, or None if it is one, or unset.
+    """Returns the number of tasks on each machine that the job requests.
+
+    Returns:
+        The number; None if it is one, which is the default, or if the job does not say.
 
     Raises:
         SettingError: the machines have different numbers of tasks.
     """
+    # Without --ntasks, SLURM_TASKS_PER_NODE is the number of cores.
     if not environ.get("SLURM_NTASKS") and not environ.get("SLURM_NTASKS_PER_NODE"):
-        return None  # without --ntasks, SLURM_TASKS_PER_NODE counts the cores
+        return None
 
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     counts = set(expand_tasks(text))
@@ -140,39 +149,38 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
         )
 
     (count,) = counts
-    return str(count) if count > 1 else None  # one is Slurm's default
+    return str(count) if count > 1 else None
 
 
 def srun_command(placement: JobPlacement, arguments: Sequence[str]) -> list[str]:
     """Returns the command that starts a launcher on each machine of the job.
 
     Args:
-        placement: how many machines (0: srun reads it from the job), and what runs on each.
+        placement: the number of machines (if it is 0, srun reads it from the job), and the ranks
+            and GPUs on each.
         arguments: the arguments of `lockstep run`, except --nproc.
     """
     command = ["srun"]
     if placement.srun_nodes:
         command += [f"--nodes={placement.srun_nodes}", f"--ntasks={placement.srun_nodes}"]
-
     if placement.gpus_per_node:
         command.append(f"--gpus-per-node={placement.gpus_per_node}")
 
     command += [*SRUN_OPTIONS, sys.executable, "-m", "lockstep", "run"]
     if placement.nproc:
         command.append(f"--nproc={placement.nproc}")
-
     return command + list(arguments)
 
 
 def exec_srun(command: list[str]) -> NoReturn:
-    """Replaces this process by srun. The launchers that it starts get a common token.
+    """Replaces this process by srun. All launchers that it starts get the same token.
 
     Raises:
-        SettingError: there is no srun.
+        SettingError: srun is not installed.
     """
+    # srun would give a launcher no more resources than these variables request for each rank.
     environment = {}
     for name, value in os.environ.items():
-        # These have what the job asks for each rank. A launcher would get no more than that.
         if name not in PER_TASK_VARIABLES:
             environment[name] = value
 
@@ -186,7 +194,7 @@ def exec_srun(command: list[str]) -> NoReturn:
 
 
 def missing_program(name: str) -> SettingError:
-    """Returns the error for a command of Slurm's that is not on this machine."""
+    """Returns the error for a command of Slurm that is not installed on this machine."""
     return SettingError(
         "a run under Slurm",
         f"there is no {name} on this machine",

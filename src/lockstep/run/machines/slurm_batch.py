@@ -1,8 +1,8 @@
-"""`lockstep run --slurm`: writes a job script for Slurm and submits it by sbatch.
+"""Implements `lockstep run --slurm`: writes a job script for Slurm, and submits it by sbatch.
 
-The job has one *task* on each machine, a launcher, which starts the ranks there. Some time before
-the job's time is over, Slurm signals the script; the script asks the ranks to save and, when they
-have ended, requeues the job, which then resumes from the checkpoint.
+The job has one *task* on each machine, a launcher, which starts the ranks there. Shortly before the
+job's time is over, Slurm signals the script. The script asks the ranks to save, and requeues the
+job when they have ended. The job then resumes from the checkpoint.
 
 Source: the manual pages of sbatch and scontrol.
 """
@@ -23,9 +23,9 @@ from lockstep.run.machines.run_token import TOKEN_VARIABLE
 from lockstep.run.machines.slurm import JobPlacement, missing_program, srun_command
 
 WARNING_S = 120
-"""How long before the end of the job's time the ranks are asked to save."""
+"""The seconds before the end of the job's time at which the ranks are asked to save."""
 SAVING_TIMEOUT_S = 110
-"""How long they may take."""
+"""The seconds that they may take to save."""
 
 # "--partition=gpu", "--qos high", "-p gpu", "-n8"
 OPTION_PATTERN = re.compile(r"(?P<name>--[\w-]+|-\w)(?P<separator>=|\s*)(?P<value>.*)", re.DOTALL)
@@ -33,31 +33,33 @@ OPTION_PATTERN = re.compile(r"(?P<name>--[\w-]+|-\w)(?P<separator>=|\s*)(?P<valu
 TASKS_OPTION_PATTERN = re.compile("-n|--nt")
 # The beginning of another option after a space: " --qos", " -p"
 NEXT_OPTION_PATTERN = re.compile(r"\s--?[A-Za-z]")
-# Characters that cannot stand in a line of options in a job script.
+# Characters that a line of options in a job script cannot contain.
 UNWRITABLE_PATTERN = re.compile(r"[\\\n]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What a job asks Slurm for."""
+    """The resources that a job requests from Slurm."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
     time: str | None = None
-    """The time limit, as sbatch takes it: "1:00:00"."""
+    """The time limit, in sbatch's form: "1:00:00"."""
     options: tuple[str, ...] = ()
     """Other options of sbatch, such as `--partition=gpu`."""
 
 
 def sbatch_options(request: JobRequest, script: str) -> list[str]:
-    """Returns the options of sbatch for a job, each one word. If one occurs twice, the last counts.
+    """Returns the options of sbatch for a job, each as one word.
+
+    If the user gives one of them too, sbatch uses the user's, which comes last.
 
     Args:
-        request: what the job asks for.
-        script: the path of the training script; the job is named after it.
+        request: the resources that the job requests.
+        script: path of the training script, from which the job gets its name.
 
     Raises:
-        SettingError: an option, or a working folder, that such a job cannot have.
+        SettingError: an option or the working folder cannot be used for such a job.
     """
     folder = current_folder()
     if UNWRITABLE_PATTERN.search(folder):
@@ -67,7 +69,7 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
             "start it in another folder",
         )
 
-    # In names of files sbatch replaces %x by the job's name and %j by its number.
+    # In the names of files, sbatch replaces %x by the name of the job and %j by its number.
     output_file = folder.replace("%", "%%") + "/%x-%j.out"
     options = [
         f"--job-name={Path(script).stem}",
@@ -76,7 +78,6 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
     ]
     if request.gpus_per_node is not None:
         options.append(f"--gpus-per-node={request.gpus_per_node}")
-
     if request.time is not None:
         options.append(f"--time={request.time}")
 
@@ -91,12 +92,12 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
 
 
 def _normalize_option(text: str) -> str:
-    """Returns the value of one --sbatch as one word: "--qos high" becomes "--qos=high".
+    """Turns the value of one --sbatch into one word: "--qos high" -> "--qos=high".
 
-    As two words, sbatch could take the second one for the name of a script.
+    sbatch could mistake a second word for the name of a script.
 
     Raises:
-        SettingError: it is not one option, or one that such a job cannot have.
+        SettingError: the value is not one option, or cannot be used for such a job.
     """
     was_set = f"--sbatch {text!r}"
     match = OPTION_PATTERN.fullmatch(text)
@@ -138,18 +139,17 @@ def _normalize_option(text: str) -> str:
     has_value = bool(separator or value)
     if is_long_name and has_value:
         return f"{name}={value}"
-
-    return name + value  # "-p gpu" becomes "-pgpu", and "--exclusive" stays
+    return name + value  # "-p gpu" -> "-pgpu", "--exclusive" -> "--exclusive"
 
 
 def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:
-    """Returns the text of the job script.
+    """Writes the job script.
 
     Args:
-        options: the options that `sbatch_options` returned.
-        nproc: processes on each machine; None: one for each GPU that the job has there, or one.
-        arguments: the arguments of `lockstep run` except --nproc. The script and its arguments are
-            among them.
+        options: the result of `sbatch_options`.
+        nproc: processes on each machine; None for one per GPU that the job has there, or one.
+        arguments: the arguments of `lockstep run`, including the script and its own arguments, but
+            without --nproc.
     """
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_quote_value(option)}" for option in options]
@@ -166,17 +166,17 @@ def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[st
 
 
 def _quote_value(option: str) -> str:
-    """Quotes the value of an option, or the option itself if it has none, as for a shell."""
+    """Quotes an option for a shell: `--comment=a b` -> `--comment='a b'`."""
     name, equals, value = option.partition("=")
     if not value:
         return shlex.quote(option)
     return name + equals + shlex.quote(value)
 
 
-# Signals: Slurm sends USR1 to the script before the time is over; scancel and preemption send TERM.
-# Exit code 143 (128 + 15): the ranks were asked to end. If the job was not cancelled either, its
-# time was over, or others need the machines, and it is requeued. With a time limit that leaves
-# nothing but the time to save, it would be requeued forever.
+# Slurm sends USR1 to the script before the time is over; scancel and preemption send TERM. Exit
+# code 143 (128 + 15) means that the ranks were asked to end. If the job was not cancelled, its time
+# was over or others need the machines, and it is requeued. If the time limit leaves no more than
+# the time to save, it would be requeued forever.
 SCRIPT_BODY = """
 export {token_variable}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving_timeout}  # seconds in which the ranks may save
@@ -200,15 +200,15 @@ exit $code
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Submits a job script by sbatch, and returns what sbatch prints.
+    """Submits a job script by sbatch, and returns the output of sbatch.
 
     Args:
-        script: the text that `job_script` returned.
-        options: those in the script. They are on sbatch's command line as well, because variables
-            such as SBATCH_PARTITION override the lines of the script.
+        script: the result of `job_script`.
+        options: the options in the script. They are also given on the command line of sbatch,
+            because variables such as SBATCH_PARTITION override the lines of the script.
 
     Raises:
-        SettingError: there is no sbatch, or it refuses the job.
+        SettingError: sbatch is not installed, or refuses the job.
     """
     if not shutil.which("sbatch"):
         raise missing_program("sbatch")

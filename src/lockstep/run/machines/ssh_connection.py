@@ -1,13 +1,13 @@
-"""The connection to one machine of a run, and to the helper process that ssh starts there.
+"""Manages the connection to one machine of a run, and to the helper process that ssh starts there.
 
-The *helper* (module `remote`) gets *requests*, JSON lines on its standard input. Its *answers* are
-lines of its standard output that begin with a mark. When it is asked to, it starts the launcher,
+The *helper* (module `remote`) receives *requests*, JSON lines on its standard input. Its *answers*
+are lines on its standard output that begin with a mark. When asked to, it starts the launcher,
 whose output then comes between the answers. A *drop* means that the ssh server closed the
 connection before anything else, as sshd does when too many connections begin at once
-(MaxStartups); then the connection is tried again.
+(MaxStartups). After a drop, the connection is tried again.
 
-On this machine the helper is started without ssh. Nothing secret is in a command line: the run's
-token and variables go through standard input.
+On this machine, the helper is started without ssh. Nothing secret is in a command line: the token
+and the variables of the run go through standard input.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from lockstep.run.start.terminal_lines import finished_lines
 
 T = TypeVar("T")
 ShowLine = Callable[[Host, str, bytes], Awaitable[None]]
-"""Called with a host, "stdout" or "stderr", and a line that was printed there."""
+"""A function that shows a line. It is called with the host, "stdout" or "stderr", and the line."""
 
 RETRY_PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses before a dropped connection is tried again."""
 ANSWER_TIMEOUT_S = 25.0
 FINISH_TIMEOUT_S = 2.0
 LAUNCHER_END_S = 20.0 + GIVE_UP_AFTER_S
-"""What a launcher needs to end, in addition to what it gives its ranks, as after Ctrl-C."""
+"""The time that a launcher needs to end, in addition to the time that it gives its ranks."""
 POLL_INTERVAL_S = 0.05
 MAX_READS_AFTER_END = 64
-"""Enough to read everything that a process wrote before it ended."""
+"""The number of reads that suffices for everything that a process wrote before it ended."""
 READ_BYTES = 1 << 16
 MAX_ERROR_OUTPUT_BYTES = 1 << 16
 
 
 class Process(Protocol):
-    """What `Remote` uses of the program that starts the helper: a part of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that `Remote` uses of the program that starts the helper."""
 
     @property
     def stdin(self) -> Any:
-        """The end of a pipe to its input."""
+        """The writing end of the pipe to its standard input."""
 
     @property
     def stdout(self) -> Any:
-        """The end of a pipe from its output."""
+        """The reading end of the pipe from its standard output."""
 
     @property
     def stderr(self) -> Any:
-        """The end of a pipe from its standard error."""
+        """The reading end of the pipe from its standard error."""
 
     def poll(self) -> int | None:
-        """Returns its exit code; None: it runs."""
+        """Returns its exit code, or None if it is running."""
 
 
 class Remote:
@@ -78,8 +78,8 @@ class Remote:
     Args:
         host: the machine.
         ssh: the ssh program and the user's options for it.
-        show: called with each line that is printed there after the launcher was started.
-        module: the Python module that is started there as the helper.
+        show: function that is called with each line printed there after the launcher was started.
+        module: name of the Python module that is started there as the helper.
     """
 
     def __init__(
@@ -96,31 +96,32 @@ class Remote:
         self._module = module
         self.answer_timeout_s = ANSWER_TIMEOUT_S
         self.exit_code: int | None = None
-        """The launcher's exit code; None: it has not ended, or the connection was lost."""
+        """The launcher's exit code; None if it has not ended, or if the connection was lost."""
         self.facts: dict[str, Any] = {}
         """The helper's first answer; see `remote.describe_machine`."""
         self.clock_offset_s = 0.0
-        """How many seconds the clock there is ahead of the one here, at least; negative: behind."""
+        """By how many seconds at least the clock there is ahead; negative if it is behind."""
         self.listen_address = ("", 0)
         """The address and port at which the helper listens."""
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        """What was printed there after the last end of a line, by stream."""
+        """The output after the last newline, by stream."""
         self._begun_answers = {"stdout": b"", "stderr": b""}
-        """What may be the beginning of an answer, by stream."""
+        """The end of the output if it may be the beginning of an answer, by stream."""
         self._error_output = b""
-        """The standard error before the launcher was started."""
+        """The standard error from before the launcher was started."""
         self._shutdown_timeout_s: float | None = None
-        """The seconds that its ranks have to end; None: the launcher was not started yet."""
+        """The seconds that the ranks there get to end; None before the launcher is started."""
         self._process: Process | None = None
-        """ssh, or rsync, or the helper itself on this machine."""
+        """The process of ssh or rsync; on this machine, that of the helper itself."""
         self._input: asyncio.WriteTransport | None = None
         self._reading_tasks: list[asyncio.Task[None]] = []
 
     async def connect(self, **request: Any) -> dict[str, Any]:
-        """Starts the helper and returns its answer to a first request.
+        """Starts the helper, and returns its answer to a first request.
 
         Raises:
-            Problem: there is no ssh, or no answer within `answer_timeout_s`, retries included.
+            Problem: ssh is not installed, or there is no answer within `answer_timeout_s`,
+                including retries.
         """
         deadline = time.monotonic() + self.answer_timeout_s
 
@@ -137,7 +138,7 @@ class Remote:
         """Repeats an attempt, after a pause, as long as the ssh server drops the connection.
 
         Args:
-            attempt: raises Problem if it fails.
+            attempt: function that makes one attempt, and raises Problem if it fails.
             deadline: the monotonic time after which no further attempt begins.
         """
         last_drop: ConnectionDropped | None = None
@@ -149,13 +150,13 @@ class Remote:
                 last_drop = drop
                 if not pauses:
                     raise
-                # At random, so that not all machines try again at the same time.
+                # The pause is random, so that not all machines try again at the same time.
                 pause = random.uniform(0.5, 1.0) * pauses.pop(0)
                 if time.monotonic() + pause > deadline:
                     raise
             except Problem:
-                # An attempt that the deadline cut short says nothing about the cause. The drop
-                # before it does.
+                # If the deadline cut the attempt short, the error does not say what is wrong, but
+                # the drop before it does.
                 if last_drop is not None and time.monotonic() >= deadline:
                     raise last_drop from None
                 raise
@@ -164,7 +165,7 @@ class Remote:
             await asyncio.sleep(pause)
 
     async def _start_helper(self) -> None:
-        """Starts the helper, by ssh unless it is here, and the tasks that read its output."""
+        """Starts the helper, and the tasks that read its output."""
         nonce = secrets.token_hex(8)
         self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
         self._error_output = b""
@@ -172,11 +173,11 @@ class Remote:
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
         self._begun_answers = {"stdout": b"", "stderr": b""}
 
-        # Gets the answers, and None when there will be no more.
+        # The queue receives the answers, and None when there will be no more.
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
-        # Not asyncio's subprocess: it waits for all processes that hold the output open, also
-        # when the event loop is closed.
+        # The subprocesses of asyncio are not used, because they wait for all processes that hold
+        # the output open, even when the event loop is closed.
         process = self._start_program(nonce)
         self._process = process
         loop = asyncio.get_running_loop()
@@ -190,13 +191,13 @@ class Remote:
             self._reading_tasks.append(reading)
 
     def _start_program(self, nonce: str) -> Process:
-        """Starts ssh, which starts the helper; on this machine the helper itself.
+        """Starts ssh, which starts the helper. On this machine, starts the helper itself.
 
         Args:
-            nonce: the argument of the helper, with which its answers begin.
+            nonce: argument of the helper, with which its answers begin.
 
         Raises:
-            Problem: it cannot be started.
+            Problem: the program cannot be started.
         """
         return _start_process(
             self.host.command(self._module, nonce, self._ssh),
@@ -204,15 +205,15 @@ class Remote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
+            start_new_session=True,  # so that Ctrl-C in the terminal only reaches this process
         )
 
     async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
-        """Starts the helper, and checks what it says about its machine.
+        """Starts the helper, and checks its description of its machine.
 
         Args:
-            request: see `remote.describe_machine`.
-            was_copied: the working folder was sent to the machine before.
+            request: the first request, see `remote.describe_machine`.
+            was_copied: True if the working folder has been sent to the machine.
 
         Raises:
             Problem: the helper could not be started, a version differs, or something is missing.
@@ -221,7 +222,7 @@ class Remote:
         self.facts = await self.connect(**request, here=self.here)
         time_after = time.time()
 
-        # The helper has read its clock at some moment between the two.
+        # The helper has read its clock at some moment between these two.
         remote_time = self.facts["time"]
         if remote_time > time_after:
             self.clock_offset_s = remote_time - time_after
@@ -240,17 +241,18 @@ class Remote:
                 )
 
         if self.facts["missing"]:
-            advice = "the folder must be on a shared disk, or be sent: --copy"
             if was_copied:
                 advice = "--copy sends what is in this folder and not ignored by git"
+            else:
+                advice = "the folder must be on a shared disk, or be sent: --copy"
             raise Problem(self.facts["missing"], advice)
 
     async def copy_folder(self, file_names: bytes | None) -> None:
-        """Sends the working folder by rsync. Other files in the folder there are left alone.
+        """Sends the working folder by rsync. Other files in the folder there are not touched.
 
         Args:
-            file_names: the names of the files to send, each followed by a zero byte; None: all
-                files except those that .gitignore names.
+            file_names: names of the files to send, each followed by a zero byte; None for all files
+                that .gitignore does not exclude.
 
         Raises:
             Problem: the folder could not be sent.
@@ -261,7 +263,7 @@ class Remote:
             "-azsr",
             "--keep-dirlinks",  # a link to a folder there stays a link
             "--exclude=.git",
-            # Makes the folder, which rsync before 3.2.3 cannot do.
+            # Creates the folder, which rsync before 3.2.3 cannot do.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
             "-e",
             shlex.join([*self._ssh, *SSH_OPTIONS]),
@@ -270,13 +272,18 @@ class Remote:
             command.append("--filter=:- .gitignore")
         else:
             command += ["--from0", "--files-from=-", "--ignore-missing-args"]
-
         command += [f"{folder}/", f"{self.host.name}:{folder}/"]
+
         await self._retry_if_dropped(partial(self._run_rsync, command, file_names or b""))
 
     async def _run_rsync(self, command: Sequence[str], file_names: bytes) -> None:
-        """Runs rsync with these names as its input; raises Problem if it fails."""
-        # Files and not pipes: a process that rsync leaves behind may hold a pipe open.
+        """Runs rsync with the names of files as its input.
+
+        Raises:
+            Problem: rsync failed.
+        """
+        # These are files, and not pipes, as a process that rsync leaves behind may hold a pipe
+        # open.
         with _temporary_file(file_names) as names_file, _temporary_file() as error_file:
             process = _start_process(
                 command,
@@ -289,7 +296,8 @@ class Remote:
             try:
                 await _wait_for_exit(process)
             finally:
-                if process.returncode is None:  # this task was cancelled by a signal
+                was_cancelled = process.returncode is None  # by a signal that ends the run
+                if was_cancelled:
                     os.killpg(process.pid, signal.SIGTERM)
                     if not await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S):
                         self.kill()
@@ -303,7 +311,7 @@ class Remote:
             raise ssh_failure(self.host, process.returncode, error_output, self._ssh, advice)
 
     async def ask(self, **request: Any) -> dict[str, Any]:
-        """Sends a request and returns the answer.
+        """Sends a request, and returns the answer.
 
         Raises:
             Problem: there is no answer.
@@ -312,35 +320,43 @@ class Remote:
         return await self._receive_answer(self.answer_timeout_s)
 
     async def _receive_answer(self, timeout: float) -> dict[str, Any]:
-        """Waits for the next answer; raises Problem if none comes within `timeout` seconds."""
+        """Waits for the next answer.
+
+        Args:
+            timeout: how long to wait, in seconds.
+
+        Raises:
+            Problem: there is no answer in time, or the helper has ended.
+        """
         try:
             answer = await asyncio.wait_for(self._answers.get(), timeout)
         except TimeoutError:
-            pass  # the helper may still run, but is late
-        else:
-            if answer is not None:
-                return answer
-            # Standard output has ended. Standard error, which says why, may still come.
-            await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
+            raise self._failure() from None
 
+        if answer is not None:
+            return answer
+
+        # Standard output has ended. Standard error, which says why, may not have arrived yet.
+        await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
         raise self._failure()
 
     def _failure(self) -> Problem:
-        """Returns why the helper does not answer."""
+        """Returns the error that explains why the helper does not answer."""
         exit_code = self._process.poll() if self._process else None
         error_output = self._error_output.decode(errors="replace")
         return ssh_failure(self.host, exit_code, error_output, self._ssh)
 
     async def listen(self, address: str, port: int, any_port_if_taken: bool = False) -> None:
-        """Has the helper listen, so that the other machines can test the connection to it.
+        """Makes the helper listen, so that the other machines can test the connection to it.
 
         Args:
-            address: where the other machines reach it; it is kept in `listen_address`.
-            port: 0: any free port.
-            any_port_if_taken: listen at another port if this one is taken.
+            address: the address at which the other machines reach it, which is kept in
+                `listen_address`.
+            port: the port; 0 for any free port.
+            any_port_if_taken: whether to listen at another port if this one is in use.
 
         Raises:
-            Problem: the port is taken.
+            Problem: the port is in use.
         """
         answer = await self.ask(listen=port, instead=any_port_if_taken)
         if "error" in answer:
@@ -355,7 +371,7 @@ class Remote:
             The address of this machine on that connection.
 
         Raises:
-            Problem: the other machine is not reached, or by short messages only.
+            Problem: the other machine cannot be reached, or only by short messages.
         """
         answer = await self.ask(reach=other.listen_address)
         reason = answer["why"]
@@ -383,16 +399,16 @@ class Remote:
         keep: bool,
         shutdown_timeout_s: float,
     ) -> None:
-        """Has the helper start the launcher. From now on what is printed there is shown.
+        """Makes the helper start the launcher. From now on, the output there is shown.
 
         Args:
             arguments: the arguments of `lockstep`.
-            environment: variables for the launcher and its ranks.
-            keep: let the ranks go on if the connection to this machine is lost.
-            shutdown_timeout_s: the seconds that its ranks have to end.
+            environment: environment variables for the launcher and its ranks.
+            keep: whether the ranks go on if the connection to this machine is lost.
+            shutdown_timeout_s: the seconds that the ranks get to end.
         """
-        self._shutdown_timeout_s = shutdown_timeout_s  # so `_launcher_started` is True
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}  # those of before are not shown
+        self._shutdown_timeout_s = shutdown_timeout_s  # makes `_launcher_started` True
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}  # earlier output is not shown
         self.send(
             start=list(arguments),
             environment=dict(environment),
@@ -401,7 +417,10 @@ class Remote:
         )
 
     def send(self, **request: Any) -> None:
-        """Sends a request, or without arguments a heartbeat; does nothing if the helper is gone."""
+        """Sends a request, or a heartbeat if there are no arguments.
+
+        Does nothing if the helper is gone.
+        """
         if self._is_running() and self._input and not self._input.is_closing():
             line = json.dumps(request) if request else ""
             self._input.write(line.encode() + b"\n")
@@ -416,13 +435,13 @@ class Remote:
     async def _read_stream(
         self, stream: str, reader: asyncio.StreamReader, transport: asyncio.ReadTransport
     ) -> None:
-        """Reads a stream of the helper to its end, and closes it."""
+        """Reads a stream of the helper until it ends, and closes it."""
         try:
             await self._read_until_end(stream, reader)
         finally:
             transport.close()
 
-        # Shows the last line, also if its end is missing.
+        # Show the last line even if it does not end with a newline.
         has_unfinished_line = bool(self.unfinished_lines[stream].strip())
         await self._process_output(stream, b"\n" if has_unfinished_line else b"")
 
@@ -430,19 +449,22 @@ class Remote:
             self._answers.put_nowait(None)  # there will be no more answers
 
     async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
-        """Reads a stream until it is closed, or a while after the process has ended."""
+        """Reads a stream until it is closed, or for a while after the process has ended."""
         is_closed = await self._read_while_running(stream, reader)
         if not is_closed:
             await self._read_rest(stream, reader)
-        self._begun_answers[stream] = b""  # an answer that has not come whole
+        self._begun_answers[stream] = b""  # drops an answer that has not arrived completely
 
     async def _read_while_running(self, stream: str, reader: asyncio.StreamReader) -> bool:
-        """Reads a stream until it is closed, which returns True, or the process has ended.
+        """Reads a stream as long as the process is running.
 
-        A helper that has started the launcher sends heartbeats on its standard output. If they do
-        not come, the connection is killed.
+        After the launcher was started, the helper sends heartbeats on its standard output. If they
+        stop arriving, the connection is killed.
+
+        Returns:
+            True if the stream was closed, False if the process has ended.
         """
-        silent_s = 0.0  # for how long nothing has come
+        silent_s = 0.0  # the time since data last arrived
         while self._is_running():
             read_started = time.monotonic()
             data = await _read_within(FINISH_TIMEOUT_S, reader)
@@ -464,9 +486,9 @@ class Remote:
     async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
         """Reads what the process wrote before it ended.
 
-        A process that ssh has left behind may hold the stream open. So the end of the stream is
-        waited for only up to `FINISH_TIMEOUT_S` seconds in all. Such a process may also go on
-        writing, so only some reads are made.
+        A process that ssh has left behind may hold the stream open. So the waiting for the end of
+        the stream is limited to `FINISH_TIMEOUT_S` seconds in all. Such a process may also keep
+        writing, so the number of reads is limited too.
         """
         remaining_wait_s = FINISH_TIMEOUT_S
         for _ in range(MAX_READS_AFTER_END):
@@ -479,25 +501,24 @@ class Remote:
             is_all_read = data is None and remaining_wait_s <= 0
             if is_closed or is_all_read:
                 return
-
             if data is not None:
                 await self._process_output(stream, data)
 
     async def _process_output(self, stream: str, data: bytes) -> None:
-        """Takes the answers out of what the helper printed, and shows the other lines.
+        """Takes the answers out of the helper's output, and shows the other lines.
 
-        Before the launcher was started no line is shown. Standard error is then kept in
+        Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
         text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
         text = self._take_answers(text)
 
-        # The end of the text may be the beginning of an answer. It is kept until the rest comes.
+        # The end of the text may be the beginning of an answer. It is kept until the rest arrives.
         start = self._find_begun_answer(text)
         self._begun_answers[stream] = text[start:]
         lines, unfinished_line = finished_lines(text[:start])
-
         self.unfinished_lines[stream] = unfinished_line
+
         if not self._launcher_started:
             if stream == "stderr":
                 self._error_output = (self._error_output + data)[-MAX_ERROR_OUTPUT_BYTES:]
@@ -508,13 +529,13 @@ class Remote:
                 await self._show(self.host, stream, line)
 
     def _take_answers(self, text: bytes) -> bytes:
-        """Takes the whole answers out of a text: a mark, JSON and a newline each.
+        """Removes complete answers from the output. Each is a mark, JSON and a newline.
 
-        They are put into the queue `_answers`, except for heartbeats. The last answer of all has
-        the launcher's exit code, which is put into `exit_code`.
+        The answers are put into the queue `_answers`, except for heartbeats. The last answer
+        contains the launcher's exit code, which is kept in `exit_code`.
 
         Returns:
-            What stands before, between and after the answers.
+            The rest of the output.
         """
         while True:
             start = text.find(self._answer_mark)
@@ -522,7 +543,7 @@ class Remote:
                 return text
 
             end = text.find(b"\n", start)
-            if end < 0:  # the rest of this answer has not come yet
+            if end < 0:  # the rest of this answer has not arrived yet
                 return text
 
             answer = json.loads(text[start + len(self._answer_mark) : end])
@@ -530,14 +551,14 @@ class Remote:
 
             is_heartbeat = answer == ALIVE
             if not is_heartbeat:
-                self.exit_code = answer.get("exit")  # None in all answers but the last
+                self.exit_code = answer.get("exit")  # None in all answers except the last
                 self._answers.put_nowait(answer)
 
     def _find_begun_answer(self, text: bytes) -> int:
-        """Returns where an answer, or a part of its mark, begins at the end of a text.
+        """Finds an incomplete answer, or the beginning of its mark, at the end of the output.
 
         Returns:
-            The length of the text if it does not end in one.
+            The index at which it begins, or the length of the text if there is none.
         """
         start = text.rfind(self._answer_mark[:1])
         if start < 0:
@@ -546,7 +567,7 @@ class Remote:
         return start if self._answer_mark.startswith(begun_mark) else len(text)
 
     async def wait_for_end(self) -> None:
-        """Waits until the launcher there has ended, or the connection has."""
+        """Waits until the launcher there has ended, or the connection to it has."""
         if self._reading_tasks:
             await asyncio.wait(self._reading_tasks)
         if self._process:
@@ -560,15 +581,16 @@ class Remote:
 
         with contextlib.suppress(ProcessLookupError):
             if self.here:
-                # Only the helper: the launcher, in the same process group, then ends by itself.
+                # The launcher is in the same process group, and ends by itself when the helper
+                # does.
                 os.kill(process.pid, signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
 
     async def close(self) -> None:
-        """Ends what still runs there, and the connection."""
+        """Ends everything that is still running there, and the connection."""
         if self._input:
-            self._input.close()  # the helper then ends the launcher and itself
+            self._input.close()  # makes the helper end the launcher and itself
 
         if self._shutdown_timeout_s is None:  # no launcher was started
             timeout = FINISH_TIMEOUT_S
@@ -586,8 +608,12 @@ class Remote:
 async def _read_within(timeout: float, reader: asyncio.StreamReader) -> bytes | None:
     """Reads from a stream.
 
+    Args:
+        timeout: how long to wait for data, in seconds.
+        reader: the stream.
+
     Returns:
-        What has come; empty: the stream is closed; None: nothing came within `timeout` seconds.
+        The data; empty if the stream is closed; None if nothing arrived in time.
     """
     try:
         return await asyncio.wait_for(reader.read(READ_BYTES), timeout)
@@ -598,10 +624,10 @@ async def _read_within(timeout: float, reader: asyncio.StreamReader) -> bytes | 
 async def run_on_all(
     remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
 ) -> tuple[dict[Remote, T], dict[Remote, Problem]]:
-    """Does the same work with all machines at the same time.
+    """Runs a coroutine for all machines at the same time.
 
     Returns:
-        The results of the machines on which it succeeded, and the problems of the others.
+        The results of the machines for which it succeeded, and the problems of the others.
     """
     results: dict[Remote, T] = {}
     problems: dict[Remote, Problem] = {}
@@ -609,19 +635,22 @@ async def run_on_all(
     for remote, outcome in zip(remotes, outcomes, strict=True):
         if isinstance(outcome, Problem):
             problems[remote] = outcome
-        elif isinstance(outcome, BaseException):  # no failure of the machine, but of this program
+        elif isinstance(outcome, BaseException):  # an error in this program
             raise outcome
         else:
             results[remote] = outcome
-
     return results, problems
 
 
 async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]], timeout: float) -> bool:
-    """Runs coroutines at the same time, and cancels those that are not done after the timeout.
+    """Runs coroutines at the same time, and cancels those that are not done in time.
+
+    Args:
+        coroutines: the coroutines.
+        timeout: how long to wait, in seconds.
 
     Returns:
-        True if all were done within the timeout (seconds).
+        True if all of them were done in time.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
@@ -633,15 +662,15 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]], timeout: floa
 
 
 def _start_process(command: Sequence[str], advice: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process here.
+    """Starts a process on this machine.
 
     Args:
         command: the program and its arguments.
-        advice: what to do if there is no such program.
-        **options: of `subprocess.Popen`.
+        advice: what the user can do if there is no such program.
+        **options: options of `subprocess.Popen`.
 
     Raises:
-        Problem: it cannot be started.
+        Problem: the process cannot be started.
     """
     try:
         return subprocess.Popen(command, **options)
@@ -659,7 +688,11 @@ async def _wait_for_exit(process: Process) -> None:
 
 @contextlib.contextmanager
 def _temporary_file(content: bytes = b"") -> Iterator[IO[bytes]]:
-    """Opens a temporary file with some content, at its beginning; raises Problem if it cannot."""
+    """Opens a temporary file with the given content, and seeks to its beginning.
+
+    Raises:
+        Problem: no such file can be written.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile())

@@ -1,10 +1,10 @@
-"""Explains a failure of ssh, or of rsync over ssh: from its error output to a cause and advice.
+"""Explains why ssh, or rsync over ssh, has failed: finds the cause and advice for its error output.
 
-The error output mixes the lines of several programs: ssh itself, a *ProxyCommand* (a program that
-the user's ~/.ssh/config starts to reach the host), and the shell, Python or rsync on the host. A
-cause of ssh's is searched only in the lines of ssh and of a ProxyCommand, since a login banner or
-a program on the host may print similar words. A *drop* means that the ssh server closed the
-connection before anything else; a later attempt may succeed.
+The error output mixes lines of several programs: ssh itself, a *ProxyCommand* (a program that the
+user's ~/.ssh/config starts to reach the host), and the shell, Python or rsync on the host. Causes
+that ssh reports are only searched for in the lines of ssh and of a ProxyCommand, since a login
+banner or a program on the host may print similar words. A *drop* means that the ssh server closed
+the connection before anything else; a later attempt may succeed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from lockstep.run.machines.hosts import Host
 
 
 class Problem(Exception):
-    """Nothing can be started on a host. Its arguments are what was found, and what to do."""
+    """Nothing can be started on a host. The arguments are what was found, and what the user
+    can do.
+    """
 
 
 class ConnectionDropped(Problem):
@@ -30,7 +32,7 @@ class Cause(NamedTuple):
     """A cause of a failure. `{name}`, `{address}`, `{python}` and `{ssh}` are filled in."""
 
     pattern: str
-    """A regular expression that is found in the error output."""
+    """The regular expression that is searched for in the error output."""
     found: str
     """What is wrong, for the user."""
     advice: str
@@ -41,7 +43,7 @@ class Cause(NamedTuple):
 # "Connection closed by UNKNOWN port 65535"
 DROP_PATTERN = "exchange_identification|Connection closed by UNKNOWN port"
 
-# How the lines begin in which ssh itself says why it ends:
+# The beginnings of lines in which ssh itself says why it ends:
 # "ssh: connect to host node1 port 22: Connection refused"
 # "channel 0: open failed: administratively prohibited: open failed"
 # "me@node1: Permission denied (publickey)."
@@ -50,16 +52,16 @@ SSH_LINE_PATTERN = re.compile(
     r"Connection (?:to \S+ port|closed by|reset by|timed out)|@ +WARNING: |Received disconnect |"
     r".*Permission denied \([a-z]"
 )
-# A ProxyCommand's line is a shell's, or ends in a reason:
+# A line of a ProxyCommand comes from a shell, or ends with a reason:
 # "/bin/sh: 1: exec: nc: not found"
 # "nc: connect to node1 port 22: Connection refused"
 PROXY_LINE_PATTERN = re.compile(
     r"(?!Warning: |Load key )(?:[\w./-]+:(?:\d+:)? |.*: [A-Z][a-z ]+\.?$)"
 )
 NUM_LINES_BEFORE_DROP = 4
-"""A ProxyCommand's lines are searched among this many lines before ssh reports the drop."""
+"""How many lines before ssh's report of a drop are searched for those of a ProxyCommand."""
 
-# rsync's last lines, which are the same whatever the reason:
+# The last lines of rsync, which are always the same:
 # "rsync error: error in rsync protocol data stream (code 12) at io.c(231) [sender=3.2.7]"
 RSYNC_END_PATTERN = re.compile(r"rsync error: |rsync: connection unexpectedly closed|\[\w+\] ")
 
@@ -74,7 +76,7 @@ CAUSES_ON_HOST = (
         "have",
     ),
     Cause(
-        # The package that `lockstep.run.machines.remote` is in is not there.
+        # The package of `lockstep.run.machines.remote` does not exist there.
         r"No module named '?lockstep\.run",
         "its Lockstep is older than this one",
         "install the same version there, for {python}",
@@ -95,7 +97,7 @@ CAUSES_ON_HOST = (
         "install rsync there, or copy the folder yourself",
     ),
 )
-"""Failures of what ssh starts on the host, in the order in which they are tried."""
+"""Failures of the programs that ssh starts on the host, in the order in which they are tried."""
 
 CAUSES_OF_SSH = (
     Cause(
@@ -178,10 +180,10 @@ def ssh_failure(
 
     Args:
         host: the machine.
-        exit_code: the exit code of ssh or rsync; None: there was no answer in time.
-        error_output: what was printed to standard error.
+        exit_code: the exit code of ssh or rsync; None if there was no answer in time.
+        error_output: the standard error.
         ssh: the ssh program and the user's options for it.
-        advice: what to do if no known cause is found; default: to try ssh by hand.
+        advice: what the user can do if the cause is not known; by default, to try ssh by hand.
     """
     ssh_call = f"{shlex.join(ssh)} {host.ssh_name}"
     values = {
@@ -193,7 +195,6 @@ def ssh_failure(
     problem = _known_problem_on_host(error_output, values)
     if problem is None:
         problem = _known_problem_of_ssh(error_output, values)
-
     if problem is not None:
         return problem
 
@@ -207,11 +208,12 @@ def ssh_failure(
 
 
 def _known_problem_on_host(error_output: str, values: Mapping[str, str]) -> Problem | None:
-    """Returns the first of the causes on the host whose pattern is in the error output.
+    """Returns the first cause on the host whose pattern is in the error output, if there is one.
 
     Args:
-        error_output: what was printed to standard error.
-        values: replace `{name}`, `{address}`, `{python}` and `{ssh}` in the texts for the user.
+        error_output: the standard error.
+        values: the values of `{name}`, `{address}`, `{python}` and `{ssh}` in the texts for the
+            user.
     """
     for cause in CAUSES_ON_HOST:
         pattern = cause.pattern.replace("{python}", re.escape(sys.executable))
@@ -221,11 +223,11 @@ def _known_problem_on_host(error_output: str, values: Mapping[str, str]) -> Prob
 
 
 def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Problem | None:
-    """Returns the first of ssh's own causes whose pattern is in the lines of ssh.
+    """Returns the first cause that ssh itself reports in the error output, if there is one.
 
     Args:
-        error_output: what was printed to standard error.
-        values: as for `_known_problem_on_host`.
+        error_output: the standard error.
+        values: see `_known_problem_on_host`.
     """
     lines_of_ssh = _lines_of_ssh(error_output)
     for cause in CAUSES_OF_SSH:
@@ -234,27 +236,27 @@ def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Probl
 
         found = cause.found.format(**values)
         do = cause.advice.format(**values)
-        if cause.pattern != DROP_PATTERN:
+        is_drop = cause.pattern == DROP_PATTERN
+        if not is_drop:
             return Problem(found, do)
 
         lines_before = _lines_before_drop(error_output)
         if lines_before:
             found += f"; before that it said: {lines_before[-1]}"
-
         return ConnectionDropped(found, do)
 
     return None
 
 
 def _lines_of_ssh(error_output: str) -> str:
-    """Returns the lines of a ProxyCommand before a drop, then the lines of ssh itself."""
+    """Returns the lines of a ProxyCommand before a drop, followed by the lines of ssh itself."""
     lines = [line for line in _lines_before_drop(error_output) if PROXY_LINE_PATTERN.match(line)]
     lines += [line for line in error_output.splitlines() if SSH_LINE_PATTERN.match(line)]
     return "\n".join(lines)
 
 
 def _lines_before_drop(error_output: str) -> list[str]:
-    """Returns the last lines before ssh reports a drop; empty if it reports none."""
+    """Returns the last lines before ssh reports a drop; empty if it does not report one."""
     lines = error_output.splitlines()
     for index, line in enumerate(lines):
         if re.search(DROP_PATTERN, line):

@@ -1,10 +1,11 @@
-"""A run on several machines over ssh (`lockstep run --hosts`), from its start to its end.
+"""Runs a script on several machines over ssh (`lockstep run --hosts`), and waits for its end.
 
-It may be started on one of the machines or on any other one, such as a laptop. On each machine a
-*helper* process is started by ssh (`Remote`, see `ssh_connection`), which then starts the launcher.
+The command may be given on one of the machines or on any other one, such as a laptop. On each
+machine, ssh starts a *helper* process (`Remote`, see `ssh_connection`), which then starts the
+launcher.
 
-Everything that can be known before a launcher is started is asked on all machines at once, and all
-problems are reported in one error.
+Before any launcher is started, all machines are checked at the same time, and all problems are
+reported in one error.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from lockstep.wording import count_noun
 
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
 FAILED_ELSEWHERE_SIGNAL = "SIGUSR2"
-"""Ends a launcher whose ranks have not started."""
+"""The signal that ends a launcher whose ranks have not started yet."""
 OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + GIVE_UP_AFTER_S + 3.0
-"""After a machine has failed or was lost, the launchers whose ranks have started find that out by
-themselves within this time, also one with a rank that does not end."""
+"""The time within which launchers whose ranks have started notice by themselves that another
+machine has failed or was lost, even if one of their ranks does not end."""
 MAX_CLOCK_OFFSET_S = 5.0
 """The same tolerance as in `run.watch.first_failure`."""
 MAX_UNPRINTED_BYTES = 4 << 20
@@ -55,7 +56,7 @@ CANNOT_SUSPEND = "Ctrl-Z does nothing here: a run on several machines cannot be 
 
 
 def connect_by_ssh(spec: HostsSpec) -> Callable[[Host, ShowLine], Remote]:
-    """Returns a function that makes the connection by ssh to a host."""
+    """Returns a function that creates the connection to a host by ssh."""
     return lambda host, show: Remote(host, spec.ssh, show)
 
 
@@ -67,9 +68,10 @@ def run_on_hosts(
     """Starts a run on all of its machines, and ends it on all of them when one fails.
 
     Args:
-        spec: what to start.
-        say: called with each line for the user.
-        connect: makes the connection to a host, which `Remote.connect` then opens; None: by ssh.
+        spec: the request.
+        say: function that shows a line to the user.
+        connect: function that creates the connection to a host, which `Remote.connect` then opens;
+            by default by ssh.
 
     Returns:
         The exit code of the launcher that failed first; see `lockstep.errors`.
@@ -95,7 +97,7 @@ class _HostsRun:
         self._shutdown_timeout_s = spec.shutdown_timeout_s
         self._sinks = open_sinks(os.environ)
         self._host_of_launcher_line: dict[bytes, Host] = {}
-        """The host that was the first to print a line of a launcher's own."""
+        """The first host that printed each of the launchers' own lines."""
         self._remotes = [connect(host, self._show) for host in spec.hosts]
         self._ending_signal: int | None = None
         """The last signal that asked the run to end."""
@@ -103,15 +105,15 @@ class _HostsRun:
         self._main_task: asyncio.Task[Any] | None = None
 
     async def run(self) -> int:
-        """Runs everything; see `run_on_hosts`."""
+        """Carries out the run; see `run_on_hosts`."""
         self._main_task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for name in FORWARDED_SIGNALS:
             number = signal.Signals[name]
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, name)
-
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
+
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
             await self._start_launchers()
@@ -121,16 +123,15 @@ class _HostsRun:
                 raise
             return 128 + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
-            self._main_task = None  # a signal does not cancel what follows
+            self._main_task = None  # so that a signal does not cancel the following steps
             await asyncio.gather(*(remote.close() for remote in self._remotes))
             heartbeats.cancel()
             await self._flush()
 
     def _on_signal(self, name: str) -> None:
-        """Passes a signal on to the launchers, or gives up if they are not started yet."""
+        """Passes a signal on to the launchers, or gives up if they have not been started yet."""
         asks_to_end = name != "SIGUSR1"  # SIGUSR1 asks the ranks to save
         was_asked_before = self._ending_signal is not None
-
         if asks_to_end:
             self._ending_signal = signal.Signals[name]
 
@@ -145,52 +146,54 @@ class _HostsRun:
             self._main_task.cancel()  # `run` then closes the connections
             return
 
-        # The user asks a second time, and does not want to wait until the connections are closed.
+        # The user has asked for the second time, and does not want to wait for the connections.
         for remote in self._remotes:
             remote.kill()
 
     async def _send_heartbeats(self) -> None:
-        """Sends heartbeats to the helpers, and in between draws what the terminal has room for."""
+        """Sends heartbeats to the helpers, and writes waiting output to the terminal in between."""
         while True:
             for remote in self._remotes:
-                if remote.facts:  # its helper has answered, so it is there
-                    remote.send()  # without arguments: a heartbeat
+                helper_has_answered = bool(remote.facts)
+                if helper_has_answered:
+                    remote.send()  # without arguments, this is a heartbeat
+
             for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
                 await asyncio.sleep(POLL_INTERVAL_S)
                 self._draw()
 
     async def _show(self, host: Host, stream: str, line: bytes) -> None:
-        """Prints a line that was printed on a machine, after the machine's name.
+        """Prints a line of a machine's output, with the name of the machine before it.
 
-        When a run fails, every launcher prints the same report. A launcher's line that another
-        machine has printed before is not printed again.
+        When a run fails, every launcher prints the same report. A line of a launcher that another
+        machine has already printed is not printed again.
 
         Args:
             host: the machine.
             stream: "stdout" or "stderr".
-            line: the line, without its end.
+            line: the line, without a newline.
         """
         sink = self._sinks[stream]
 
         # If the run has several ranks, their lines begin with "[rank".
         is_launcher_line = bool(line.strip()) and not line.startswith(b"[rank")
         if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
-            # Each launcher lists the consequences that it has seen; the first list is enough.
+            # Each launcher lists the consequences that it has seen, of which one list is enough.
             key = b"consequences" if line.startswith(b"consequences: ") else line
             first_host = self._host_of_launcher_line.setdefault(key, host)
-            if first_host is not host:  # another machine has printed it before
+            if first_host is not host:  # another machine has already printed it
                 return
 
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
 
-        # While the terminal takes nothing, no further line of this machine is read.
+        # While the terminal accepts nothing, no further line of this machine is read.
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _bottom_row(self, sink: Sink) -> bytes:
-        """Returns the row below the lines on a terminal.
+        """Returns the row below the lines on a terminal, such as a progress bar.
 
-        It is a line that is not finished yet, of the first machine that has one.
+        It is the unfinished line of the first machine that has one.
         """
         if not sink.can_draw:
             return b""
@@ -199,27 +202,26 @@ class _HostsRun:
             for stream, text in remote.unfinished_lines.items():
                 if self._sinks[stream] is not sink:
                     continue
-                visible_text = last_state(text)  # of a progress bar, what was drawn last
+                visible_text = last_state(text)  # the last state of a progress bar
                 if visible_text.strip():
                     return sink.crop(f"[{remote.host.name}] ".encode() + visible_text)
 
         return b""
 
     def _draw(self) -> None:
-        """Writes what the terminals take now, and the rows at their bottom."""
+        """Writes as much waiting output as the terminals accept, and draws their bottom rows."""
         for sink in self._sinks.values():
             sink.draw(self._bottom_row(sink))
             sink.flush()
 
     async def _flush(self) -> None:
-        """Prints what is still unprinted, as long as the terminal takes something.
+        """Prints the rest of the output, as long as the terminal accepts data.
 
         If the user has asked the run to end, a slow terminal is not waited for.
         """
         was_asked_to_end = self._ending_signal is not None
         deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
         self._draw()
-
         while not deadline.over():
             await asyncio.sleep(POLL_INTERVAL_S)
             self._draw()
@@ -231,10 +233,10 @@ class _HostsRun:
     async def _run_on_all(
         self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Does the same work with all machines at the same time.
+        """Runs a coroutine for all machines at the same time.
 
         Raises:
-            HostError: it failed for some of them; it has the problems of all.
+            HostError: it failed for some of them. The error contains the problems of all.
         """
         _, problems = await run_on_all(remotes, work)
         if not problems:
@@ -290,16 +292,15 @@ class _HostsRun:
         line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if address:
             line += f"; they meet at {address}, port {port}"
-
         if not spec.quiet:
             self._say(line)
 
     def _warn_about_machines(self) -> None:
-        """Tells the user of two hosts that are one machine, and of clocks that are wrong."""
+        """Warns the user if two hosts are one machine, or if a clock is wrong."""
         host_name_of_machine: dict[str, str] = {}
         for remote in self._remotes:
             name = remote.host.name
-            machine = remote.facts["machine"]  # a text that differs between machines
+            machine = remote.facts["machine"]  # a text that identifies the machine
             if machine in host_name_of_machine:
                 first_name = host_name_of_machine[machine]
                 self._say(f"{first_name} and {name} are one machine: each uses its devices")
@@ -315,11 +316,11 @@ class _HostsRun:
                 )
 
     async def _find_meeting_place(self) -> tuple[str, int]:
-        """Finds an address and port of the first machine that all others reach.
+        """Finds an address and port of the first machine that all other machines can reach.
 
-        The first machine listens there. Each other machine connects to it, and then listens as
-        well. At last each machine connects to the next few in the list, because Gloo connects all
-        ranks with each other.
+        The first machine listens there. Each other machine connects to it, and then listens too.
+        Finally, each machine connects to the next few in the list, because Gloo connects all ranks
+        with each other.
 
         Returns:
             The address and port of the first machine at which the launchers meet.
@@ -341,7 +342,7 @@ class _HostsRun:
             await remote.listen(own_address, 0)
 
         async def reach_neighbors(remote: Remote) -> None:
-            # After the last machine of the list comes the first.
+            # The last machine of the list is followed by the first.
             index = remotes.index(remote)
             following = remotes[index + 1 :] + remotes[:index]
             for neighbor in following[:NUM_NEIGHBORS_TRIED]:
@@ -350,21 +351,21 @@ class _HostsRun:
         await self._run_on_all([first], listen_first)
         await self._run_on_all(remotes[1:], reach_first)
 
-        # If the user has chosen Gloo's interface, it may be another one than those tested here.
+        # If the user has chosen an interface for Gloo, the one tested here may be another.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
             await self._run_on_all(remotes, reach_neighbors)
 
         return first.listen_address
 
     def _address_of_first(self) -> str:
-        """Returns the first machine's address, as the other machines see it."""
+        """Returns the address of the first machine, as seen by the other machines."""
         first = self._remotes[0]
         second = self._remotes[1]
-
         if not first.here:
             return str(first.facts["own"] or first.host.address)
 
-        # The address from which ssh came to the second machine: this one's, or a jump host's.
+        # The address from which ssh came to the second machine is that of this one or of a jump
+        # host.
         ssh_came_from = str(second.facts["first"])
         if ssh_came_from and is_here(ssh_came_from):
             return ssh_came_from
@@ -373,10 +374,10 @@ class _HostsRun:
     async def _wait_for_launchers(self) -> int:
         """Waits until the launchers on all machines have ended.
 
-        When one has failed, the others are given some time to notice it by themselves.
+        When one has failed, the others get some time to notice it by themselves.
 
         Returns:
-            The exit code of the first that has failed, or 0.
+            The exit code of the first launcher that failed, or 0.
         """
         exit_codes: list[int] = []
         connection_lost = False
@@ -389,11 +390,12 @@ class _HostsRun:
             timeout = None
             if failed:
                 timeout = OTHERS_NOTICE_FAILURE_S + self._shutdown_timeout_s
-
             done, _ = await asyncio.wait(
                 remote_of_task, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
-            if not done:  # the timeout is over
+
+            is_timeout_over = not done
+            if is_timeout_over:
                 self._send_signal("SIGTERM", remote_of_task.values())
                 endings = [remote.wait_for_end() for remote in remote_of_task.values()]
                 await wait_all(endings, end_timeout_s)
@@ -406,7 +408,6 @@ class _HostsRun:
                     continue
 
                 connection_lost = True
-
                 if self._spec.keep:
                     what_follows = (
                         "its ranks go on if the other machines reach them (--on-lost keep)"
@@ -416,11 +417,10 @@ class _HostsRun:
                     if self._spec.option == "--hosts":
                         what_follows += " (--on-lost stop)"
                     exit_codes.append(EXIT_LOST_RANK)
-
                 self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 
-            # Only launchers whose ranks have not started end at this signal; the others find the
-            # failure out by themselves, and report it.
+            # This signal only ends launchers whose ranks have not been started. The others notice
+            # the failure by themselves, and report it.
             if any(exit_codes) and not failed:
                 failed = True
                 self._send_signal(FAILED_ELSEWHERE_SIGNAL, remote_of_task.values())
@@ -429,10 +429,9 @@ class _HostsRun:
             if exit_code != 0:
                 return exit_code
 
-        # With --on-lost keep there is no exit code if all connections were lost.
+        # With --on-lost keep, there is no exit code if all connections were lost.
         if connection_lost and not exit_codes:
             return EXIT_LOST_RANK
-
         return 0
 
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:
@@ -441,11 +440,11 @@ class _HostsRun:
 
 
 def list_git_files() -> bytes | None:
-    """Returns the files of the working folder that git tracks, or does not ignore.
+    """Lists the files of the working folder that git tracks, or does not ignore.
 
     Returns:
-        The names, each followed by a zero byte; None: there is no git, the folder is in no working
-        tree, or git ignores it as a whole.
+        The names, each followed by a zero byte. None if git is not installed, the folder is not in
+        a working tree, or git ignores the folder as a whole.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:

@@ -1,10 +1,10 @@
-"""The rendezvous for a fixed number of nodes, each with a --node-rank; also for a single node.
+"""Implements the rendezvous for a fixed number of nodes with a --node-rank each, or a single node.
 
 A *round* is one start of the ranks on all nodes, counted from 1. A node that wants to start its
-ranks (again) asks for a round by setting `Node.round`, and waits until all nodes have asked for it.
-The *server* is the node that serves the store, node 0.
+ranks, for the first time or again, asks for a round by setting `Node.round`, and waits until all
+nodes have asked for it. The *server* is the node that serves the store, node 0.
 
-Unlike torch's own static rendezvous, a restart starts the ranks of all nodes again, together.
+Unlike with torch's own static rendezvous, a restart restarts the ranks of all nodes together.
 
 Source: torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py.
 """
@@ -29,7 +29,7 @@ from lockstep.run.machines.rendezvous_settings import join_timeout
 from lockstep.run.machines.wait_announcer import WaitAnnouncer
 
 READY_KEY = "lockstep/ready"
-"""Set in the store when the ranks may use it."""
+"""The key that is set in the store when the ranks may use it."""
 
 
 class StaticRendezvous(Rendezvous):
@@ -41,32 +41,33 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        # The round after the last one, or the one that another node has asked for already.
+        # Ask for the round after the last one, or for a later one that another node has asked for.
         round_number = 1
         for node in self._peers.present():
             round_number = max(round_number, node.round, node.started + 1)
-
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
+
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         rank = self._peers.own.rank
         assert rank is not None  # each node has a --node-rank, and a single node is node 0
 
-        # Node 0 prepares the store; the others wait until the key is there.
+        # Node 0 prepares the store. The others wait until the key is set.
         if rank == 0:
             delete_keys_of_ranks(self._store)
             store.set(READY_KEY, "")
-
         store.get(READY_KEY)
+
         return self._make_info(store, rank, self._parameters.max_nodes)
 
     def _wait_for_all_nodes(self, round_number: int) -> None:
-        """Waits until all nodes have asked for the round, and announces what it waits for.
+        """Waits until all nodes have asked for the round, and announces which nodes are missing.
 
         Raises:
-            MissingRankError: they have not within the join timeout, or one has left for good.
+            MissingRankError: they have not within the join timeout, or one of them has left for
+                good.
         """
         num_nodes = self._parameters.max_nodes
         timeout = join_timeout(self._parameters)
@@ -97,9 +98,9 @@ class StaticRendezvous(Rendezvous):
     def _find_node_gone_for_good(self, round_number: int) -> Node | None:
         """Returns a node that will not come back, if there is one.
 
-        These are the server, and after the first start a node that left by itself. A node that
-        was lost may be started again by a scheduler; and before the first start somebody may be
-        correcting a command line.
+        This is the server if it is gone, or a node that has left by itself after the first start. A
+        node that was lost may be restarted by a scheduler, and before the first start somebody may
+        just be correcting a command line.
         """
         if self._server_is_gone():
             return self._peers.server
@@ -111,9 +112,9 @@ class StaticRendezvous(Rendezvous):
         return None
 
     def num_nodes_waiting(self) -> int:
-        """Returns how many nodes wait for this one to start its ranks again.
+        """Returns how many nodes wait for this one to restart its ranks.
 
-        Torch elastic's agent starts them again if it is above 0.
+        Torch elastic's agent restarts them if this is above 0.
         """
         own_round = self._peers.own.round
         return len([node for node in self._peers.present() if node.round > own_round])

@@ -1,4 +1,4 @@
-"""Torch's own rendezvous, for backends that Lockstep does not have, such as etcd.
+"""Uses torch's own rendezvous for backends that Lockstep does not implement, such as etcd.
 
 Source: torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
 """
@@ -20,7 +20,7 @@ from lockstep.run.machines.rendezvous import Rendezvous, Say
 
 
 class TorchRendezvous(Rendezvous):
-    """Passes all calls on to a handler of torch's."""
+    """A rendezvous that passes all calls on to one of torch's handlers."""
 
     can_publish = False
 
@@ -37,7 +37,7 @@ class TorchRendezvous(Rendezvous):
             ) from None
 
         self._handler: RendezvousHandler | None = handler
-        """None when the run has ended: without the handler its heartbeats end, too."""
+        """None once the run has ended, so that the heartbeats of the handler end too."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -51,7 +51,7 @@ class TorchRendezvous(Rendezvous):
         return self._handler.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
-        """Returns torch's answer; 0 after the connection to its store was lost."""
+        """Returns torch's answer, or 0 once the connection to its store is lost."""
         if self._handler is None:
             return 0
         try:
@@ -61,7 +61,7 @@ class TorchRendezvous(Rendezvous):
             return 0
 
     def shutdown(self) -> bool:
-        """Ends the run for all nodes, and torch's heartbeats."""
+        """Ends the run for all nodes, and the heartbeats of torch's handler."""
         handler = self._handler
         self._handler = None
         if handler is None:

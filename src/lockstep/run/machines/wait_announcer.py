@@ -10,10 +10,10 @@ NEXT_ANNOUNCEMENT_S = 60.0
 
 
 class WaitAnnouncer:
-    """Announces the reason of a wait after 5 s, when it changes, and once a minute.
+    """Announces the reason for a wait after 5 s, when it changes, and then once a minute.
 
     Args:
-        say: called with each line for the user.
+        say: function that shows a line to the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -23,9 +23,11 @@ class WaitAnnouncer:
         self._announced_reason = ""
 
     def update(self, reason: str) -> None:
-        """Called again and again during the wait, with the present reason."""
+        """Announces the reason for the wait if it is time to. Call it again and again while
+        waiting.
+        """
         now = time.monotonic()
-        # A change counts once something was announced: short waits are not mentioned at all.
+        # A changed reason only matters once something was announced: short waits are not mentioned.
         has_changed = self._announced_reason != "" and reason != self._announced_reason
         if now >= self._next_announcement or has_changed:
             self._say(f"{reason} (waiting for {now - self._wait_started:.0f} s)")
