@@ -5,9 +5,8 @@
    `verify/catalogue.toml`. An f-string becomes a template: f"start {count}" is "start {count}".
 2. They are *merged* into `lockstep.po`: translations are kept, messages that are no longer in the
    source go, new ones come without a translation.
-3. `lockstep.po` is *compiled* to `lockstep.mo`, which is what runs.
 
-The source itself is not marked: see CONTRIBUTING.md.
+What runs reads `lockstep.po` itself. The source itself is not marked: see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -15,21 +14,19 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import struct
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import house
 
 sys.path.insert(0, str(house.SOURCE.parent))
+from lockstep.language import CATALOGUE_FILE, read_po
 from lockstep.run.watch.messages import conjugate
 from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
 
-FOLDER = house.SOURCE / "locale" / "zh_CN" / "LC_MESSAGES"
-PO_FILE = FOLDER / "lockstep.po"
-MO_FILE = FOLDER / "lockstep.mo"
+PO_FILE = CATALOGUE_FILE
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
@@ -576,40 +573,6 @@ def extract() -> Messages:
 # --- Files of gettext
 
 
-@dataclass
-class Entry:
-    """One message of a .po file."""
-
-    message: str
-    translation: str = ""
-    flags: set[str] = field(default_factory=set)
-
-
-def read_po(text: str) -> list[Entry]:
-    """Reads the entries of a .po file, without its header.
-
-    Of a merge that git could not do itself, the entries of both sides are read.
-    """
-    entries: list[Entry] = []
-    flags: set[str] = set()
-    is_translation = False
-    for line in text.splitlines():
-        if line.startswith("#,"):
-            flags |= {flag.strip() for flag in line[2:].split(",")}
-        elif line.startswith("msgid "):
-            entries.append(Entry(ast.literal_eval(line.removeprefix("msgid ")), flags=flags))
-            flags = set()
-            is_translation = False
-        elif line.startswith("msgstr "):
-            entries[-1].translation = ast.literal_eval(line.removeprefix("msgstr "))
-            is_translation = True
-        elif line.startswith('"') and is_translation:
-            entries[-1].translation += ast.literal_eval(line)
-        elif line.startswith('"'):
-            entries[-1].message += ast.literal_eval(line)
-    return [entry for entry in entries if entry.message]
-
-
 def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
     """Returns the text of the .po file: all messages in the order of their modules."""
     header = (
@@ -637,47 +600,12 @@ def _quote(text: str) -> str:
     return f'"{escaped}"'
 
 
-def compile_mo(entries: Iterable[Entry]) -> bytes:
-    """Returns the .mo file of translated entries (see "The Format of GNU MO Files")."""
-    header = "Content-Type: text/plain; charset=UTF-8\nLanguage: zh_CN\n"
-    translations = {"": header}
-    for entry in entries:
-        if entry.translation and "fuzzy" not in entry.flags:
-            translations[entry.message] = entry.translation
-    messages = sorted(translations, key=str.encode)
-    num_messages = len(messages)
-    num_header_bytes = 7 * 4
-    table_bytes = 8 * num_messages
-    texts = b""
-    texts_begin = num_header_bytes + 2 * table_bytes
-    tables = []
-    for table in (messages, [translations[message] for message in messages]):
-        rows = []
-        for text in table:
-            encoded = text.encode()
-            rows += [len(encoded), texts_begin + len(texts)]
-            texts += encoded + b"\0"
-        tables.append(struct.pack(f"<{len(rows)}I", *rows))
-    fields = (
-        0x950412DE,
-        0,
-        num_messages,
-        num_header_bytes,
-        num_header_bytes + table_bytes,
-        0,
-        num_header_bytes + 2 * table_bytes,
-    )
-    return struct.pack("<7I", *fields) + tables[0] + tables[1] + texts
-
-
 def main() -> None:
-    """Extracts, merges and compiles."""
+    """Extracts and merges."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     messages = extract()
-    old_entries = read_po(PO_FILE.read_text(encoding="utf-8")) if PO_FILE.exists() else []
-    translations = {entry.message: entry.translation for entry in old_entries if entry.translation}
+    translations = read_po(PO_FILE.read_text(encoding="utf-8"))
     PO_FILE.write_text(write_po(messages, translations), encoding="utf-8")
-    MO_FILE.write_bytes(compile_mo(read_po(PO_FILE.read_text(encoding="utf-8"))))
     missing = [message for message in messages.places if not translations.get(message)]
     stale = [message for message in translations if message not in messages.places]
     print(f"{len(messages.places)} messages; {len(stale)} are gone; to translate: {len(missing)}")

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 import string
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +189,7 @@ QUOTATION = re.compile(
 )
 """How a line of source begins, or what an exception of the script's says. They stay as they are."""
 
-_CATALOGUE_FILE = Path(__file__).parent / "locale" / "zh_CN" / "LC_MESSAGES" / "lockstep.mo"
-_MAGIC_NUMBER_OF_MO = 0x950412DE
+CATALOGUE_FILE = Path(__file__).parent / "locale" / "zh_CN" / "LC_MESSAGES" / "lockstep.po"
 
 
 def language_of(environ: Mapping[str, str]) -> str | None:
@@ -252,31 +251,41 @@ def translate_names(text: str) -> str:
 @functools.cache
 def chinese_catalogue() -> Catalogue:
     """Returns the Chinese messages; they are read when a text is shown for the first time."""
-    return Catalogue(read_mo(_CATALOGUE_FILE.read_bytes()))
+    return Catalogue(read_po(CATALOGUE_FILE.read_text(encoding="utf-8")))
 
 
-def read_mo(content: bytes) -> dict[str, str]:
-    """Reads a compiled catalogue of gettext (see "The Format of GNU MO Files").
+def read_po(text: str) -> dict[str, str]:
+    """Reads the messages of a .po file of gettext.
+
+    Of a merge that git could not do itself, the messages of both sides are read.
 
     Returns:
-        The translations by their messages, without the header. `gettext` of the standard library
-        does not list the messages, and the templates among them must be known.
+        The translations by their messages, without the header. A translation may be empty.
     """
-    magic, _, count, ids_at, translations_at = struct.unpack_from("<5I", content)
-    if magic != _MAGIC_NUMBER_OF_MO:
-        raise ValueError("not a catalogue of gettext in little-endian order")
-    messages = {}
-    for number in range(count):
-        message = _read_text(content, ids_at + 8 * number)
-        messages[message] = _read_text(content, translations_at + 8 * number)
-    messages.pop("", None)  # the header
-    return messages
+    translations: dict[str, str] = {}
+    message = ""
+    is_translation = False
+    for line in text.splitlines():
+        if line.startswith("msgid "):
+            message = _unquote(line.removeprefix("msgid "))
+            is_translation = False
+        elif line.startswith("msgstr "):
+            translations[message] = _unquote(line.removeprefix("msgstr "))
+            is_translation = True
+        elif line.startswith('"') and is_translation:
+            translations[message] += _unquote(line)
+        elif line.startswith('"'):
+            message += _unquote(line)
+    translations.pop("", None)  # the header
+    return translations
 
 
-def _read_text(content: bytes, entry_at: int) -> str:
-    """Returns the text whose length and place stand in an entry of a table."""
-    length, begin = struct.unpack_from("<2I", content, entry_at)
-    return content[begin : begin + length].decode()
+def _unquote(text: str) -> str:
+    """Returns what stands in the quotes. They are those of C, and JSON's are read much faster than
+    Python's.
+    """
+    value: str = json.loads(text)
+    return value
 
 
 Span = tuple[int, int]
