@@ -1,158 +1,221 @@
-"""Which arguments may differ from rank to rank: those that number the process, by name or value."""
+"""Which arguments may differ from rank to rank: those whose difference is known to be harmless."""
 
 from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.arguments import leave_out_numbers, shared_arguments
+from lockstep.distributed.arguments import command_of_script
+from lockstep.distributed.manifest import mismatches, without_harmless_differences
+from lockstep.distributed.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 
 pytestmark = pytest.mark.unit
 
-ONE_MACHINE = ("a", "a")
-TWO_MACHINES = ("a", "a", "b", "b")
+SCRIPT = "script"
+VARIABLES = "variables"
+LAUNCHER = "launcher"
+SRUN = "srun"
+SOURCES = {
+    SCRIPT: SET_BY_SCRIPT,
+    VARIABLES: SET_BY_VARIABLES,
+    LAUNCHER: "torchrun",
+    SRUN: "Slurm",
+}
+"""What `Topology.source` is: `init` was given the rank; RANK was set by hand; a launcher."""
+
+ALL = (SCRIPT, VARIABLES, LAUNCHER, SRUN)
+BY_HAND = (SCRIPT, VARIABLES)
+
+ONE_MACHINE = (2,)
+TWO_MACHINES = (1, 1)
+"""How many processes each machine has."""
 
 
-@pytest.mark.parametrize(
-    ("argv", "kept"),
-    [
-        (["/a/train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
-        (["t.py", "--local_rank=3", "--lr", "1"], ["t.py", "--lr", "1"]),
-        (["t.py", "--local-rank", "3", "x"], ["t.py", "x"]),
-        (["t.py", "--node_rank", "1", "--nnodes", "2"], ["t.py", "--nnodes", "2"]),
-        (["t.py", "--local_rankings", "3"], ["t.py", "--local_rankings", "3"]),
-        (["t.py", "--rank", "1"], ["t.py", "--rank", "1"]),  # its value decides
-        (["t.py", "--node_rank"], ["t.py"]),
-        ([], []),
-    ],
-)
-def test_arguments_that_name_the_process_are_left_out(argv: list[str], kept: list[str]) -> None:
-    assert shared_arguments(argv) == kept
-
-
-def differ(values: str, arguments: str, hosts: tuple[str, ...], by_hand: bool) -> bool:
+def differ(values: str, arguments: str, machines: tuple[int, ...], started: str) -> bool:
     """True if `train.py` with these arguments is told to differ.
 
     Args:
         values: what stands for `{}` in the arguments on each rank, such as `0 1`.
         arguments: such as `-rn {} -ws 2`.
-        hosts: the machine of each rank.
-        by_hand: True if no launcher has numbered the ranks.
+        machines: how many processes each of them has.
+        started: one of `SOURCES`.
     """
-    commands = [["train.py", *arguments.replace("{}", value).split()] for value in values.split()]
-    kept = leave_out_numbers(commands, hosts, by_hand=by_hand)
-    return any(command != kept[0] for command in kept)
+    topologies = []
+    for machine, num_processes in enumerate(machines):
+        for local_rank in range(num_processes):
+            topologies.append(
+                Topology(
+                    rank=len(topologies),
+                    size=sum(machines),
+                    local_rank=local_rank,
+                    local_size=num_processes,
+                    node_rank=machine,
+                    source=SOURCES[started],
+                )
+            )
+    manifests = []
+    for value in values.split():
+        manifests.append({"arguments": f"train.py {arguments.replace('{}', value)}"})
+    assert len(manifests) == len(topologies)
+    return mismatches(without_harmless_differences(manifests, topologies)) != []
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("argv", "command"),
     [
-        *("-rn {} -ws 2", "--rank-number={} --lr 0.1", "{} 2 tcp://host:1", "-q{} -v", "+d.p={}"),
-        *("--rank-number {} --gpu {}", "-rn {} -g {}", "-nr {} --device cuda:{}", "--me {} -v 0"),
+        (["/a/train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["t.py", "--local_rank=3"], ["t.py", "--local_rank=3"]),
+        ([], []),
     ],
 )
-@pytest.mark.parametrize(
-    ("values", "hosts"),
-    [
-        ("0 1", ONE_MACHINE),
-        ("0 1 2", ("a", "a", "a")),
-        ("0 1 2 3", TWO_MACHINES),
-        ("0 0 1 1", TWO_MACHINES),  # the number of the machine
-        ("0 0 1 1", ("a", "a", "a", "a")),  # two machines are tried out on one
-        ("0 1 0 1", TWO_MACHINES),  # the local rank
-        ("0 0 2 2", TWO_MACHINES),  # the machine's first rank
+def test_the_folder_of_the_script_may_differ(argv: list[str], command: list[str]) -> None:
+    assert command_of_script(argv) == command
+
+
+# How the processes are started, how many each machine has, the values and the arguments.
+ACCEPTED = [
+    # The number of the process or its machine, under a name that says so.
+    *[
+        (ALL, machines, "0 1", arguments)
+        for machines in (ONE_MACHINE, TWO_MACHINES)
+        for arguments in (
+            *("--rank {}", "--rank={}", "--local_rank {}", "--node-rank={}", "--machine-rank {}"),
+            *(
+                "-rn {}",
+                "-nr {}",
+                "--rank-number {}",
+                "--node {}",
+                "--machineId={}",
+                "+dist.rank={}",
+            ),
+            *("--process_id {}", "--worker-index {}", "rank={}", "--world_rank {} --lr 0.1"),
+            # Several of them, each by its own name, and devices beside them.
+            *("--rank {} --local-rank {}", "-rn {} --gpu {}", "-nr {} --device cuda:{}"),
+        )
     ],
-)
-def test_by_hand_an_argument_of_any_name_may_number_the_processes(
-    arguments: str, values: str, hosts: tuple[str, ...]
+    (ALL, (2, 2), "0 1 2 3", "--rank {}"),
+    (ALL, (2, 2), "0 1 0 1", "--local_rank={}"),
+    (ALL, (2, 2), "0 0 1 1", "--node_rank {}"),
+    (ALL, (2, 2), "0 0 1 1", "--rank {}"),  # torch's ImageNet example calls the machine so
+    (ALL, (2, 2), "0 0 2 2", "--start-rank {}"),
+    (ALL, (2, 2), "1 1 0 0", "--node_rank {}"),  # torchrun has numbered them the other way round
+    (BY_HAND, (4,), "0 0 1 1", "--node_rank {}"),  # two machines are tried out on one
+    # Devices.
+    (ALL, ONE_MACHINE, "2 3", "--gpu {}"),
+    (ALL, ONE_MACHINE, "0,1 2,3", "--devices {}"),
+    (ALL, ONE_MACHINE, "cuda:0 cuda:1", "--device {}"),
+    (ALL, ONE_MACHINE, "[0,1] [2,3]", "trainer.devices={}"),
+    (ALL, (2, 1), "0,1 0,1 3", "--gpu_ids={}"),
+    (ALL, TWO_MACHINES, "3 0", "--cuda-device {} --lr 0.1"),
+    # How many processes a machine has.
+    (ALL, (2, 1), "2 2 1", "--nproc_per_node {}"),
+    (ALL, (2, 1), "2 2 1", "--num-gpus={}"),
+    (ALL, (2, 1), "2 2 1", "--nproc {}"),
+    # Under any name: the script has given `init` the rank, and no other argument differs.
+    *[
+        ((SCRIPT,), machines, "0 1", arguments)
+        for machines in (ONE_MACHINE, TWO_MACHINES)
+        for arguments in ("-x {} -ws 2", "{} 2 tcp://host:1", "-q{} -v", "+d.p={}", "--me {}")
+    ],
+    ((SCRIPT,), (2, 2), "0 0 1 1", "-m {}"),
+    ((SCRIPT,), ONE_MACHINE, "0 1", "--rank 0 --me {}"),  # that of the machine, which is one
+    # Under any name: `${local_rank}`, in one command for all processes of a machine.
+    ((LAUNCHER,), (2, 2), "0 1 0 1", "--k={} --more {}"),
+    ((LAUNCHER,), ONE_MACHINE, "0 1", "--me {}"),
+]
+
+REFUSED = [
+    # Other values than the numbers of the processes.
+    (ALL, ONE_MACHINE, "8 16", "--rank {}"),  # of LoRA
+    (ALL, ONE_MACHINE, "1 2", "--rank {}"),
+    (ALL, ONE_MACHINE, "1 0", "--rank {}"),
+    (ALL, (3,), "0 1 3", "-rn {}"),
+    (ALL, (3,), "0 1 0", "-rn {}"),
+    (ALL, TWO_MACHINES, "1 2", "--node_rank {}"),
+    (ALL, (2, 2), "0 1 1 0", "--node_rank {}"),
+    (ALL, ONE_MACHINE, "00 01", "--rank {}"),
+    (ALL, ONE_MACHINE, "a b", "-rn {}"),
+    ((LAUNCHER, SRUN), (4,), "0 0 1 1", "--rank {}"),  # a launcher knows the machines
+    # Names of which only a part says what they are.
+    *[
+        ((VARIABLES, LAUNCHER, SRUN), TWO_MACHINES, values, arguments)
+        for values in ("0 1", "8 16")
+        for arguments in (
+            *("--per_device_train_batch_size {}", "--batch-size-per-gpu {}", "--per-gpu {}"),
+            *("--per_device {}", "--warmup_per_device {}", "--gpu-crop {}", "--no-cuda {}"),
+            *("--lora-rank {}", "lora.rank={}", "--num-workers {}", "--worker {}"),
+            *("--preprocess {}", "--process {}", "--local-loss {}", "--local_loss_weight={}"),
+            *("--nodes {}", "--ranking {}", "--rankings={}", "--augment {}", "--use_ema {}"),
+        )
+    ],
+    # Devices that look like none.
+    (ALL, ONE_MACHINE, "128 256", "--gpu {}"),
+    (ALL, ONE_MACHINE, "0.5 0.7", "--gpu {}"),
+    (ALL, ONE_MACHINE, "0,0 1,1", "--gpu {}"),
+    (ALL, ONE_MACHINE, "small big", "--device {}"),
+    # Beside the number of the process, nothing else may differ under any name.
+    (ALL, TWO_MACHINES, "0 1", "--rank {} --augment {}"),
+    (ALL, TWO_MACHINES, "0 1", "--gpu {} --augment {}"),
+    ((SCRIPT, VARIABLES, SRUN), ONE_MACHINE, "0 1", "--me {} --layers {}"),
+    (ALL, TWO_MACHINES, "0 1", "-rn {} --layers {}"),
+    (ALL, ONE_MACHINE, "0 1", "--me {} --lr 0.{}"),
+    (ALL, ONE_MACHINE, "0 1", "--rank {} --lr 0.{}"),
+    # Where something else numbers the processes, an unknown name is no number.
+    ((VARIABLES, SRUN), ONE_MACHINE, "0 1", "--augment {}"),
+    ((LAUNCHER,), TWO_MACHINES, "0 1", "--augment {}"),
+    ((LAUNCHER,), (2, 2), "0 0 1 1", "--fold {}"),  # two runs that met by mistake
+    # Without a launcher, but not the numbers of the processes.
+    ((SCRIPT,), ONE_MACHINE, "1 2", "--layers {}"),
+    ((SCRIPT,), (4,), "0 0 1 1", "--augment {}"),
+    ((SCRIPT,), ONE_MACHINE, "10 20", "--lr-steps {}"),
+    (ALL, (2, 1), "2 2 1", "--layers {}"),
+    (ALL, (2, 1), "4 4 2", "--nproc {}"),
+]
+
+
+def each_start(rows: list[tuple[tuple[str, ...], tuple[int, ...], str, str]]) -> list[object]:
+    """Returns a test case for each row and each way in which its processes may be started."""
+    cases: list[object] = []
+    for ways, machines, values, arguments in rows:
+        for started in ways:
+            case_id = f"{arguments}|{values}|{started}|{machines}"
+            cases.append(pytest.param(started, machines, values, arguments, id=case_id))
+    return cases
+
+
+@pytest.mark.parametrize(("started", "machines", "values", "arguments"), each_start(ACCEPTED))
+def test_harmless_differences(
+    started: str, machines: tuple[int, ...], values: str, arguments: str
 ) -> None:
-    assert not differ(values, arguments, hosts, by_hand=True)
+    assert not differ(values, arguments, machines, started)
 
 
-@pytest.mark.parametrize(
-    ("values", "arguments", "hosts"),
-    [
-        ("0.1 0.2", "--lr {}", ONE_MACHINE),
-        ("0 1", "--lr 0.{}", ONE_MACHINE),
-        ("1 2", "--layers {}", ONE_MACHINE),
-        ("0 1 3", "-rn {}", ("a", "a", "a")),
-        ("1 0", "-rn {}", ONE_MACHINE),  # rank 0 has 1
-        ("0 1 0", "-rn {}", ("a", "a", "a")),
-        ("0 1", "-rn {} --layers {}", ONE_MACHINE),  # which of them is the rank, only names say
-        ("0 1", "--me {} --layers {}", ONE_MACHINE),
-        ("0 1", "--me {} --lr 0.{}", ONE_MACHINE),
-        ("2 3", "--nodes {}", ONE_MACHINE),
-        ("8 16", "--lora-rank {}", ONE_MACHINE),
-        ("0 1", "--seed={} -r {}", ONE_MACHINE),
-        ("a b", "-rn {}", ONE_MACHINE),
-    ],
-)
-def test_other_differences_are_told(values: str, arguments: str, hosts: tuple[str, ...]) -> None:
-    assert differ(values, arguments, hosts, by_hand=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "arguments", "is_told"),
-    [
-        ("0 1 0 1", "--k={} --more {}", False),  # ${local_rank}, in one command for all ranks
-        ("0 0 1 1", "--fold {}", True),  # two runs that met by mistake
-        ("0 0 1 1", "-nr {}", False),
-        ("0 1 2 3", "--rank-number {}", False),
-    ],
-)
-def test_under_a_launcher_an_argument_of_any_name_may_be_the_local_rank(
-    values: str, arguments: str, is_told: bool
+@pytest.mark.parametrize(("started", "machines", "values", "arguments"), each_start(REFUSED))
+def test_all_other_differences_are_told(
+    started: str, machines: tuple[int, ...], values: str, arguments: str
 ) -> None:
-    assert differ(values, arguments, TWO_MACHINES, by_hand=False) == is_told
+    assert differ(values, arguments, machines, started)
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("source", [SET_BY_SCRIPT, SET_BY_VARIABLES, "Slurm"])
 @pytest.mark.parametrize(
     ("commands", "is_told"),
     [
-        (("--rank 0", "--rank 1"), False),
         (("--rank=0 -v", "-v --rank 1"), False),
         (("-v", "-v --rank 1"), False),  # 0 is the default
-        (("--rank 8", "--rank 8"), False),
-        (("--rank 8", "--rank 16"), True),  # of an adapter
-        (("-v", "-v --rank 8"), True),
+        (("--gpu 0", "--local_rank=1 --gpu 1"), False),
         (("--rank 8 --rank 0", "--rank 1"), False),  # the last one counts
-        (("--rank 1", "--rank 0"), True),
+        (("-v", "-v --rank 8"), True),
         (("--rank auto", "--rank 1"), True),
-        (("--rank 0 --lr 1", "--rank 1 --lr 2"), True),
+        (("--rank 1", ""), True),
+        (("--layers 0", "--layers 1 --rank 1"), True),
+        (("-rn 0", "-rn 1 -v"), True),
     ],
 )
-def test_the_rank_is_an_argument_that_numbers_the_processes(
-    commands: tuple[str, str], is_told: bool, by_hand: bool
+def test_the_rank_may_stand_anywhere_and_be_left_out_for_the_first_process(
+    commands: tuple[str, str], is_told: bool, source: str
 ) -> None:
-    split = [["train.py", *command.split()] for command in commands]
-    first, second = leave_out_numbers(split, ONE_MACHINE, by_hand=by_hand)
-    assert (first != second) == is_told
-
-
-def test_beside_the_rank_no_argument_of_any_name_is_the_rank() -> None:
-    assert differ("0 1", "--rank {} --layers {}", ONE_MACHINE, by_hand=True)
-    assert differ("0 1", "--rank {} --layers={}", ONE_MACHINE, by_hand=True)
-    assert not differ("0 1", "--rank 0 --me {}", ONE_MACHINE, by_hand=True)  # of the machine
-    commands = [["t.py", "--gpu", "0"], ["t.py", "--rank", "1", "--gpu", "1"]]
-    first, second = leave_out_numbers(commands, ONE_MACHINE, by_hand=True)
-    assert first == second
-
-
-def test_the_rank_of_four_processes_on_two_machines() -> None:
-    for values in ("0 1 2 3", "0 0 1 1", "0 0 2 2", "0 1 0 1", "8 8 8 8"):
-        assert not differ(values, "--rank {}", TWO_MACHINES, by_hand=True)
-    for values in ("8 8 16 16", "4 8 16 32", "1 2 3 4"):
-        assert differ(values, "--rank {}", TWO_MACHINES, by_hand=True)
-
-
-def test_what_depends_on_the_machine_may_differ() -> None:
-    hosts = ("a", "a", "b")
-    for values, arguments in (("2 2 1", "--nproc {}"), ("0,1 0,1 3", "--gpu {}")):
-        assert not differ(values, arguments, hosts, by_hand=True)
-        assert not differ(values, arguments, hosts, by_hand=False)
-    assert differ("2 2 1", "--layers {}", hosts, by_hand=True)
-
-
-def test_commands_of_different_length_are_left_alone() -> None:
-    commands = [["train.py", "-rn", "0"], ["train.py", "-rn", "1", "-v"]]
-    assert leave_out_numbers(commands, ONE_MACHINE, by_hand=True) == commands
+    manifests = [{"arguments": f"train.py {command}"} for command in commands]
+    topologies = []
+    for rank in range(2):
+        topologies.append(Topology(rank=rank, size=2, local_rank=rank, local_size=2, source=source))
+    assert (mismatches(without_harmless_differences(manifests, topologies)) != []) == is_told

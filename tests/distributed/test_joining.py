@@ -15,7 +15,7 @@ from torch.distributed import Store
 from lockstep.distributed import rendezvous
 from lockstep.distributed.join import Join
 from lockstep.distributed.network import Endpoint, wait_until
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 from lockstep.errors import (
     DuplicateRankError,
     LockstepError,
@@ -25,6 +25,8 @@ from lockstep.errors import (
 )
 
 pytestmark = pytest.mark.unit
+
+UNKNOWN = frozenset({"local_rank", "local_size", "node_rank"})
 
 Decision = Sequence[str] | LockstepError
 
@@ -183,6 +185,36 @@ def test_differing_manifests_are_named_to_all() -> None:
     )
     assert kind is RanksDifferError
     assert found == "seed: ranks 0-1 have '0', rank 2 has '7'"
+
+
+@pytest.mark.parametrize(
+    ("argument", "topologies", "is_told"),
+    [
+        # Two launchers on one machine, one process each: the local rank of both is 0.
+        ("--augment", [{"source": "torchrun"}] * 2, True),
+        ("--node", [{"source": "torchrun"}, {"source": "torchrun", "node_rank": 1}], False),
+        # Nothing has told the processes that they share a machine before they met.
+        ("--me", [{"source": SET_BY_SCRIPT, "unknown": UNKNOWN}] * 2, False),
+        ("--me", [{"source": SET_BY_VARIABLES, "unknown": UNKNOWN}] * 2, True),
+        ("--local-rank", [{"source": SET_BY_VARIABLES, "unknown": UNKNOWN}] * 2, False),
+    ],
+)
+def test_an_argument_may_differ_if_it_is_exactly_the_number_of_each_process(
+    argument: str, topologies: list[dict[str, Any]], is_told: bool
+) -> None:
+    ranks = []
+    for number, fields in enumerate(topologies):
+        topology = Topology(rank=number, size=2, **fields)
+        manifest = {"arguments": f"train.py {argument} {number}"}
+        ranks.append(Rank(topology, manifest, timeout=600.0, one_host=True))
+    decisions = join_all(*ranks)
+    if not is_told:
+        assert decisions == [["host0", "host0"]] * 2
+        return
+    ((kind, _, found, do),) = texts(decisions)
+    assert kind is RanksDifferError
+    assert found.startswith(f"arguments: rank 0 has 'train.py {argument} 0', rank 1 has")
+    assert "--rank" in do
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -1,77 +1,157 @@
-"""Which arguments of the script may differ from rank to rank: those that number the process.
+"""Which arguments of the script may differ from rank to rank.
 
-All ranks must have the same arguments, but for those that say which process this is. Launchers pass
-`--local_rank 1`. Without a launcher, the script is started once for each process, and an argument
-under any name says which one it is: `train.py -rn 0 -ws 2` and `train.py -rn 1 -ws 2`. So an
-argument counts as a number of the process if its values on all ranks are the ranks, or one of the
-other numberings of `_is_numbering`. Which devices a process uses may differ as well: `--gpu 0,1`.
+All ranks must have the same arguments, except where a difference is known to be harmless. Four
+kinds of arguments may differ:
 
-The same goes for `--rank`, which in some scripts is the rank of an adapter (LoRA): 8 on one machine
-and 16 on another is a difference.
+- the number of the process or its machine, such as `--rank 1`, `--node_rank 1` or `-rn 1`. The name
+  must say so, and the value on each rank must be the rank, the local rank, or the number or first
+  rank of the machine. `--rank 8` and `--rank 16` is another model.
+- which devices the process uses, such as `--gpu 0`, `--device cuda:1` or `--devices 0,1`;
+- how many processes the machine has, such as `--nproc_per_node 2`, if it has so many;
+- the number of the process under any name, where nothing else can be its number. Without a launcher
+  the script is started once for each process, and `train.py -x 0` and `train.py -x 1` may be how
+  each one gets its rank. So one argument may differ, if the script itself has numbered the
+  processes and no other argument differs. A launcher that replaces `${local_rank}` starts one
+  command for all processes of a machine, so what differs among them is the local rank.
 
-With two ranks the values 0 and 1 may be a coincidence, such as `--layers 0` and `--layers 1`. That
-is why an argument whose name does not say what it numbers may differ only if no other one does.
+A name says what an argument is only if each of its words belongs to that kind: `--lora-rank`,
+`--batch-size-per-gpu`, `--num-workers` and `--preprocess` are settings of the training.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-PLACE_FLAGS = frozenset(
-    {
-        "--local_rank",
-        "--local-rank",
-        "--node_rank",
-        "--node-rank",
-        "--machine_rank",
-        "--machine-rank",
-    }
+NOUNS_OF_PLACES = frozenset({"rank", "node", "machine", "host", "rn", "nr"})
+"""Words for one of a process or machine. Scripts often call the rank `-rn`, the node `-nr`."""
+NOUNS_OF_MACHINES = frozenset({"node", "machine", "host", "nr"})
+NOUNS_OF_PROCESSES = frozenset({"process", "proc", "worker"})
+"""They name a number only beside a word for it: `--process-id`. `--process 1` may be a switch."""
+WORDS_FOR_NUMBERS = frozenset({"id", "idx", "index", "number"})
+NOUNS_OF_DEVICES = frozenset({"gpu", "gpus", "cuda", "device", "devices"})
+NOUNS_OF_COUNTS = frozenset(
+    {"nproc", "nprocs", "procs", "processes", "ngpu", "ngpus", "gpus", "devices"}
 )
-"""Arguments that number the process or its machine, whatever their values are."""
-RANK_FLAG = "--rank"
-"""It is often given to all processes but the first, in whose script 0 is the default."""
+"""Words for the number of processes, of which each uses one device."""
 
-WORDS_OF_PLACES = ("rank", "node", "machine", "host", "proc", "worker", "local")
-"""A name with one of these words may say which process or machine it is."""
-SHORT_NAMES_OF_PLACES = frozenset({"r", "rn", "nr"})
-"""Names that scripts often give to the rank and the machine's number."""
+WORDS_BESIDE_PLACES = WORDS_FOR_NUMBERS | {
+    *("local", "global", "world", "group", "current", "this", "my", "first", "start")
+}
+WORDS_BESIDE_DEVICES = WORDS_FOR_NUMBERS | {"ids", "visible", "local"}
+WORDS_BESIDE_COUNTS = frozenset({"num", "n", "number", "of", "per", "node", "machine", "host"})
+SECTIONS = frozenset({"dist", "distributed", "ddp", "env", "runtime", "trainer"})
+"""Sections of a configuration in which such arguments are: `+dist.rank=1`, `trainer.devices=0`."""
 
-WORDS_OF_DEVICES = ("gpu", "cuda", "device")
-SHORT_NAMES_OF_DEVICES = frozenset({"g"})
+# `--rank=1`, `rank=1` and `+dist.rank=1`, or `-r1`, or a value whose name stands before it.
+NAME_AND_VALUE = re.compile(r"(?P<name>[-+]*[A-Za-z][\w.-]*=|-[A-Za-z](?=[0-9])|)(?P<value>.+)")
+# A number, as `int` reads it, that no other text stands for: not `01`.
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+# `0`, `cuda:1`, `0,1`, `[0,1]`. No machine has a hundred devices.
+DEVICES = re.compile(r"(?:[a-z]+:)?[0-9]{1,2}(?:,(?:[a-z]+:)?[0-9]{1,2})*")
 
-# Such as `--rank-number=1`, `+dist.rank=1`, `-r1`, `1`, `0,1` and `--device=cuda:1`.
-NUMBERED_ARGUMENT = re.compile(
-    r"(?P<name>[-+]*[A-Za-z][\w.-]*=|-[A-Za-z]|)(?:cuda:)?(?P<numbers>[0-9]+(?:,[0-9]+)*)"
+
+PLACE_FLAGS = (
+    *("--rank", "--local_rank", "--local-rank", "--node_rank", "--node-rank"),
+    *("--machine_rank", "--machine-rank"),
 )
+"""They are often given to all processes but the first, for which 0 is the default in the script."""
+BLANK = "..."
+"""Stands for a value that may differ."""
 
 
-def shared_arguments(argv: Sequence[str]) -> list[str]:
-    """Returns the script's name and its arguments, except those of `PLACE_FLAGS`.
+@dataclass(frozen=True)
+class Place:
+    """The numbers of one process, which its arguments may contain."""
 
-    `["/home/me/train.py", "--local_rank", "1", "--lr", "0.1"]` gives `["train.py", "--lr", "0.1"]`.
+    rank: int
+    local_rank: int
+    machine: int
+    processes_of_machine: int
+
+
+def command_of_script(argv: Sequence[str]) -> list[str]:
+    """Returns the name of the script, without its folder, and its arguments.
+
+    Machines may have the script in different folders.
     """
     if not argv:
         return []
-    script_name = Path(argv[0]).name  # machines may have the script in different folders
-    shared, _ = _split_off([script_name, *argv[1:]], PLACE_FLAGS)
-    return shared
+    return [Path(argv[0]).name, *argv[1:]]
 
 
-def _split_off(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments without some flags and their values, and these values."""
+@dataclass(frozen=True)
+class Launch:
+    """How the processes were started: what may say which process one is."""
+
+    places: Sequence[Place]
+    """In the order of the ranks."""
+    set_by_script: bool
+    """The script has given `init` the rank, which may then come from an argument of any name."""
+    set_by_hand: bool
+    """The script or the user has numbered the processes, and no launcher."""
+    has_macro: bool
+    """The launcher replaces `${local_rank}` in the arguments."""
+
+
+def blank_out_harmless_differences(
+    commands: Sequence[Sequence[str]], launch: Launch
+) -> list[list[str]]:
+    """Returns the arguments of each rank, with `...` for each value that differs and may.
+
+    Args:
+        commands: what `command_of_script` returned on each rank, in the order of the ranks.
+        launch: how they were started.
+    """
+    blanked = [list(command) for command in commands]
+    for flag in PLACE_FLAGS:
+        if any(_split_off(command, flag)[1] for command in blanked):
+            blanked = [_with_flag_last(command, flag) for command in blanked]
+    commands = [list(command) for command in blanked]
+    if len({len(command) for command in commands}) != 1:
+        return blanked  # nothing says which of their arguments belong together
+    differing = []
+    for position in range(len(commands[0])):
+        if len({command[position] for command in commands}) > 1:
+            differing.append(position)
+    for position in differing:
+        name_and_values = _read_argument(commands, position)
+        if name_and_values is None:
+            continue
+        name, values = name_and_values
+        if not _may_differ(name, values, launch, is_only_one=len(differing) == 1):
+            continue
+        for command in blanked:
+            flag, equals_sign, _ = command[position].rpartition("=")
+            command[position] = f"{flag}{equals_sign}{BLANK}"
+    return blanked
+
+
+def _with_flag_last(command: Sequence[str], flag: str) -> list[str]:
+    """Returns the arguments with a flag and its value at the end, with 0 if it is not given.
+
+    `["train.py", "--rank=1", "-v"]` gives `["train.py", "-v", "--rank", "1"]`. Of several values
+    the last one counts, as in argparse.
+    """
+    others, values = _split_off(command, flag)
+    value = values[-1] if values else "0"
+    return [*others, flag, value]
+
+
+def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
+    """Returns the arguments without a flag, and the values that it has."""
     others = []
     values = []
     value_follows = False
-    for argument in arguments:
-        flag, equals_sign, value = argument.partition("=")
+    for argument in command:
+        name, equals_sign, value = argument.partition("=")
         if value_follows:  # `--rank 1`: the value is the next argument
             values.append(argument)
             value_follows = False
-        elif flag not in flags:
+        elif name != flag:
             others.append(argument)
         elif equals_sign:
             values.append(value)
@@ -80,84 +160,40 @@ def _split_off(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[s
     return others, values
 
 
-def leave_out_numbers(
-    commands: Sequence[Sequence[str]], hosts: Sequence[str], *, by_hand: bool
-) -> list[list[str]]:
-    """Returns the arguments of each rank without those that number the process or its machine.
+def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_one: bool) -> bool:
+    """True if an argument is of one of the kinds that this module's docstring lists.
 
     Args:
-        commands: what `shared_arguments` returned on each rank, in the order of the ranks.
-        hosts: the machine of each rank.
-        by_hand: True if no launcher has numbered the ranks, so that the rank itself may be an
-            argument of any name. A launcher starts the same command for all ranks of a machine, in
-            which it replaces `${local_rank}`.
+        name: of the argument; empty if it has none.
+        values: its value on each rank.
+        launch: how they were started.
+        is_only_one: True if no other argument differs.
     """
-    commands, rank_has_its_name = _leave_out_rank(commands, hosts)
-    if len({len(command) for command in commands}) != 1:
-        return commands  # nothing says which of their arguments belong together
-    differing = []
-    for position in range(len(commands[0])):
-        if len({command[position] for command in commands}) > 1:
-            differing.append(position)
-
-    left_out = set()
-    for position in differing:
-        name_and_values = _read_numbers(commands, position)
-        if name_and_values is None:
-            continue
-        name, values = name_and_values
-        if _has_word(name, WORDS_OF_DEVICES, SHORT_NAMES_OF_DEVICES):
-            left_out.add(position)
-            continue
-        if any("," in value for value in values):
-            continue
-        numbers = [int(value) for value in values]
-        local_ranks, ranks_of_machine = _count_on_machines(hosts)
-        is_numbering = _is_numbering(numbers, hosts, local_ranks)
-        if _has_word(name, WORDS_OF_PLACES, SHORT_NAMES_OF_PLACES):
-            may_differ = is_numbering or numbers == ranks_of_machine
-        elif by_hand:
-            may_differ = is_numbering and len(differing) == 1 and not rank_has_its_name
-        else:
-            may_differ = numbers == local_ranks
-        if may_differ:
-            left_out.add(position)
-    kept = []
-    for command in commands:
-        kept.append([text for position, text in enumerate(command) if position not in left_out])
-    return kept
+    if _names_devices(name) and all(_are_devices(value) for value in values):
+        return True
+    if not all(NUMBER.fullmatch(value) for value in values):
+        return False
+    numbers = [int(value) for value in values]
+    if _names_place(name):
+        if _is_numbering(numbers, launch.places):
+            return True
+        if numbers == [place.rank - place.local_rank for place in launch.places]:
+            return True  # the first rank of each machine
+        if _words(name) & NOUNS_OF_MACHINES and _are_machines(numbers, launch.places):
+            return True
+        # Two machines that are tried out on one cannot be told apart. They are 0, 0, 1, 1.
+        return launch.set_by_hand and _counts_up(numbers)
+    if _names_count(name):
+        return numbers == [place.processes_of_machine for place in launch.places]
+    if launch.set_by_script:
+        return is_only_one and _is_numbering(numbers, launch.places)
+    return launch.has_macro and numbers == [place.local_rank for place in launch.places]
 
 
-def _leave_out_rank(
-    commands: Sequence[Sequence[str]], hosts: Sequence[str]
-) -> tuple[list[list[str]], bool]:
-    """Leaves out `--rank` where its values number the processes.
-
-    Args:
-        commands: the arguments of each rank.
-        hosts: the machine of each rank.
-
-    Returns:
-        The arguments of each rank; and True if `--rank` was left out and its values differ.
-    """
-    unchanged = [list(command) for command in commands]
-    without_rank = []
-    numbers = []
-    for command in commands:
-        others, values = _split_off(command, {RANK_FLAG})
-        number = values[-1] if values else "0"
-        if not number.isdecimal():
-            return unchanged, False
-        without_rank.append(others)
-        numbers.append(int(number))
-    local_ranks, _ = _count_on_machines(hosts)
-    if not _is_numbering(numbers, hosts, local_ranks):
-        return unchanged, False
-    return without_rank, len(set(numbers)) > 1
-
-
-def _read_numbers(commands: Sequence[Sequence[str]], position: int) -> tuple[str, list[str]] | None:
-    """Returns an argument's name and its value on each rank; None if the values are no numbers.
+def _read_argument(
+    commands: Sequence[Sequence[str]], position: int
+) -> tuple[str, list[str]] | None:
+    """Returns an argument's name and its value on each rank; None if its name differs as well.
 
     Args:
         commands: the arguments of each rank.
@@ -166,52 +202,91 @@ def _read_numbers(commands: Sequence[Sequence[str]], position: int) -> tuple[str
     names = set()
     values = []
     for command in commands:
-        match = NUMBERED_ARGUMENT.fullmatch(command[position])
+        match = NAME_AND_VALUE.fullmatch(command[position])
         if match is None:
-            return None
+            return None  # an empty text
         name = match["name"]
         before = command[position - 1] if position > 0 else ""
-        if not name and before.startswith("-"):
+        if not name and before.startswith("-") and "=" not in before:
             name = before
         names.add(name)
-        values.append(match["numbers"])
+        values.append(match["value"])
     if len(names) != 1:
         return None
     return names.pop(), values
 
 
-def _has_word(name: str, words: Sequence[str], short_names: frozenset[str]) -> bool:
-    """True if the name of an argument, such as `--rank-number=`, has a word or is a short name."""
-    plain_name = name.strip("-+=").lower()
-    return plain_name in short_names or any(word in plain_name for word in words)
+def _names_place(name: str) -> bool:
+    """True for names such as `--rank`, `--node-id=` and `-rn`, and not for `--lora-rank`."""
+    if _has_only(name, NOUNS_OF_PLACES, WORDS_BESIDE_PLACES | NOUNS_OF_PROCESSES):
+        return True
+    has_number = bool(_words(name) & WORDS_FOR_NUMBERS)
+    return has_number and _has_only(name, NOUNS_OF_PROCESSES, WORDS_BESIDE_PLACES)
 
 
-def _is_numbering(numbers: list[int], hosts: Sequence[str], local_ranks: list[int]) -> bool:
-    """True if these are the ranks, the local ranks, or the numbers or first ranks of the machines.
+def _names_devices(name: str) -> bool:
+    """True for names such as `--gpu`, `--device_ids` and `--cuda-device`, not for `--per-gpu`."""
+    return _has_only(name, NOUNS_OF_DEVICES, WORDS_BESIDE_DEVICES)
+
+
+def _names_count(name: str) -> bool:
+    """True for names such as `--nproc_per_node` and `--num-gpus`."""
+    return _has_only(name, NOUNS_OF_COUNTS, WORDS_BESIDE_COUNTS)
+
+
+def _has_only(name: str, nouns: frozenset[str], other_words: frozenset[str]) -> bool:
+    """True if a name has one of the nouns, and no words but nouns and the others."""
+    words = _words(name)
+    return bool(words & nouns) and words <= nouns | other_words | SECTIONS
+
+
+def _words(name: str) -> set[str]:
+    """Returns the words of a name: `--local_rank=` and `--localRank` have "local" and "rank"."""
+    separated = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.strip("-+="))
+    return set(re.split(r"[-_.]", separated.lower()))
+
+
+def _are_devices(value: str) -> bool:
+    """True for `0`, `cuda:1`, `0,1` and `[0,1]`: numbers of different devices."""
+    without_brackets = value.removeprefix("[").removesuffix("]")
+    if DEVICES.fullmatch(without_brackets) is None:
+        return False
+    devices = without_brackets.split(",")
+    return len(set(devices)) == len(devices)
+
+
+def _is_numbering(numbers: list[int], places: Sequence[Place]) -> bool:
+    """True if these are the ranks, the local ranks, or the numbers of the machines.
 
     Args:
         numbers: the value of an argument on each rank.
-        hosts: the machine of each rank.
-        local_ranks: the number of each rank among those of its machine.
+        places: the numbers of each rank.
     """
-    first_rank_of_host: dict[str, int] = {}
-    for rank, host in enumerate(hosts):
-        first_rank_of_host.setdefault(host, rank)
-    first_ranks = [first_rank_of_host[host] for host in hosts]
-    if numbers in (local_ranks, first_ranks):
-        return True
-    # Ranks are 0, 1, 2, 3; machines of two ranks each are 0, 0, 1, 1. The machines are not taken
-    # from `hosts`, because two "machines" may be tried out on one.
+    return numbers in (
+        [place.rank for place in places],
+        [place.local_rank for place in places],
+        [place.machine for place in places],
+    )
+
+
+def _counts_up(numbers: list[int]) -> bool:
+    """True for numbers such as 0, 0, 1, 1, 2: from 0 on, and none is left out."""
     if numbers[0] != 0:
         return False
     return all(after - before in (0, 1) for before, after in pairwise(numbers))
 
 
-def _count_on_machines(hosts: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Returns the number of each rank among those of its machine, and how many that machine has."""
-    ranks_seen: Counter[str] = Counter()
-    local_ranks = []
-    for host in hosts:
-        local_ranks.append(ranks_seen[host])
-        ranks_seen[host] += 1
-    return local_ranks, [ranks_seen[host] for host in hosts]
+def _are_machines(numbers: list[int], places: Sequence[Place]) -> bool:
+    """True if each machine has one number, another than all others, counted from 0.
+
+    torchrun numbers machines in the order in which they happen to meet, which may be another than
+    the one in which the user has numbered them.
+
+    Args:
+        numbers: the value of an argument on each rank.
+        places: the numbers of each rank.
+    """
+    machines = [place.machine for place in places]
+    pairs = set(zip(machines, numbers, strict=True))
+    num_machines = len(set(machines))
+    return len(pairs) == num_machines and set(numbers) == set(range(num_machines))

@@ -23,7 +23,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -31,7 +31,7 @@ import psutil
 from torch.distributed import Store
 
 from lockstep import errors
-from lockstep.distributed.manifest import mismatches, without_numbers
+from lockstep.distributed.manifest import mismatches, without_harmless_differences
 from lockstep.distributed.network import boot_id, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
@@ -63,6 +63,11 @@ class JoinRequest:
     manifest: Mapping[str, str]
     boot_id: str = ""
     """Changes whenever the machine is started; empty if its system has no such number."""
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    unknown: Sequence[str] = ()
+    """Which of the three numbers before the process does not know yet: see `Topology.unknown`."""
 
     @property
     def process(self) -> str:
@@ -154,6 +159,10 @@ class Join:
             started=process.create_time(),
             manifest=dict(self.manifest),
             boot_id=self.boot_id,
+            local_rank=self.topology.local_rank,
+            local_size=self.topology.local_size,
+            node_rank=self.topology.node_rank,
+            unknown=sorted(self.topology.unknown),
         )
         self.store.set(f"request/{request.number}", json.dumps(vars(request)))
         return request
@@ -361,21 +370,41 @@ class Join:
 
     def _find_mismatch(self, members: Sequence[JoinRequest]) -> JoinFailure | None:
         """Returns the error if the manifests of the members differ."""
-        manifests = without_numbers(
-            [member.manifest for member in members],
-            name_machines(members),
-            by_hand=self.topology.is_set_by_hand,
-        )
-        lines = mismatches(manifests)
+        manifests = [member.manifest for member in members]
+        if not mismatches(manifests):
+            return None
+        lines = mismatches(without_harmless_differences(manifests, self._topologies_of(members)))
         if not lines:
             return None
         do = "start the same command, with the same code and versions, on every machine"
         if any(line.startswith("arguments: ") for line in lines):
-            do += "; an argument that numbers the process or its machine may differ: call it --rank"
-            do += ", --local-rank or --node-rank"
+            do += (
+                "; an argument may differ if its value is the rank, local rank or machine number "
+                "of each process and its name says so (--rank, --local-rank, --node-rank)"
+            )
         # A launcher starts the same commands, with the same code and versions, again.
         found = "; ".join(lines)
         return errors.RanksDifferError(self._requested_run, found, do, may_pass=False)
+
+    def _topologies_of(self, members: Sequence[JoinRequest]) -> list[Topology]:
+        """Returns the place of each rank, as it will be once the run has started.
+
+        Args:
+            members: the processes of the run, in the order of their ranks.
+        """
+        hosts = name_machines(members)
+        topologies = []
+        for member in members:
+            topology = replace(
+                self.topology,
+                rank=member.rank,
+                local_rank=member.local_rank,
+                local_size=member.local_size,
+                node_rank=member.node_rank,
+                unknown=frozenset(member.unknown),
+            )
+            topologies.append(topology.with_hosts(hosts))
+        return topologies
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
         """Waits, up to `GRACE_S`, until all processes that may still come have read the error.

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep import masking
-from lockstep.distributed.arguments import leave_out_numbers, shared_arguments
+from lockstep.distributed.arguments import (
+    Launch,
+    Place,
+    blank_out_harmless_differences,
+    command_of_script,
+)
+from lockstep.distributed.topology import SET_BY_SCRIPT, Topology
 from lockstep.wording import format_ranks, group_by_key
 
 MAX_VALUES_SHOWN = 4
@@ -32,7 +38,7 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
         settings: what else must be equal on all ranks, such as the seed.
     """
     manifest = {
-        "arguments": shlex.join(masking.mask_secrets(shared_arguments(sys.argv))),
+        "arguments": shlex.join(masking.mask_secrets(command_of_script(sys.argv))),
         "script": _script_hash(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "platform": platform.machine(),
@@ -47,23 +53,38 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
     return manifest
 
 
-def without_numbers(
-    manifests: Sequence[Mapping[str, str]], hosts: Sequence[str], *, by_hand: bool
+def without_harmless_differences(
+    manifests: Sequence[Mapping[str, str]], topologies: Sequence[Topology]
 ) -> list[dict[str, str]]:
-    """Returns the manifests without the arguments that number the process or its machine.
+    """Returns the manifests without the differences of arguments that may be, see `arguments`.
 
     Args:
         manifests: one for each rank, in the order of the ranks.
-        hosts: the machine of each rank.
-        by_hand: True if no launcher has numbered the ranks.
+        topologies: the place of each rank.
     """
     compared = [dict(manifest) for manifest in manifests]
     texts = [manifest.get("arguments", "") for manifest in manifests]
     if len(set(texts)) == 1:
         return compared
+    places = []
+    for topology in topologies:
+        places.append(
+            Place(
+                rank=topology.rank,
+                local_rank=topology.local_rank,
+                machine=topology.node_rank,
+                processes_of_machine=topology.local_size,
+            )
+        )
     commands = [shlex.split(text) for text in texts]
-    kept = leave_out_numbers(commands, hosts, by_hand=by_hand)
-    for manifest, arguments in zip(compared, kept, strict=True):
+    launch = Launch(
+        places,
+        set_by_script=topologies[0].source == SET_BY_SCRIPT,
+        set_by_hand=topologies[0].is_set_by_hand,
+        has_macro=topologies[0].launcher_has_macro,
+    )
+    blanked = blank_out_harmless_differences(commands, launch)
+    for manifest, arguments in zip(compared, blanked, strict=True):
         manifest["arguments"] = shlex.join(arguments)
     return compared
 

@@ -50,6 +50,7 @@ SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 # What `Topology.source` says where no launcher has numbered the processes.
 SET_BY_SCRIPT = "the script"
 SET_BY_VARIABLES = "RANK and WORLD_SIZE"
+SCHEDULERS = ("Open MPI", "MPICH", "Slurm")
 
 # Slurm's short form of one or more hosts with the same prefix: "n[01-03,7]-ib[0-1]" or "login".
 SLURM_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
@@ -124,6 +125,15 @@ class Topology:
     def is_set_by_hand(self) -> bool:
         """True if the script or the user has numbered the processes, and no launcher."""
         return self.source in (SET_BY_SCRIPT, SET_BY_VARIABLES)
+
+    @property
+    def launcher_has_macro(self) -> bool:
+        """True if the launcher starts one command for all processes of a machine.
+
+        torchrun and `lockstep run` do, and replace `${local_rank}` in its arguments. MPI and Slurm
+        can start other commands for some processes.
+        """
+        return not self.is_set_by_hand and self.source not in SCHEDULERS
 
     @property
     def one_node(self) -> bool:
