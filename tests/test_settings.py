@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -14,6 +16,7 @@ from lockstep.cli.run import command
 from lockstep.errors import SettingError
 from lockstep.settings import (
     DECLARATIONS,
+    VERIFY_VARIABLE,
     Settings,
     check_names_of_variables,
     parse_shares,
@@ -122,3 +125,28 @@ def test_the_advice_for_shares_fits_the_number_of_ranks(size: int, do: str) -> N
     with pytest.raises(SettingError) as caught:
         parse_shares("1:2:3:4", size)
     assert do in caught.value.do
+
+
+def test_batchnorm_is_synchronised_unless_there_are_virtual_ranks() -> None:
+    given: list[dict[str, Any]] = [
+        {},
+        {"sync_batchnorm": False},
+        {"virtual_ranks": 2},
+        {"virtual_ranks": 2, "sync_batchnorm": True},
+    ]
+    found = [resolve_settings({}, **values).synchronises_batchnorm for values in given]
+    assert found == [True, False, False, True]
+
+
+def test_verify_has_virtual_ranks_only_where_one_process_can_compute_them() -> None:
+    by_bits = {VERIFY_VARIABLE: json.dumps({"virtual_ranks_of_verify": 2})}
+    settings = resolve_settings(by_bits, sync_batchnorm=True)
+    assert (settings.virtual_ranks, settings.synchronises_batchnorm) == (2, False)
+    settings = resolve_settings(by_bits, sync_batchnorm=True, virtual_ranks=3)
+    assert (settings.virtual_ranks, settings.synchronises_batchnorm) == (3, True)
+    reference = {VERIFY_VARIABLE: json.dumps({"reference_of_verify": True})}
+    found = []
+    for sync_batchnorm in (True, None):
+        settings = resolve_settings(reference, sync_batchnorm=sync_batchnorm, virtual_ranks=3)
+        found.append(settings.virtual_ranks)
+    assert found == [None, 3]

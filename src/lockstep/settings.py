@@ -429,15 +429,28 @@ class Settings:
         None, name="collective_timeout", agreement=Agreement.NONE
     )
     """Seconds that a collective may take; None: torch's default for the backend."""
-    sync_batchnorm: bool = _setting(True)
+    sync_batchnorm: bool | None = _setting(None)
+    """None: see `synchronises_batchnorm`."""
     measure_link: bool = _setting(True)
     """Measure the network between machines when the run begins."""
     min_micro_batches: int = 1
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
     uncompressed: bool = False
     """Gradients are sent as they are, whatever was chosen; `lockstep verify` compares so."""
+    reference_of_verify: bool = False
+    """This is the run on one process with which `lockstep verify` compares within a tolerance."""
     virtual_ranks_of_verify: int | None = None
     """The value of `virtual_ranks` if `lockstep verify` has set it because nobody else did."""
+
+    @property
+    def synchronises_batchnorm(self) -> bool:
+        """True if BatchNorm takes its statistics from the samples of all ranks.
+
+        With virtual ranks it does so only if it was asked to, because that needs as many processes.
+        """
+        if self.sync_batchnorm is None:
+            return self.virtual_ranks is None
+        return self.sync_batchnorm
 
     @property
     def collective_timeout(self) -> timedelta | None:
@@ -519,10 +532,16 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         values.pop("check_devices", None)
         values.pop("trace_step", None)  # it keeps no report, either
         # To compare bits, `verify` needs virtual ranks; those that the user has set come first.
-        if values.get("virtual_ranks") is None:
-            values["virtual_ranks"] = values.get("virtual_ranks_of_verify")
-        else:
+        if values.get("virtual_ranks") is not None:
             values["virtual_ranks_of_verify"] = None
+        elif values.get("virtual_ranks_of_verify") is not None:
+            values["virtual_ranks"] = values["virtual_ranks_of_verify"]
+            # Statistics of the global batch would need as many processes; in float64 they are
+            # compared.
+            values["sync_batchnorm"] = False
+        # One process that has the whole batch takes its statistics without virtual ranks.
+        if values.get("reference_of_verify") and values.get("sync_batchnorm"):
+            values["virtual_ranks"] = None
     # The fields of these two say their unit, which the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:

@@ -213,7 +213,8 @@ class World:
 
         A DataLoader's `batch_size` is that of the global batch, of which each rank gets its part.
         Optimizers and schedulers step once per global batch. On more than one process a module's
-        BatchNorm layers are synchronised unless `init` was called with `sync_batchnorm=False`.
+        BatchNorm layers are synchronised unless `init` was called with `sync_batchnorm=False`, or
+        with `virtual_ranks` and without `sync_batchnorm=True`.
 
         Returns:
             The prepared objects in the order given; for a single object, that object.
@@ -667,7 +668,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     virtual_ranks: int | None = None,
     check_devices: int | None = None,
     device: str | None = None,
-    sync_batchnorm: bool = True,
+    sync_batchnorm: bool | None = None,
     ledger: str | Path | None = None,
     report: str | Path | None = None,
     trace_step: int | None = None,
@@ -704,7 +705,9 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             virtual rank of another process again, and the bits are compared, to find devices that
             compute wrongly; see docs/check_devices.md. By default devices are not checked.
         device: `cpu`, `cuda` or `cuda:0`; by default a GPU if there is one.
-        sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
+        sync_batchnorm: whether BatchNorm takes its statistics from the samples of all ranks; False
+            leaves each rank its own. By default it does, but with `virtual_ranks` each virtual rank
+            has its own: all of them together need as many processes.
         ledger: a folder in which every rank writes down which samples it trains in which step, for
             `lockstep ledger`; by default nothing is written.
         report: a folder in which every rank writes down how its steps go, for `lockstep report`;
@@ -767,6 +770,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             if determinism.differences and run.topology.is_main:
                 print_line(f"bits are not promised: {determinism.differences}")
             reason = "each computed by itself: the same bits on any number of processes up to it"
+            if settings.synchronises_batchnorm:
+                reason += "; if the model has BatchNorm, on as many (sync_batchnorm=True)"
             choices.append(Choice("virtual ranks", str(settings.virtual_ranks), reason))
         if settings.check_devices is not None:
             choices.append(_choice_of_device_checks(settings.check_devices, run.topology.size))

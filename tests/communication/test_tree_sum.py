@@ -14,7 +14,7 @@ import lockstep
 from lockstep.communication import routing, shared_memory
 from lockstep.communication.summation_tree import Node
 from lockstep.communication.traffic import traffic
-from lockstep.communication.tree_sum import TreeSums
+from lockstep.communication.tree_sum import TreeSums, add_rows_in_tree
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +29,13 @@ def naive_sum(node: Node, values: Sequence[Tensor | None]) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
     return left + right
+
+
+def test_rows_are_added_in_the_order_of_the_tree() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for num_rows in range(1, 20):
+        rows = torch.randn(num_rows, 50, generator=generator)
+        assert torch.equal(add_rows_in_tree(rows), naive_sum(Node(0, num_rows), list(rows)))
 
 
 def push(sums: TreeSums, values: Sequence[Tensor | None]) -> list[Tensor]:

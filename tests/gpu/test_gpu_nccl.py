@@ -130,15 +130,18 @@ def batchnorm(device: torch.device) -> list[float]:
     expected = torch.nn.functional.batch_norm(whole[0], None, None, *whole[1:], training=True)
     expected.backward(dy)
     own = [t.to(device).requires_grad_() for t in (x, weight, bias)]
+    sum_over_ranks = functools.partial(sync_batchnorm.sum_over_ranks, group=None, tree_sums=None)
     # Not by the layer itself, which is torch's own BatchNorm on one rank.
     if device.type == "cuda":
         row = fused_batchnorm.make_row(own[0].detach(), 1e-5, counts=True)
         rows = sync_batchnorm._gather_rows(row, None)
         mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, 1e-5)
-        y = fused_batchnorm.FusedNormalize.apply(*own, mean, invstd, rows[:, -1], None, False)
+        y = fused_batchnorm.FusedNormalize.apply(
+            *own, mean, invstd, rows[:, -1], sum_over_ranks, False
+        )
     else:
         moments = sync_batchnorm._global_moments(own[0], None)
-        y = sync_batchnorm._Normalize.apply(*own, moments, 1e-5, None)
+        y = sync_batchnorm._Normalize.apply(*own, moments, 1e-5, sum_over_ranks)
     y.backward(dy.to(device))
     pairs = [(y, expected), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
     return [float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs]

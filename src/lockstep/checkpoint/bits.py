@@ -15,21 +15,22 @@ import torch
 
 from lockstep.distributed.numerics import describe_differences, read_numerics
 from lockstep.errors import CheckpointError, warn
-from lockstep.settings import is_whole_number
+from lockstep.settings import Settings, is_whole_number
 from lockstep.wording import count_noun
 
 
-def facts_about_bits(num_virtual_ranks: int | None, device: torch.device) -> dict[str, Any]:
+def facts_about_bits(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Returns what the manifest of a checkpoint says about bits; empty without virtual ranks.
 
     Args:
-        num_virtual_ranks: how many virtual ranks the run that saves has; None: it has none.
+        settings: of the run that saves.
         device: the device that this process computes on.
     """
-    if num_virtual_ranks is None:
+    if settings.virtual_ranks is None:
         return {}
     return {
-        "virtual_ranks": num_virtual_ranks,
+        "virtual_ranks": settings.virtual_ranks,
+        "sync_batchnorm": settings.synchronises_batchnorm,
         "threads": torch.get_num_threads(),
         "numerics": _numerics(device),
     }
@@ -42,10 +43,10 @@ def _numerics(device: torch.device) -> dict[str, str]:
     return {**read_numerics(device), "Lockstep": __version__}
 
 
-def check_virtual_ranks(
-    path: Path | str, manifest: Mapping[str, Any], num_virtual_ranks: int | None
-) -> None:
-    """Checks that a run has as many virtual ranks as the one that has saved a checkpoint.
+def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings: Settings) -> None:
+    """Checks that a run has the same virtual ranks as the one that has saved a checkpoint.
+
+    BatchNorm must take its statistics from the same samples, too.
 
     A run that has none may resume every checkpoint, with a warning: a checkpoint can be resumed
     under every strategy, also under those that have no virtual ranks, and nothing was set that
@@ -54,13 +55,17 @@ def check_virtual_ranks(
     Args:
         path: the path of the checkpoint, or a description of where it was.
         manifest: the manifest of the checkpoint.
-        num_virtual_ranks: how many virtual ranks this run has; None: it has none.
+        settings: of this run.
 
     Raises:
-        CheckpointError: the checkpoint has another number.
+        CheckpointError: the checkpoint has another number, or other statistics of BatchNorm.
     """
     saved = manifest.get("virtual_ranks")
-    if saved is None or saved == num_virtual_ranks:
+    num_virtual_ranks = settings.virtual_ranks
+    if saved is None:
+        return
+    if saved == num_virtual_ranks:
+        _check_batchnorm(path, manifest, settings)
         return
     if num_virtual_ranks is not None:
         raise CheckpointError(
@@ -75,6 +80,35 @@ def check_virtual_ranks(
         "processes",
         f"to keep them, continue with virtual_ranks={saved} (lockstep run --virtual-ranks {saved})",
     )
+
+
+def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Settings) -> None:
+    """Checks that BatchNorm takes its statistics from the same samples as before.
+
+    Args:
+        path: see `check_virtual_ranks`.
+        manifest: of a checkpoint with as many virtual ranks. One of an earlier version does not say
+            how the statistics were taken; they were those of each virtual rank.
+        settings: of this run.
+
+    Raises:
+        CheckpointError: it takes them from others.
+    """
+    was_synchronised = manifest.get("sync_batchnorm", False)
+    if was_synchronised and not settings.synchronises_batchnorm:
+        raise CheckpointError(
+            f"resuming from {path} without sync_batchnorm=True",
+            "it was saved with it: BatchNorm would take its statistics from other samples from "
+            "here on",
+            f"continue with sync_batchnorm=True, on {settings.virtual_ranks} processes",
+        )
+    if settings.synchronises_batchnorm and not was_synchronised:
+        raise CheckpointError(
+            f"resuming from {path} with sync_batchnorm=True",
+            "it was saved without it: BatchNorm would take its statistics from other samples from "
+            "here on",
+            "leave sync_batchnorm out",
+        )
 
 
 def restore_threads(

@@ -208,7 +208,7 @@ class Checkpoint:
         """What the last `resume()` found and did, in a sentence or two."""
         self._collectives = run.collectives
         self._extensions = run.extensions
-        self._num_virtual_ranks = run.settings.virtual_ranks
+        self._settings = run.settings
         self._random_states = RandomStates(run.collectives, common_stream)
         self._joined = run.joined
         self._progress = run.step
@@ -603,7 +603,7 @@ class Checkpoint:
 
             def load() -> str:
                 """Loads the states if they fit; returns a sentence for the user."""
-                check_virtual_ranks(where, loaded["manifest"], self._num_virtual_ranks)
+                check_virtual_ranks(where, loaded["manifest"], self._settings)
                 check_fits(where, self._state, loaded)
                 return self._load_states(where, loaded)
 
@@ -711,7 +711,7 @@ class Checkpoint:
     def _facts_about_bits(self) -> dict[str, Any]:
         """Returns what the manifest says about bits."""
         if self._bits is None:
-            self._bits = facts_about_bits(self._num_virtual_ranks, self._collectives.device)
+            self._bits = facts_about_bits(self._settings, self._collectives.device)
         return self._bits
 
     # Reading and loading a checkpoint
@@ -727,7 +727,7 @@ class Checkpoint:
             CheckpointError: it cannot be read, or something in it does not fit this run.
         """
         manifest = read_manifest_of(path, checkpoint_id)
-        check_virtual_ranks(path, manifest, self._num_virtual_ranks)
+        check_virtual_ranks(path, manifest, self._settings)
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
         if not isinstance(training, dict):
@@ -768,7 +768,9 @@ class Checkpoint:
             notes += "; its replicas are left out, the training goes on from their shared weights"
         manifest = saved["manifest"]
         rng_note = self._restore_rng(path, saved)
-        bits_note = restore_threads(manifest, self._num_virtual_ranks, self._collectives.device)
+        bits_note = restore_threads(
+            manifest, self._settings.virtual_ranks, self._collectives.device
+        )
         return self._describe(path, manifest) + rng_note + notes + bits_note
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
@@ -843,7 +845,7 @@ class Checkpoint:
             "epoch": self._epoch(states),
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
-            **facts_about_bits(self._num_virtual_ranks, self._collectives.device),
+            **facts_about_bits(self._settings, self._collectives.device),
             "metric": metric,
             "best": self._policy.best,
             "modules": {name: trees[name] for name in self._module_names()},

@@ -175,6 +175,23 @@ class TreeSums:
         return finish
 
 
+def add_rows_in_tree(rows: Tensor) -> Tensor:
+    """Returns the sum of rows in the order of the tree that has a leaf for each of them.
+
+    Neighbours are added until one row is left; a last row without a neighbour waits for the next
+    round. That is the order of `summation_tree.Node.children`, in as few operations as the tree has
+    levels.
+
+    Args:
+        rows: shape `(leaves, *)`, with at least one leaf.
+    """
+    while len(rows) > 1:
+        num_paired = len(rows) // 2 * 2
+        sums = rows[0:num_paired:2] + rows[1:num_paired:2]
+        rows = torch.cat([sums, rows[num_paired:]]) if num_paired < len(rows) else sums
+    return rows[0]
+
+
 def _start_sliced_sum(
     nodes: Sequence[Tensor],
     total: Tensor,

@@ -13,15 +13,12 @@ Each rank sends a row of 2 C + 1 numbers (C: channels): C means, C inverse stand
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from lockstep.communication import routing
-from lockstep.communication.routing import carrier_device
 
 # A count that divides without being 0, and adds nothing to a count of values.
 SMALLEST_COUNT = 1e-30
@@ -93,7 +90,7 @@ class FusedNormalize(torch.autograd.Function):
         mean: Tensor,
         invstd: Tensor,
         counts: Tensor,
-        group: dist.ProcessGroup | None,
+        sum_over_ranks: Callable[[Tensor], Tensor],
         is_placeholder: bool,
     ) -> Tensor:
         """Returns `(x - mean) * invstd * weight + bias`.
@@ -106,14 +103,14 @@ class FusedNormalize(torch.autograd.Function):
             mean: (C,), of all ranks.
             invstd: (C,), of all ranks.
             counts: (ranks,), how many values per channel each rank has.
-            group: the ranks.
+            sum_over_ranks: returns the sums over all ranks, in the backward pass.
             is_placeholder: the statistics do not depend on `x`.
         """
         weight_for_kernel = _for_kernels(weight, mean.dtype)
         bias_for_kernel = _for_kernels(bias, mean.dtype)
         ctx.save_for_backward(x, weight_for_kernel, mean, invstd, counts.to(torch.int32))
         ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
-        ctx.group = group
+        ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = is_placeholder
         if not x.numel():
             return torch.empty_like(x)
@@ -153,12 +150,11 @@ class FusedNormalize(torch.autograd.Function):
 
         dx = None
         if needs_dx:
-            sums = torch.stack([sum_dy, sum_dy_xmu]).to(carrier_device(x.device, ctx.group))
-            routing.all_reduce(sums, group=ctx.group)  # now they are sums over all ranks
+            sums = ctx.sum_over_ranks(torch.stack([sum_dy, sum_dy_xmu]))
             if ctx.is_placeholder or not x.numel():
                 dx = torch.zeros_like(x)
             else:
-                total_dy, total_dy_xmu = sums.to(x.device)
+                total_dy, total_dy_xmu = sums
                 dx = torch.batch_norm_backward_elemt(
                     dy, x, mean, invstd, weight, total_dy, total_dy_xmu, counts
                 )

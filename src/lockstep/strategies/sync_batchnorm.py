@@ -6,9 +6,9 @@ samples computes (`strategies.placeholder`); it counts for nothing.
 
 Forward, in training on more than one rank: every rank takes the count, mean and sum of squared
 deviations (M2) of its own samples. One all-gather of `1 + 2C` float64 numbers brings them together,
-and every rank combines them in rank order by the parallel formula of Chan, Golub and LeVeque
-("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). All ranks
-compute the same bits, so the running statistics stay equal without being broadcast.
+and every rank combines them by the parallel formula of Chan, Golub and LeVeque ("Updating Formulae
+and a Pairwise Algorithm for Computing Sample Variances", 1979). All ranks compute the same bits, so
+the running statistics stay equal without being broadcast.
 
 Backward: one all-reduce of `2C` float64 numbers (the sums of dy and of dy * normalised x), then
 the input gradient of Ioffe and Szegedy ("Batch Normalization", arXiv 1502.03167, section 3).
@@ -18,6 +18,12 @@ left as local sums, so they are averaged over ranks like those of every other pa
 
 So it is on the CPU. On GPUs torch's own kernels do the same in float32, see `fused_batchnorm`.
 
+The order of the sums: forward, the ranks' moments are added in the binary tree of `summation_tree`
+(on GPUs, torch's kernel adds them in the order of the ranks). Backward, the order is that of the
+all-reduce, which depends on how ranks lie on machines; but with virtual ranks, of which each rank
+computes one, it is the tree again (`SyncBatchNorm.tree_sums`). Then neither order depends on
+machines.
+
 Every rank must run the layer, forward and backward, equally often; a rank without samples takes
 part with an input of shape (0, C, ...).
 """
@@ -25,6 +31,8 @@ part with an input of shape (0, C, ...).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +44,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.communication import routing
 from lockstep.communication.routing import carrier_device
+from lockstep.communication.tree_sum import TreeSums, add_rows_in_tree
 from lockstep.distributed.process_group import blocked_reason
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
@@ -84,6 +93,10 @@ class SyncBatchNorm(BatchNorm):
         UsageError: at forward, on a rank outside `process_group`, or in training mode in an
             evaluation in which some rank has no samples.
     """
+
+    tree_sums: TreeSums | None = None
+    """Adds up over virtual ranks, of which each rank computes one; None: the order of a sum over
+    ranks does not matter."""
 
     def __init__(
         self,
@@ -157,9 +170,13 @@ class SyncBatchNorm(BatchNorm):
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, moments, self.eps, self.process_group
+            x, self.weight, self.bias, moments, self.eps, self._sum_over_ranks()
         )
         return output
+
+    def _sum_over_ranks(self) -> Callable[[Tensor], Tensor]:
+        """Returns the function that sums over ranks in the backward pass."""
+        return partial(sum_over_ranks, group=self.process_group, tree_sums=self.tree_sums)
 
     def _forward_by_fused_kernels(self, x: Tensor, num_ranks: int) -> Tensor:
         """Normalises `x` by the statistics of all ranks' samples, on a GPU."""
@@ -173,7 +190,14 @@ class SyncBatchNorm(BatchNorm):
             return super().forward(x)
         mean, invstd = self._combine_and_track(rows)
         output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean, invstd, counts, group, placeholder.computed
+            x,
+            self.weight,
+            self.bias,
+            mean,
+            invstd,
+            counts,
+            self._sum_over_ranks(),
+            placeholder.computed,
         )
         return output
 
@@ -351,10 +375,10 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     # With n_r values, mean m_r and sum of squared deviations M2_r on rank r (Chan, Golub, LeVeque):
     #   total = sum n_r,  mean = sum n_r * m_r / total
     #   variance = (sum M2_r + sum n_r * (m_r - mean) ** 2) / total
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    squares_within_ranks = sums_of_squares.sum(0)
-    squares_between_ranks = (counts * (means - mean).square()).sum(0)
+    total = add_rows_in_tree(counts)[0]
+    mean = add_rows_in_tree(counts * means) / total
+    squares_within_ranks = add_rows_in_tree(sums_of_squares)
+    squares_between_ranks = add_rows_in_tree(counts * (means - mean).square())
     variance = (squares_within_ranks + squares_between_ranks) / total
     return _GlobalMoments(mean, variance, total, centred)
 
@@ -365,6 +389,26 @@ def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     rows = sent.new_empty(dist.get_world_size(group), sent.numel())
     routing.all_gather(rows, sent, group)
     return rows.to(row.device)
+
+
+def sum_over_ranks(
+    sums: Tensor, group: dist.ProcessGroup | None, tree_sums: TreeSums | None
+) -> Tensor:
+    """Returns the sums over all ranks. The argument may be overwritten.
+
+    Args:
+        sums: those over the samples of this rank, contiguous.
+        group: the ranks.
+        tree_sums: adds up in a fixed order; None: the order may depend on the machines.
+    """
+    totals = sums.to(carrier_device(sums.device, group))
+    if tree_sums is None:
+        routing.all_reduce(totals, group=group)
+    else:
+        flat = totals.view(-1)
+        wait = tree_sums.start([flat], flat, scale=1.0)
+        wait()
+    return totals.to(sums.device)
 
 
 def _two_pass_moments(x: Tensor) -> _LocalMoments:
@@ -421,13 +465,14 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         moments: _GlobalMoments,
         eps: float,
-        group: dist.ProcessGroup | None,
+        sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Returns `xhat * weight + bias`, where `xhat` is `(x - mean) / sqrt(variance + eps)`.
 
         The `moments` of all ranks are float64: `mean` and `variance`, (C,), and `total`, the number
         of values per channel. `moments.centred` has `deviations`: `x - centre`, where `centre` is
-        the mean of this rank's samples. The output is computed in their memory.
+        the mean of this rank's samples. The output is computed in their memory. The backward pass
+        calls `sum_over_ranks`.
         """
         dtype = statistics_dtype(x)
         invstd = (moments.variance + eps).rsqrt()
@@ -435,7 +480,7 @@ class _Normalize(torch.autograd.Function):
         variance = moments.variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance, invstd.to(dtype), moments.total)
         ctx.eps = eps
-        ctx.group = group
+        ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = placeholder.computed
         if not x.numel():
             return torch.empty_like(x)
@@ -478,9 +523,8 @@ class _Normalize(torch.autograd.Function):
 
         dx = None
         if needs_dx:
-            sums = torch.stack([sum_dy, sum_dy_xhat]).double()  # (2, C)
-            sums = sums.to(carrier_device(x.device, ctx.group))
-            routing.all_reduce(sums, group=ctx.group)  # now they are sums over all ranks
+            own_sums = torch.stack([sum_dy, sum_dy_xhat]).double()  # (2, C)
+            sums = ctx.sum_over_ranks(own_sums)
             if ctx.is_placeholder:  # the global moments do not depend on it
                 dx = torch.zeros_like(x)
             else:
@@ -491,7 +535,7 @@ class _Normalize(torch.autograd.Function):
                 #   factor_of_xhat = sum_dy_xhat / -total * scale
                 # Both are computed at once, from the two rows of `sums`.
                 scale = invstd if weight is None else invstd * weight
-                coefficients = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
+                coefficients = sums.div_(-total).mul_(scale).to(invstd.dtype)
                 constant, factor_of_xhat = coefficients
                 dx = _scaled_sum(
                     dy, scale.to(invstd.dtype), x, mean, variance, ctx.eps, factor_of_xhat, constant
@@ -610,6 +654,13 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
     return BatchNormNames(list(converted), left_alone)
+
+
+def forget_tree_sums(module: nn.Module) -> None:
+    """Lets every SyncBatchNorm in `module` sum over ranks in any order again."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.tree_sums = None
 
 
 def is_plain(layer: nn.Module) -> bool:

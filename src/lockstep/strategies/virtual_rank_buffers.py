@@ -6,6 +6,9 @@ began. After the last one they get their new values: those of BatchNorm, and oth
 has named (`average_buffers`), the mean over virtual ranks, added up in the order of the tree; all
 others those of virtual rank 0.
 
+A SyncBatchNorm gives its buffers the values of the global batch by itself, the same on all ranks
+(`virtual_rank_batchnorm`). They are only set back where a global batch is broken off.
+
 The numbers of batches that BatchNorm counts are of the last kind. What virtual rank 0 has added to
 them is summed in the same message as the means, where all other virtual ranks give zeros, so that
 they need no message of their own.
@@ -13,7 +16,7 @@ they need no message of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_ea
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, has_leaf
 
 
@@ -66,14 +70,19 @@ class VirtualRankBuffers(Extension):
         self._tree = tree
         self._step = step
         batchnorm_ids: set[int] = set()
+        synchronised_ids: set[int] = set()
         for layer in module.modules():
             if isinstance(layer, BatchNorm):
                 batchnorm_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+            if isinstance(layer, SyncBatchNorm):
+                synchronised_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
         patterns = [average] if isinstance(average, str) else average
         self.averaged: list[str] = []
         """The names of the buffers that are averaged."""
         self._counts: list[str] = []
         """The names of the numbers of batches that BatchNorm counts."""
+        self._synchronised: set[str] = set()
+        """The names of the buffers of SyncBatchNorm."""
         self._with_uncounted_writes: set[str] = set()
         """The names of the averaged buffers and of all of BatchNorm. Torch counts the writes to a
         tensor, except those of its BatchNorm."""
@@ -86,7 +95,9 @@ class VirtualRankBuffers(Extension):
             self._places.append((name, module.get_submodule(owner_name), attribute))
             is_of_batchnorm = id(buffer) in batchnorm_ids
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
-            if buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
+            if id(buffer) in synchronised_ids:
+                self._synchronised.add(name)
+            elif buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
                 self.averaged.append(name)
             elif is_of_batchnorm:
                 self._counts.append(name)
@@ -126,11 +137,11 @@ class VirtualRankBuffers(Extension):
         if previous is not None and not micro_batch.first:
             # Another virtual rank of the same global batch.
             self._virtual_rank_ended(previous)
-            self._restore_buffers()
+            self._restore_buffers(keep=self._synchronised)
             return
         # A global batch begins.
         if self._in_global_batch:  # the optimizer has not stepped for the one before
-            self._restore_buffers()
+            self._restore_buffers(keep=self._synchronised)
         self._in_global_batch = self._has_optimizer
         self._nodes.clear()
         self._of_first.clear()
@@ -148,7 +159,7 @@ class VirtualRankBuffers(Extension):
         self._combined_in = self._step.key
         self._in_global_batch = False
         self._virtual_rank_ended(self._previous)
-        self._restore_buffers()
+        self._restore_buffers(keep=self._synchronised)
         self._average(micro_batch.global_samples)
         buffers = self._buffers()
         with torch.no_grad():
@@ -231,12 +242,17 @@ class VirtualRankBuffers(Extension):
         return changed
 
     @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        """Gives the buffers the values that they had when the global batch began."""
+    def _restore_buffers(self, keep: Collection[str] = ()) -> None:
+        """Gives the buffers the values that they had when the global batch began.
+
+        Args:
+            keep: the names of those that keep their present values.
+        """
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
             # If it has another shape it is another buffer, such as a cache.
-            if buffer.shape == self._at_beginning[name].values.shape:
+            has_same_shape = buffer.shape == self._at_beginning[name].values.shape
+            if has_same_shape and name not in keep:
                 restored[name] = buffer
         if not restored:
             return
@@ -261,7 +277,7 @@ class VirtualRankBuffers(Extension):
             values = self._flat_values(is_first)
             push(self._nodes, values, self._tree.num_merges(micro_batch), add_to_each)
         if is_first:
-            combined = self.combined
+            combined = [*self.combined, *self._synchronised]
             for name, buffer in self._changed_buffers().items():
                 if name not in combined:
                     self._of_first[name] = buffer.clone()

@@ -27,7 +27,7 @@ from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import add_to_each, multiply_each
-from lockstep.errors import UsageError, add_note_once
+from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -306,6 +306,8 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
     It says "Expected more than 1 value per channel when training".
     """
     if not isinstance(error, ValueError) or "value per channel" not in str(error):
+        return
+    if isinstance(error, LockstepError):  # of a SyncBatchNorm, about all virtual ranks
         return
     if micro_batch.virtual_rank is None or micro_batch.local_rows != 1:
         return

@@ -2,7 +2,8 @@
 
 BatchNorm normalises by one micro-batch over all ranks. `micro_batch_size=` is what one rank
 computes at a time, so the number of micro-batches depends on the number of ranks, and with it the
-statistics; `num_micro_batches=` holds on any number of ranks.
+statistics; `num_micro_batches=` holds on any number of ranks. With virtual ranks both do: then
+`micro_batch_size=` is what one virtual rank computes at a time, and their number does not change.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ class BatchNormNotes:
         self._run = run
         self._plan = plan
         self._add_choice = add_choice
-        self._model_has_batchnorm = False
+        self._is_synchronised = False
+        """True if a module has BatchNorm layers that take statistics over ranks."""
         self._cutting_size: int | str | None = None
         """The first micro_batch_size that cut a global batch."""
         self._num_micro_batches = 1
         """How many micro-batches it cut it into."""
         self._has_warned = False
 
-    def module_has_batchnorm(self) -> None:
-        """A module with BatchNorm layers is being prepared."""
-        self._model_has_batchnorm = True
+    def module_is_synchronised(self) -> None:
+        """A module whose BatchNorm layers take statistics over ranks is being prepared."""
+        self._is_synchronised = True
         self._warn_if_needed()
 
     def loader_cuts(self, number: int, num_micro_batches: int, size: int | str | None) -> None:
@@ -52,9 +54,10 @@ class BatchNormNotes:
             self._cutting_size = size
             self._num_micro_batches = num_micro_batches
         # With sync_batchnorm=False the user has already been told that the statistics differ.
-        if self._model_has_batchnorm and self._run.settings.sync_batchnorm:
+        if self._is_synchronised:
+            ranks = "ranks" if self._run.settings.virtual_ranks is None else "virtual ranks"
             reason = (
-                f"of each micro-batch of loader {number}, over all ranks; not of the global batch"
+                f"of each micro-batch of loader {number}, over all {ranks}; not of the global batch"
             )
             self._add_choice(Choice("batchnorm", "statistics", reason))
         self._warn_if_needed()
@@ -62,10 +65,10 @@ class BatchNormNotes:
     def _warn_if_needed(self) -> None:
         """Warns once if a model has BatchNorm and a micro_batch_size has cut a global batch."""
         size = self._cutting_size
-        if self._has_warned or size is None or not self._model_has_batchnorm:
+        if self._has_warned or size is None or not self._is_synchronised:
             return
-        if not self._run.settings.sync_batchnorm:
-            return  # the statistics depend on the number of ranks anyway, as the user has chosen
+        if self._run.settings.virtual_ranks is not None:
+            return  # the number of micro-batches does not depend on the number of processes
         # Several processes without a second data-parallel rank: they are the stages of a pipeline.
         # Its micro-batches do not depend on the number of processes.
         is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.single_process

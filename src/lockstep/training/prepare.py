@@ -44,7 +44,7 @@ from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, check_micro_batches, is_auto
-from lockstep.strategies import sync_batchnorm
+from lockstep.strategies import sync_batchnorm, virtual_rank_batchnorm
 from lockstep.strategies.base import (
     PreparedModule,
     Strategy,
@@ -411,8 +411,6 @@ class Preparer:
         )
         number = next(self._loader_numbers)
         self.choices.append(loader.choice(number))
-        if settings.virtual_ranks is not None:
-            return loader
         if loader.micro_batches > 1 or is_auto(micro_batch_size):
             self._batchnorm_notes.loader_cuts(number, loader.micro_batches, micro_batch_size)
         return loader
@@ -426,14 +424,8 @@ class Preparer:
             UsageError: another prepared module has some of its parameters too.
         """
         deferred = self._find_deferred(module)
-        has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
-        if has_batchnorm and self.run.settings.virtual_ranks is not None:
-            reason = "of each virtual rank, as DDP has them; running ones: their mean"
-            self._choose("batchnorm", "statistics", reason)
-        elif has_batchnorm:
-            self._batchnorm_notes.module_has_batchnorm()
-            if self.run.collectives.data_parallel.size > 1:
-                self._synchronize_batchnorm(module)
+        if any(isinstance(part, BatchNorm) for part in module.modules()):
+            self._prepare_batchnorm(module)
         autocast = not self.strategy.computes_in_half(module, self.run)
         self.precision.attach(module, autocast=autocast)
         if self.precision.name == "fp64":
@@ -523,9 +515,31 @@ class Preparer:
         # The user may have given it to a new module, and another one to the prepared module.
         return any(parameter is present for present in module.parameters())
 
+    def _prepare_batchnorm(self, module: nn.Module) -> None:
+        """Makes BatchNorm layers take their statistics from the samples that the settings say.
+
+        Raises:
+            SettingError: virtual ranks are to share statistics, and cannot.
+        """
+        sync_batchnorm.forget_tree_sums(module)  # of an earlier run
+        if self.run.settings.virtual_ranks is None:
+            if self.run.settings.synchronises_batchnorm:
+                self._batchnorm_notes.module_is_synchronised()
+            if self.run.collectives.data_parallel.size > 1:
+                self._synchronize_batchnorm(module)
+        elif virtual_rank_batchnorm.is_synchronised(module, self.run):
+            self._batchnorm_notes.module_is_synchronised()
+            samples = "the global batch, as on one device"
+            if self._may_use_micro_batches():
+                samples = "each micro-batch over all virtual ranks, not of the global batch"
+            self.choices += virtual_rank_batchnorm.synchronise_batchnorm(module, self.run, samples)
+        else:
+            reason = "of each virtual rank, as DDP has them; running ones: their mean"
+            self._choose("batchnorm", "statistics", reason)
+
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
         """Makes BatchNorm layers take their statistics over all ranks, unless that is off."""
-        if not self.run.settings.sync_batchnorm:
+        if not self.run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
             return

@@ -77,6 +77,7 @@ class RunConfig:
         overrides: dict[str, Any] = {"shares": None}
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
+            overrides["reference_of_verify"] = True
 
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]

@@ -95,7 +95,12 @@ def backward(world: lockstep.World, model: nn.Module, loss: Tensor, *, changes_p
 
 
 def main() -> None:
-    options = {"own": {"virtual_ranks": 6}, "pieces": {"micro_batch_size": 2}}.get(KIND, {})
+    options_of_kind = {
+        "own": {"virtual_ranks": 6},
+        "pieces": {"micro_batch_size": 2},
+        "synchronised": {"virtual_ranks": 2, "sync_batchnorm": True},
+    }
+    options = options_of_kind.get(KIND, {})
     world = lockstep.init(seed=3, precision="bf16", **options)
     dropout = nn.Sequential(
         nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)

@@ -132,7 +132,7 @@ class DP(Strategy):
             self.dim,
             replicas=replicas,
             shares=None if is_auto(run.settings.shares) else run.settings.shares,
-            sync_batchnorm=run.settings.sync_batchnorm,
+            sync_batchnorm=run.settings.synchronises_batchnorm,
         )
 
     def _choices(self, data_parallel: DataParallel, run: Run) -> list[Choice]:
@@ -150,7 +150,7 @@ class DP(Strategy):
             choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
         has_batchnorm = any(isinstance(m, BatchNorm) for m in data_parallel.module.modules())
         has_replicas = data_parallel.num_replicas > 1
-        if has_batchnorm and has_replicas and not run.settings.sync_batchnorm:
+        if has_batchnorm and has_replicas and not run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
         choices += data_parallel.batchnorms.choices(

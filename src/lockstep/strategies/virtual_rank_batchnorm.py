@@ -1,0 +1,105 @@
+"""BatchNorm with virtual ranks: from which samples it takes its statistics.
+
+Either from the part of each virtual rank, as under DDP without SyncBatchNorm, which is the default;
+or from the whole global batch, with `sync_batchnorm=True` or a SyncBatchNorm in the model. For the
+second, every virtual rank needs the sums of all others in the middle of its forward pass, and again
+in its backward pass. So all of them have to be computed at the same time, each in a process of its
+own. A process that computes several, one after the other, has left the training loop's body for
+the first one before the loop gives it the inputs of the next.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.communication.tree_sum import TreeSums
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import SettingError
+from lockstep.settings import Choice
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.wording import count_noun
+
+
+def is_synchronised(module: nn.Module, run: Run) -> bool:
+    """Returns True if BatchNorm layers take statistics of the global batch, with virtual ranks."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+            return True
+        if isinstance(layer, BatchNorm) and run.settings.synchronises_batchnorm:
+            return True
+    return False
+
+
+def synchronise_batchnorm(module: nn.Module, run: Run, samples: str) -> list[Choice]:
+    """Lets BatchNorm layers take their statistics from all virtual ranks, added up in their tree.
+
+    Args:
+        module: whose layers `is_synchronised` has found to be so.
+        run: with virtual ranks.
+        samples: describes the samples, for the choices that are returned.
+
+    Raises:
+        SettingError: some process computes several virtual ranks, or devices are checked, or a
+            SyncBatchNorm of the model is for some ranks only.
+    """
+    settings = run.settings
+    assert settings.virtual_ranks is not None
+    num_ranks = run.topology.size
+    was_set = f"virtual_ranks={settings.virtual_ranks} with "
+    if settings.sync_batchnorm:
+        was_set += "sync_batchnorm=True"
+    else:
+        was_set += "a SyncBatchNorm in the model"
+    if settings.virtual_ranks != num_ranks:
+        raise SettingError(
+            was_set,
+            f"{count_noun(num_ranks, 'process')}: in each layer a virtual rank needs "
+            "the sums of all others, and a process computes its virtual ranks one after the other",
+            f"start {settings.virtual_ranks} processes, which may share devices; or take the "
+            "statistics of each virtual rank: sync_batchnorm=False, and no SyncBatchNorm in the "
+            "model",
+        )
+    if settings.check_devices is not None:
+        raise SettingError(
+            f"check_devices={settings.check_devices} and {was_set}",
+            "to check a device, a virtual rank is computed again by itself, and BatchNorm would "
+            "need the sums of all others",
+            "leave check_devices out, or take the statistics of each virtual rank: "
+            "sync_batchnorm=False, and no SyncBatchNorm in the model",
+        )
+    for layer in module.modules():
+        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+            continue
+        group = layer.process_group
+        if group is not None and dist.get_world_size(group) != num_ranks:
+            raise SettingError(
+                was_set,
+                "it has a process_group of some ranks, whose sums have no place in the tree over "
+                "all virtual ranks",
+                "build it without process_group",
+            )
+    if settings.synchronises_batchnorm:
+        convert(module)
+    # Every rank has one leaf of the tree. One without samples adds zeros.
+    bounds = tuple(range(num_ranks + 1))
+    tree_sums = TreeSums((True,) * num_ranks, bounds, run.topology.rank)
+    num_synchronised = 0
+    num_others = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            convert(layer)
+        if isinstance(layer, SyncBatchNorm):
+            layer.tree_sums = tree_sums
+            num_synchronised += 1
+        elif isinstance(layer, BatchNorm):
+            num_others += 1
+    reason = f"statistics of {samples}, added up in the tree of virtual ranks"
+    choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
+    if num_others:
+        reason = "not a SyncBatchNorm"
+        if settings.synchronises_batchnorm:
+            reason = "they have a forward of their own"
+        choices.append(Choice("batchnorm", f"{num_others} per virtual rank", reason))
+    return choices
