@@ -1,8 +1,9 @@
-"""`lockstep checkpoint`: looks at, compares, converts and repairs checkpoints and weights.
+"""Implements `lockstep checkpoint`: inspects, compares, converts and repairs checkpoints and
+weights.
 
-Each command reads with the room `checkpoint`; here its results are printed. `Contents` is what a
-checkpoint or a file of weights has in it, `Inspection` also says whether it is whole, and `Pair` is
-one tensor in two checkpoints that are compared.
+The work is done in `lockstep.checkpoint`; here the results are printed. `Contents` describes what a
+checkpoint or a file of weights contains, `Inspection` also says whether it is complete and
+undamaged, and a `Pair` is one tensor in two checkpoints that are compared.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def inspect_command(
     """
     from lockstep.checkpoint.health import inspect
 
-    # `reading` has the values of --name and --trust.
+    # `reading` contains the values of --name and --trust.
     inspection = inspect(path, **reading)
     if as_json:
         click.echo(json.dumps(_inspection_as_json(inspection), indent=2))
@@ -132,15 +133,16 @@ def diff_command(
     from lockstep.checkpoint.comparison import compare, rename_to_match
     from lockstep.checkpoint.contents import open_contents
 
-    # `reading` has the values of --name, --trust and --training.
+    # `reading` contains the values of --name, --trust and --training.
     try:
         contents_a = open_contents(a, everything=True, **reading)
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
 
+        # `changes` is a text that says how the names of B must be changed to match those of A.
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
-        if changes:  # a text that says how names of B were changed
+        if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
             _print(f"names in {b}: {pairing}: {changes}")
 
@@ -150,7 +152,7 @@ def diff_command(
         pairs = list(compare(tensors_a, tensors_b, atol=atol, rtol=rtol))
         differing_extra = _differing_extra(contents_a.extra, contents_b.extra)
     except LockstepError as error:
-        error.exit_code = 2  # 1 would say that they differ
+        error.exit_code = 2  # 1 would mean that they differ
         raise
 
     _print_differences(pairs, differing_extra, show_all)
@@ -161,19 +163,21 @@ def diff_command(
 def _print_differences(
     pairs: Sequence[Pair], differing_extra: Sequence[str], show_all: bool
 ) -> None:
-    """Prints a table of tensors, the names of other values that differ, and how many tensors do.
+    """Prints a table of the tensors that differ, other values that differ, and a summary.
 
     Args:
         pairs: the tensors of both sides.
-        differing_extra: the names of values that differ and are no tensors.
-        show_all: True if the table also shows the tensors that are equal.
+        differing_extra: names of values that differ and are not tensors.
+        show_all: whether to show equal tensors too.
     """
     shown = [pair for pair in pairs if pair.differs or show_all]
     if shown:
         head = ("name", "what", "a", "b", "values", "largest |a-b|", "relative")
         _print_table(head, [_pair_row(pair) for pair in shown], right_aligned=(4, 5, 6))
+
     for key in differing_extra:
         _print(f"{key}: differs, and is no tensor")
+
     num_differing = len([pair for pair in pairs if pair.differs])
     _print(f"{num_differing} of {len(pairs)} tensors differ")
 
@@ -219,12 +223,12 @@ def convert_command(
 
     max_shard_bytes = parse_shard_size(shard_size)
 
-    # OUT becomes one file, or an index and several files.
+    # The output is either one file, or an index and several files.
     for path in (out, index_of(out)):
         if path.exists() and not overwrite:
             raise SettingError(f"the output {out}", f"{path} is there already", "add --overwrite")
 
-    contents = open_contents(source, **reading)  # `reading`: the values of --name and --trust
+    contents = open_contents(source, **reading)  # with the values of --name and --trust
     converted = convert(
         contents,
         out,
@@ -239,13 +243,12 @@ def convert_command(
         source_text += f", {contents.facts['read']}"
 
     _print(source_text)
+
     tensors_text = f"tensors {converted.num_tensors}"
     if converted.num_renamed:
         tensors_text += f"; {converted.num_renamed} renamed"
-
     if converted.num_cast:
         tensors_text += f"; {converted.num_cast} converted to {dtype}"
-
     _print(tensors_text)
 
     for file in converted.files:
@@ -279,13 +282,13 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
     elif repairs:
         _print("nothing was changed; add --yes to do it")
 
-    # In order only if all was carried out, and nothing had to be left as it is.
+    # All problems are solved only if every repair was made and nothing had to be left as it is.
     is_in_order = yes and len(repairs) == len(plan)
     ctx.exit(0 if is_in_order else 1)
 
 
 def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
-    """Returns what `inspect --json` prints: the state of each checkpoint, and the contents."""
+    """Returns the result of `inspect --json`: the state of each checkpoint, and the contents."""
     checkpoints = [
         {"path": str(health.path), "problems": list(health.problems)}
         for health in inspection.checkpoints
@@ -301,7 +304,7 @@ def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _contents_as_json(contents: Contents) -> dict[str, Any]:
-    """Returns everything that is known of a checkpoint or a file, in plain values."""
+    """Returns everything that is known about a checkpoint or a file, as plain values."""
     from lockstep.checkpoint.contents import totals
 
     return {
@@ -318,10 +321,10 @@ def _contents_as_json(contents: Contents) -> dict[str, Any]:
 
 
 def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
-    """Returns name, shape, dtype and size of each tensor.
+    """Returns the name, shape, dtype and size of each tensor, as plain values.
 
-    If a tensor is stored under several names, "tied_to" is the first of them for all others. It is
-    None for tensors that are stored under one name.
+    If a tensor is stored under several names, "tied_to" of all names except the first is the first
+    name. Otherwise it is None.
     """
     from lockstep.checkpoint.contents import tied_to
     from lockstep.checkpoint.lazy_tensor import dtype_name
@@ -340,81 +343,71 @@ def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]
 
 
 def _print_health(inspection: Inspection) -> None:
-    """Prints a line about each checkpoint, and about saves that were interrupted."""
+    """Prints a line for each checkpoint, and for each save that was interrupted."""
     for health in inspection.checkpoints:
         if health.problems:
             _print(f"{health.path}: {'; '.join(health.problems)}")
             continue
 
         text = "complete"
-        metric = (health.manifest or {}).get("metric")  # what the checkpoint was saved with
+        metric = (health.manifest or {}).get("metric")  # the metric passed when it was saved
         if isinstance(metric, float):
             text += f", metric {metric:g}"
-
         if health.path == inspection.best:
             text += ", the best"
-
         _print(f"{health.path}: {text}")
 
     for path in inspection.leftovers:
         _print(f"{path}: a save that was stopped, or goes on")
 
-    # `contents` are those of a complete checkpoint or, if PATH is one, of a file of weights. They
-    # are printed next.
+    # The contents of a complete checkpoint, or of a file of weights, are printed next.
     if inspection.contents is None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
     elif inspection.checkpoints:
-        _print()  # an empty line before them
+        _print()  # an empty line before the contents
 
 
 def _print_contents(contents: Contents, sort: str, limit: int) -> None:
-    """Prints facts, files, the table of tensors and the totals.
+    """Prints the facts, the files, the table of tensors, and the totals.
 
     Args:
-        contents: what a checkpoint or a file has in it.
-        sort: `size` for the largest tensors first, `file` for the order of the file.
-        limit: how many tensors are shown; 0 for all.
+        contents: the contents of a checkpoint or file.
+        sort: `size` for the largest tensors first, `file` for the order in the file.
+        limit: the largest number of tensors to show; 0 for all.
     """
     _print(f"{contents.source.path}: {contents.source.kind}")
-
     for key, value in contents.facts.items():
         _print_labelled(key.replace("_", " "), value)
-
     if len(contents.source.modules) > 1:
         _print_labelled("models", ", ".join(contents.source.modules))
-
     for name, num_bytes in contents.files.items():
         _print_labelled("file", f"{name}, {_format_size(num_bytes)}")
-
     _print()
+
     tensors = _describe_tensors(contents.tensors)
     if sort == "size":
         tensors.sort(key=lambda tensor: tensor["bytes"], reverse=True)
-
     shown = tensors[:limit] if limit else tensors
+
     rows = []
     for tensor in shown:
-        first_name = tensor["tied_to"]  # None unless it is the same tensor under another name
+        first_name = tensor["tied_to"]  # None unless the tensor was already shown under this name
         size = f"is {first_name}" if first_name else _format_size(tensor["bytes"])
         rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
-
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
-
     if len(shown) < len(tensors):
         _print(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
-
     _print()
-    _print_totals("total", contents.tensors)
 
+    _print_totals("total", contents.tensors)
     if contents.training:
         _print_totals("besides, of the training", contents.training)
-
     if contents.extra:
         _print(f"no tensors: {', '.join(contents.extra)}")
 
 
 def _print_labelled(label: str, value: object) -> None:
-    """Prints a line with a label, so that values stand one under the other."""
+    """Prints a labelled value, aligned with the values of other lines."""
     _print(f"  {label.ljust(LABEL_WIDTH)} {value}")
 
 
@@ -439,16 +432,15 @@ def _all_tensors(contents: Contents) -> dict[str, LazyTensor]:
 
 
 def _pair_row(pair: Pair) -> tuple[str, ...]:
-    """Returns the seven cells of the row in which `diff` shows a tensor.
+    """Returns the seven cells of a tensor's row in the table of `diff`.
 
-    They are its name, what differs, dtype and shape in A and in B, and three cells that say by how
-    much the values differ: how many of them, the largest difference, the largest relative one.
-    Those three are empty if the values cannot be compared.
+    These are its name, what differs, its dtype and shape in A and in B, and three cells on its
+    values: how many differ, the largest difference and the largest relative difference. The last
+    three are empty if the values cannot be compared.
     """
     a = pair.a
     b = pair.b
     values = pair.values
-
     if a is None:
         return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
     if b is None:
@@ -459,18 +451,15 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     differing = []
     if a.dtype is not b.dtype:
         differing.append("dtype")
-
     if values.count:
         differing.append("values")
-
     if any(values.nans):  # the numbers of NaNs in A and in B
         differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
-
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
 
-    # `count` may be 0 although values differ: by less than --atol and --rtol allow. The largest
-    # difference may be 0 although `count` is not: if one of two values is NaN.
+    # `count` is 0 if the values differ by no more than --atol and --rtol allow. The largest
+    # difference may be 0 although values differ, if one of two values is NaN.
     values_are_same = values.count == 0 and values.absolute == 0
     if values_are_same:
         return (*cells, "0", "", "")
@@ -480,7 +469,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
 
 
 def _dtype_and_shape(tensor: LazyTensor | None) -> str:
-    """Returns "float32 [64, 10]", or "" if there is no such tensor."""
+    """Returns "float32 [64, 10]", or an empty string if there is no such tensor."""
     from lockstep.checkpoint.lazy_tensor import dtype_name
 
     return "" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
@@ -496,8 +485,8 @@ def _print_table(
         rows: the cells of each row.
         right_aligned: the indices of the columns that are aligned on the right.
     """
-    table = []  # the cells of each row as they are printed
-    widths = [0] * len(head)  # of the columns, in characters
+    table = []  # the printable cells of each row
+    widths = [0] * len(head)  # the width of each column, in characters
     for row in (head, *rows):
         cells = [replace_unprintable(cell) for cell in row]
         table.append(cells)
@@ -515,11 +504,11 @@ def _print_table(
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the names of values that are no tensors and are not the same on both sides."""
+    """Returns the names of values that differ between the two sides and are not tensors."""
     from lockstep.checkpoint.comparison import same_extra
 
     differing = []
-    for name in {**a, **b}:  # all names, those of `a` first
+    for name in {**a, **b}:  # all names, beginning with those of `a`
         in_both = name in a and name in b
         if not in_both or not same_extra(a[name], b[name]):
             differing.append(name)
@@ -527,15 +516,15 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _print(text: str = "") -> None:
-    """Prints a text of one or more lines, without control characters.
+    """Prints a text of one or more lines, with control characters replaced.
 
-    Much of it comes from files, which might move the cursor of a terminal otherwise.
+    Much of the text comes from files, which could otherwise move the cursor of a terminal.
     """
     click.echo("\n".join(replace_unprintable(line) for line in text.split("\n")))
 
 
 def _format_size(num_bytes: float) -> str:
-    """Returns `1.5 GB`, `20.0 MB`, `3.1 kB` or `12 B`."""
+    """Formats a size: `1.5 GB`, `20.0 MB`, `3.1 kB` or `12 B`."""
     for unit, bytes_per_unit in SIZE_UNITS:
         if num_bytes >= bytes_per_unit:
             return f"{num_bytes / bytes_per_unit:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""`lockstep doctor`: checks whether a machine, or several together, are ready for a run.
+"""Implements `lockstep doctor`: checks whether one or several machines are ready for a run.
 
-A check of a machine, such as of its clock, gives a *finding*: a level (ok, warning or error), what
-was found, and what to do. *Facts* are what was measured, from which checks are judged.
+A check of a machine, such as that of its clock, returns a *finding*: a level (ok, warning or
+error), what was found, and what to do. *Facts* are the measurements from which a finding is made.
 """
 
 from __future__ import annotations
@@ -56,15 +56,14 @@ def command(
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
     if ctx.args:
-        # As in `lockstep doctor a b`, or `lockstep doctor --hosts a b` without commas.
+        # The user wrote `lockstep doctor a b`, or `lockstep doctor --hosts a b` without commas.
         machines = [hosts, *ctx.args] if hosts else ctx.args
         do = f"lockstep doctor --hosts {','.join(machines)}"
         raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
 
-    files = {}  # what to compare on all machines
+    files = {}  # the files to compare on all machines
     if script is not None:
         files["script"] = script
-
     if data is not None:
         files["data"] = data
 
@@ -84,8 +83,8 @@ def _examine_this_machine(folder: Path, fix: bool, as_json: str | None) -> int:
     """Prints the findings about this machine, and returns the exit code.
 
     Args:
-        folder: where checkpoints are to go.
-        fix: repair what can be repaired.
+        folder: the folder for checkpoints.
+        fix: whether to repair what can be repaired.
         as_json: the file for the report, see `write_json`.
     """
     from lockstep import doctor
@@ -103,11 +102,11 @@ def _examine_hosts(
     """Prints the findings about several machines and the links between them.
 
     Args:
-        hosts: the machines, or a hostfile.
-        folder: where checkpoints are to go.
-        ssh: how to call ssh.
-        files: what to compare on all machines: a file as `script`, a file or folder as `data`.
-        fix: repair on each machine what can be repaired.
+        hosts: the machines, or the name of a hostfile.
+        folder: the folder for checkpoints.
+        ssh: the ssh command.
+        files: the files to compare on all machines: `script`, a file, and `data`, a file or folder.
+        fix: whether to repair on each machine what can be repaired.
         as_json: the file for the report, see `write_json`.
 
     Returns:
@@ -121,23 +120,24 @@ def _examine_hosts(
     facts_of_machine, failures = doctor_hosts.examine(
         parse_hosts(hosts), folder, ssh_command(ssh), files=files, fix=fix
     )
+
     sections = _findings_by_section(facts_of_machine, failures)
     report = []
     for section, findings in sections.items():
-        # A machine that answered says what it repaired. The last section is no machine.
+        # The repairs made on a machine that has answered. The last section is not about a machine.
         repairs = facts_of_machine.get(section, {}).get("fixed", ())
         report.append(f"{section}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
-
     print_for_people(report, as_json)
+
     findings_as_json = {}
     for section, findings in sections.items():
         findings_as_json[section] = {
             check: {"level": finding.level, "found": finding.found, "do": finding.do}
             for check, finding in findings.items()
         }
-
     write_json(as_json, {"findings": findings_as_json, "facts": facts_of_machine})
+
     return max(doctor.exit_code(findings) for findings in sections.values())
 
 
@@ -147,11 +147,12 @@ def _findings_by_section(
     """Returns the sections of the report: one for each machine, and one about their differences.
 
     Args:
-        facts_of_machine: what each machine has answered, by its name.
-        failures: why a machine has failed, by its name. It may have answered some requests before.
+        facts_of_machine: the answers of each machine, by its name.
+        failures: the finding about each machine that has failed, by its name. Such a machine may
+            have answered some requests before.
 
     Returns:
-        For each section the findings, by the name of the check.
+        The findings of each section, by the name of the check.
     """
     from lockstep import doctor
     from lockstep.doctor import comparison
@@ -170,11 +171,11 @@ def _findings_by_section(
 
 
 def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> list[str]:
-    """Returns a line for each repair that was made, and then the lines of the findings.
+    """Returns a line for each repair, followed by the lines of the findings.
 
     Args:
-        findings: by check.
-        repairs: what was repaired, as texts.
+        findings: the findings, by the name of the check.
+        repairs: texts that describe the repairs that were made.
     """
     from lockstep import doctor
 

@@ -1,4 +1,6 @@
-"""`lockstep explain`: what a code such as LS303 in a message means, and what to do about it."""
+"""Implements `lockstep explain`: says what a code such as LS303 in a message means, and what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     if not entries:
         raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
 
-    # Without a terminal it is MAX_WIDTH; the number of lines, 24, is not used.
+    # Without a terminal, the width is MAX_WIDTH. The number of lines, 24, is not used.
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     if len(entries) > 1:
         click.echo(_format_list(entries, width))
@@ -49,30 +51,28 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     code_without_letters = entry.code.removeprefix("LS")
 
     is_exact = query.upper() in (entry.code, code_without_letters)
-    if _is_code(query) and not is_exact:  # a code that does not exist; `find` took a similar one
+    if _is_code(query) and not is_exact:  # there is no such code, and `find` returned a similar one
         click.echo(translate(f"There is no {query}; the nearest is:"))
 
     click.echo(_format_entry(entry, width))
 
 
 def _is_code(query: str) -> bool:
-    """Returns whether a query is a code, such as `LS303` or `303`, and not words."""
+    """Returns True if a query is a code, such as `LS303` or `303`."""
     return query.upper().removeprefix("LS").isdigit()
 
 
 def _format_list(entries: list[Entry], width: int) -> str:
-    """Returns a text with a line for each entry, under the headings of their groups."""
+    """Writes a line for each entry, below the heading of its group."""
     lines: list[str] = []
-    for group, heading in GROUPS.items():  # a group is the beginning of its codes, such as "LS3"
+    for group, heading in GROUPS.items():  # a group is named by a prefix of its codes: "LS3"
         entries_of_group = [entry for entry in entries if entry.code.startswith(group)]
         if not entries_of_group:
             continue
 
         if lines:
-            lines.append("")  # between two groups
-
+            lines.append("")  # an empty line between two groups
         lines.append(translate(heading))
-
         for entry in entries_of_group:
             head = f"{INDENT}{entry.code}  "
             title = translate(entry.title)
@@ -82,7 +82,7 @@ def _format_list(entries: list[Entry], width: int) -> str:
 
 
 def _format_entry(entry: Entry, width: int) -> str:
-    """Returns all texts of an entry, wrapped to a width."""
+    """Writes all texts of an entry, wrapped to a width."""
     title = "\n".join(wrap(f"{entry.code}: {translate(entry.title)}", width))
     cause = _wrap_paragraphs(entry.cause, width)
     cure = _wrap_paragraphs(entry.cure, width)
@@ -90,9 +90,9 @@ def _format_entry(entry: Entry, width: int) -> str:
 
 
 def _wrap_paragraphs(text: str, width: int) -> str:
-    """Returns a text of an entry, translated, indented, with its paragraphs wrapped to a width.
+    """Translates a text of an entry, indents it, and wraps its paragraphs to a width.
 
-    Paragraphs that are indented already are code, and are not wrapped.
+    Paragraphs of code, which are already indented, are not wrapped.
     """
     paragraphs = []
     for paragraph in catalogue.paragraphs_of(text):

@@ -1,4 +1,4 @@
-"""`lockstep journal`: compares what two runs have computed, by hashes of every step."""
+"""Implements `lockstep journal`: compares what two runs have computed, by hashes of every step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -
     try:
         comparison = compare_journals(read_journal(a), read_journal(b))
     except LockstepError as error:
-        error.exit_code = 2  # 1 would say that they differ
+        error.exit_code = 2  # 1 would mean that they differ
         raise
 
     print_for_people(comparison.lines(), as_json)

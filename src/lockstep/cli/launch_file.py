@@ -1,15 +1,15 @@
-"""The launch file: options of `lockstep run` that a project keeps in a file.
+"""Reads the launch file, in which a project keeps options of `lockstep run`.
 
     # lockstep.toml
     nproc = 4
     precision = "bf16"
 
-It is `lockstep.toml`, or the table `[tool.lockstep]` of `pyproject.toml`, of the working folder or
-of the nearest folder above it. A key is an option without its dashes. The command line overrides
-the environment, and the environment overrides the file.
+It is `lockstep.toml`, or the table `[tool.lockstep]` in `pyproject.toml`, in the working folder or
+the nearest folder above it. A key is an option without its dashes. The command line overrides the
+environment, and the environment overrides the file.
 
-Where a launcher starts others on more machines, it alone reads the file: the others are given its
-options on their command lines, with a *source* such as "lockstep.toml: nproc, precision".
+If a launcher starts others on more machines, it is the only one that reads the file. The others get
+its options on their command lines, with a *source* such as "lockstep.toml: nproc, precision".
 """
 
 from __future__ import annotations
@@ -33,26 +33,28 @@ class LaunchFile:
     """A launch file that was read."""
 
     name: str
-    """How messages call it: its path, relative to the working folder if it lies there."""
+    """The path of the file for messages, relative to the working folder if possible."""
     values: dict[str, Any]
-    """The value of each key; the words of a key are joined by dashes, as in options."""
+    """The value of each key. The words of a key are joined by dashes, as in options."""
     line_of_key: dict[str, int]
-    """The line of each key. A key that is written in an unusual way may be missing."""
+    """The line number of each key. A key that is written in an unusual way may be missing."""
 
     def place_of(self, key: str) -> str:
-        """Returns where a key stands, for messages: `lockstep.toml, line 3`."""
+        """Says where a key is, for messages: `lockstep.toml, line 3`."""
         line = self.line_of_key.get(key)
         return self.name if line is None else f"{self.name}, line {line}"
 
     def written(self, key: str) -> str:
-        """Returns a key with its value and its place, for messages."""
+        """Returns a key with its value and where it is, for messages: `nproc = 4 (lockstep.toml,
+        line 3)`.
+        """
         value = self.values[key]
         shown = f'"{value}"' if isinstance(value, str) else _as_toml(value)
         return f"{key} = {shown} ({self.place_of(key)})"
 
 
 def _as_toml(value: Any) -> str:
-    """Returns a value as TOML writes it, for messages."""
+    """Writes a value as in TOML, for messages."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
@@ -61,8 +63,8 @@ def _as_toml(value: Any) -> str:
 def find_launch_file(folder: Path) -> LaunchFile | None:
     """Reads the launch file of a folder, or of the nearest folder above it that has one.
 
-    A folder in which every user may write, such as /tmp, and those above it are not searched: the
-    file of another user could start programs in your name.
+    The search stops at a folder in which every user may write, such as /tmp: a file of another user
+    could start programs in your name.
 
     Raises:
         SettingError: the file cannot be read.
@@ -72,22 +74,24 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
         is_writable_by_all = bool(place.stat().st_mode & stat.S_IWOTH)
         if is_writable_by_all and place != folder:
             return None
+
         if (place / FILE_NAME).is_file():
             return read_launch_file(place / FILE_NAME)
 
         if (place / PYPROJECT).is_file():
             file = read_launch_file(place / PYPROJECT)
-            if file.values:
+            has_table = bool(file.values)
+            if has_table:
                 return file
 
     return None
 
 
 def read_launch_file(path: Path) -> LaunchFile:
-    """Reads a launch file: all of it, or the table `[tool.lockstep]` of a `pyproject.toml`.
+    """Reads a launch file: the whole file, or the table `[tool.lockstep]` of a `pyproject.toml`.
 
     Raises:
-        SettingError: it cannot be read.
+        SettingError: the file cannot be read.
     """
     name = _name_for_messages(path)
     try:
@@ -117,7 +121,7 @@ def read_launch_file(path: Path) -> LaunchFile:
 
 
 def _name_for_messages(path: Path) -> str:
-    """Returns a path relative to the working folder if it lies there, and otherwise all of it."""
+    """Returns a path relative to the working folder if it is in there, and otherwise as it is."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
@@ -125,11 +129,11 @@ def _name_for_messages(path: Path) -> str:
 
 
 def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
-    """Returns the line of each key, which the parser of TOML does not tell.
+    """Finds the line number of each key, which the TOML parser does not provide.
 
     Args:
-        text: the file.
-        in_table: True if only keys of the table `[tool.lockstep]` count.
+        text: the text of the file.
+        in_table: whether to look only at keys of the table `[tool.lockstep]`.
     """
     lines: dict[str, int] = {}
     is_inside = not in_table
@@ -137,6 +141,7 @@ def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
         stripped = line.strip()
         if stripped.startswith("["):
             is_inside = stripped.replace(" ", "").startswith(f"[{TABLE}]")
+
         match = re.match(r"""["']?([\w-]+)["']?\s*=""", stripped)
         if is_inside and match is not None:
             lines.setdefault(match[1].replace("_", "-"), number)

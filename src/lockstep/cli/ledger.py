@@ -1,4 +1,4 @@
-"""`lockstep ledger`: checks whether a whole run trained every sample once."""
+"""Implements `lockstep ledger`: checks whether a whole run has trained on every sample once."""
 
 from __future__ import annotations
 

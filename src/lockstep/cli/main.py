@@ -1,6 +1,7 @@
-"""`lockstep`: the command with its subcommands, one file each.
+"""Implements the command `lockstep`, with its subcommands in one file each.
 
-A subcommand's file is imported when it is called, and none of them needs torch to print its help.
+The file of a subcommand is only imported when the subcommand is called. No subcommand needs torch
+to print its help.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoin
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand when it is needed, and prints our errors briefly."""
+    """A group that imports a subcommand only when it is needed, and prints Lockstep's errors
+    briefly.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of the subcommands, the most used first."""
@@ -36,10 +39,10 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the subcommand of a command line; for an unknown one, suggests what was meant."""
+        """Finds the subcommand of a command line, and suggests a similar one if it is unknown."""
         name = args[0]
 
-        # An unknown option in its place is click's to report.
+        # If there is an unknown option in its place, click reports that.
         if name not in COMMANDS and not name.startswith("-"):
             similar = difflib.get_close_matches(name, COMMANDS, n=1)
             if similar:
@@ -54,13 +57,13 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the subcommand; our errors end it with a message and their exit code."""
+        """Runs the subcommand. Lockstep's own errors end it with their message and exit code."""
         try:
             check_language(os.environ)
             return super().invoke(ctx)
         except LockstepError as error:
-            # `str(error)` would add the line of source that called Lockstep, which is here a line
-            # of the command itself.
+            # `str(error)` would add the line of code that called Lockstep. Here that is a line of
+            # the command itself.
             click.echo(f"lockstep: {error.translated_parts}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:

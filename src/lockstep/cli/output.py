@@ -1,4 +1,6 @@
-"""What commands with `--json FILE` print and write. A FILE of `-` stands for standard output."""
+"""Prints and writes the results of commands with `--json FILE`, where `-` stands for standard
+output.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,24 @@ from lockstep.errors import SettingError
 
 
 def print_for_people(lines: Sequence[str], json_file: str | None) -> None:
-    """Prints the lines, unless standard output is reserved for the JSON.
+    """Prints lines, unless standard output is reserved for the JSON.
 
     Args:
-        lines: what is printed.
-        json_file: the value of --json; `-` is standard output, None is no file.
+        lines: the lines.
+        json_file: the value of --json; `-` for standard output, None if it is not given.
     """
     if json_file != "-":
         click.echo("\n".join(lines))
 
 
 def write_json(json_file: str | None, values: dict[str, Any]) -> None:
-    """Writes the values as JSON; does nothing if no file was asked for.
+    """Writes values as JSON, if the user has asked for that.
 
-    Numbers that strict JSON does not have become texts: "NaN", "Infinity".
+    Numbers that do not exist in strict JSON become strings: "NaN", "Infinity".
 
     Args:
-        json_file: the value of --json; `-` is standard output, None is no file.
-        values: what is written.
+        json_file: the value of --json; `-` for standard output, None if it is not given.
+        values: the values.
 
     Raises:
         SettingError: the file cannot be written.
@@ -38,9 +40,9 @@ def write_json(json_file: str | None, values: dict[str, Any]) -> None:
     if json_file is None:
         return
 
-    # Python writes NaN and Infinity as bare words, which `parse_constant` turns into texts.
-    with_texts_for_nan = json.loads(json.dumps(values), parse_constant=str)
-    text = json.dumps(with_texts_for_nan, indent=2)
+    # Python writes NaN and Infinity as bare words, which `parse_constant` turns into strings.
+    with_strings_for_nan = json.loads(json.dumps(values), parse_constant=str)
+    text = json.dumps(with_strings_for_nan, indent=2)
     if json_file == "-":
         click.echo(text)
         return

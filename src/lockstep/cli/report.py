@@ -1,4 +1,4 @@
-"""`lockstep report`: an HTML page about a run that has finished or is running."""
+"""Implements `lockstep report`: builds an HTML page about a run that has finished or is running."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ def command(
 def _check_json_alone(
     as_json: str | None, out: Path | None, live: bool, tracker: str | None
 ) -> None:
-    """Raises SettingError if --json is given with an option that asks for something else."""
+    """Checks that --json is not combined with an option that asks for something else.
+
+    Raises:
+        SettingError: it is.
+    """
     if as_json is None:
         return
 
@@ -111,9 +115,9 @@ def _check_json_alone(
 
 
 def _is_stdout(path: Path) -> bool:
-    """Returns whether a path is the standard output of this process.
+    """Returns True if a path is the standard output of this process.
 
-    This is true of /dev/stdout, and of a file into which the shell writes the standard output.
+    This is the case for /dev/stdout, and for a file to which the shell redirects standard output.
     """
     try:
         return os.path.samestat(path.stat(), os.fstat(1))
@@ -122,23 +126,24 @@ def _is_stdout(path: Path) -> bool:
 
 
 def _write_page(path: Path, page: str) -> None:
-    """Writes the page, whole or not at all, and prints how large it is.
+    """Writes the page, completely or not at all, and prints its size.
 
     Raises:
         SettingError: the file cannot be written.
     """
     from lockstep.run.watch.evidence import write_atomically
 
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    target = Path(os.path.realpath(path))  # so that a symbolic link is kept
     try:
-        is_pipe = path.exists() and not path.is_file()
-        if is_pipe:  # or a device; it cannot be replaced by a new file
+        # A pipe or device cannot be replaced by a new file.
+        is_pipe_or_device = path.exists() and not path.is_file()
+        if is_pipe_or_device:
             path.write_text(page, encoding="utf-8")
             return
         write_atomically(target, page)
     except OSError as error:
         with contextlib.suppress(OSError):
-            # The file that `write_atomically` has begun, and would have renamed.
+            # Remove the temporary file of `write_atomically`.
             target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error

@@ -1,8 +1,9 @@
-"""`lockstep run`: starts a script on several processes, of this machine or of several.
+"""Implements `lockstep run`: starts a script on several processes, of this machine or of several.
 
-A *launcher* starts and watches the processes of one machine; `lockstep run` is the launcher of this
-machine, or starts launchers elsewhere: by ssh (`--hosts`), on a Ray cluster (`--ray`), or as a job
-of the scheduler Slurm. It accepts the flags of torchrun among its own options and passes them on.
+A *launcher* starts and watches the processes of one machine. `lockstep run` either is the launcher
+of this machine, or starts launchers elsewhere: by ssh (`--hosts`), on a Ray cluster (`--ray`), or
+as a job of the scheduler Slurm. It accepts torchrun's flags among its own options, and passes them
+on. A *launch file* holds options in TOML.
 """
 
 from __future__ import annotations
@@ -56,47 +57,47 @@ TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's op
 SOURCE = "lockstep.source"  # which options of another launcher come from a launch file
 
 TORCHRUN_NAME_PREFIX = "torchrun_"
-"""The names of click's options that stand for torchrun's flags begin so."""
+"""The prefix of the names of click's options that stand for torchrun's flags."""
 
 OPTIONS_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
 OPTIONS_OF_RAY = ("ray", "forward_env")
 OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
-"""Options that say where the run is started. The first of each group makes the others valid."""
+"""The options that say where the run is started. The first of each group makes the others valid."""
 
 NOT_IN_A_LAUNCH_FILE = ("launch_file", "from_file", "help")
 """Options that have no key in a launch file."""
 
 REFUSED_ARGUMENT_EXIT_CODE = 2
-"""How argparse and click end a script that was given an argument it does not know."""
+"""The exit code with which argparse and click end a script that gets an unknown argument."""
 
 
 class RunCommand(click.Command):
     """A command that accepts torchrun's flags among its own options, before the script."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Returns the command's parameters, with torchrun's flags if `parse_args` has read them."""
+        """Returns the parameters of the command, including torchrun's flags once they are known."""
         return [*super().get_params(ctx), *ctx.meta.get(TORCHRUN_OPTIONS, ())]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the command line; torchrun's flags are collected in `ctx.meta[TORCHRUN_FLAGS]`.
+        """Parses the command line, and collects torchrun's flags in `ctx.meta[TORCHRUN_FLAGS]`.
 
-        It is parsed a second time, with torchrun's flags, if the first time finds an unknown flag.
+        Torchrun's flags are only read if an unknown flag is found, since that imports torch. Then
+        the command line is parsed a second time.
 
         Raises:
             SettingError: neither this command nor torchrun has a flag.
         """
-        ctx.allow_interspersed_args = False  # what follows the script belongs to the script
+        ctx.allow_interspersed_args = False  # words after the script belong to the script
         ctx.meta[TORCHRUN_FLAGS] = []
         try:
             return self._parse(ctx, args)
         except click.NoSuchOption:
-            # Perhaps the flag is torchrun's. Its flags are read only now, since that imports torch.
             own_flags = _flags_of(self)
             options = []
             for option in torchrun_options():
-                if own_flags.isdisjoint(option.opts):  # else this command has it itself
+                if own_flags.isdisjoint(option.opts):  # otherwise this command has the flag itself
                     options.append(option)
-            ctx.meta[TORCHRUN_OPTIONS] = options  # `get_params` returns them from now on
+            ctx.meta[TORCHRUN_OPTIONS] = options  # from now on, `get_params` returns them too
 
         try:
             return self._parse(ctx, args)
@@ -107,7 +108,7 @@ class RunCommand(click.Command):
         """Parses the command line with the options that are known so far.
 
         Raises:
-            SettingError: a value in the launch file cannot be read.
+            SettingError: a value in the launch file is not valid.
         """
         try:
             return super().parse_args(ctx, [*args])  # a copy, since click empties the list
@@ -119,7 +120,7 @@ class RunCommand(click.Command):
             raise SettingError(was_set, error.message, "correct it, or leave it out") from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples and the options, in groups."""
+        """Writes the examples and the groups of options for `--help`."""
         run_help.write_options(self, ctx, formatter)
 
 
@@ -133,7 +134,7 @@ def _flags_of(command: click.Command) -> set[str]:
 
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
-    # Compared without dashes, which all flags have in common.
+    # Flags are compared without their dashes, which would make all of them similar.
     flag_of_word = {}
     for param in command.get_params(ctx):
         for spelling in param.opts:
@@ -149,26 +150,28 @@ def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -
 
 
 def _keep_source(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Keeps the value of --from-file: what the launcher that has started this one says."""
+    """Keeps the value of --from-file, by which another launcher says which options come from a
+    file.
+    """
     if value is not None:
         ctx.meta[SOURCE] = value
 
 
 def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Makes the values of the launch file defaults of the options.
+    """Makes the values of the launch file the defaults of the options.
 
-    Click calls this before it looks at the other options.
+    This is the callback of --launch-file. Click calls it before it handles the other options.
 
     Args:
         ctx: the context of the command.
-        param: --launch-file.
-        value: the file that it names; None: the file is looked for.
+        param: the option --launch-file.
+        value: path of the file; None to search for one.
 
     Raises:
         SettingError: there is no such file, or it has a key or a value that no option has.
-        click.NoSuchOption: a key may be a flag of torchrun, whose flags are not read yet.
+        click.NoSuchOption: a key may be one of torchrun's flags, which have not been read yet.
     """
-    if SOURCE in ctx.meta:  # the launcher that has started this one has read it
+    if SOURCE in ctx.meta:  # the launcher that has started this one has read the file
         return
 
     if value is None:
@@ -184,19 +187,20 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
 def _defaults_from_file(
     ctx: click.Context, file: LaunchFile, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the values of a launch file by the names of click's parameters.
+    """Returns the values of a launch file, by the names of click's parameters.
 
-    Left out is what the environment sets as well: its variables override the file.
+    Values that are also set by environment variables are left out, as the variables override the
+    file.
 
     Raises:
-        SettingError, click.NoSuchOption: as `_read_launch_file`.
+        SettingError, click.NoSuchOption: see `_read_launch_file`.
     """
     option_of_key = _options_by_key(ctx)
     defaults = {}
     for key in file.values:
         if key not in option_of_key:
             if TORCHRUN_OPTIONS not in ctx.meta:
-                raise click.NoSuchOption(key)  # it may be a flag of torchrun
+                raise click.NoSuchOption(key)  # it may be one of torchrun's flags
 
             if isinstance(file.values[key], dict):
                 raise SettingError(
@@ -213,14 +217,15 @@ def _defaults_from_file(
             )
 
         option = option_of_key[key]
-        if not any(environ.get(variable) for variable in _variables_of_option(option)):
+        is_set_by_variable = any(environ.get(name) for name in _variables_of_option(option))
+        if not is_set_by_variable:
             defaults[str(option.name)] = _default_from_file(option, file, key)
 
     return defaults
 
 
 def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
-    """Returns the option that each key of a launch file stands for."""
+    """Returns the options by their keys in a launch file: `nproc` for `--nproc`."""
     option_of_key: dict[str, click.Option] = {}
     for param in ctx.command.get_params(ctx):
         if not isinstance(param, click.Option) or param.name in NOT_IN_A_LAUNCH_FILE:
@@ -232,7 +237,9 @@ def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
 
 
 def _variables_of_option(option: click.Option) -> list[str]:
-    """Returns the environment variables that set what an option sets: Lockstep's or torchrun's."""
+    """Returns the environment variables, of Lockstep or of torchrun, that set the same as an
+    option.
+    """
     name = str(option.name)
     if name == "quiet":
         return [QUIET_VARIABLE]
@@ -249,10 +256,14 @@ def _variables_of_option(option: click.Option) -> list[str]:
 
 
 def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
-    """Returns the value of a key as click expects it: True or False, a text, or several texts.
+    """Converts the value of a key into the form that click expects.
+
+    Returns:
+        True or False for a flag, a tuple of strings for an option that may be repeated, otherwise a
+        string.
 
     Raises:
-        SettingError: it is of another kind than the option takes.
+        SettingError: the option does not accept a value of this type.
     """
     value = file.values[key]
     if option.is_flag:
@@ -270,12 +281,11 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
 
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-
     raise SettingError(file.written(key), "it takes a number or a text", f'write {key} = "..."')
 
 
 def torchrun_options() -> list[click.Option]:
-    """Returns every flag of torchrun as a hidden option of click, read from torchrun's parser."""
+    """Returns a hidden option of click for each of torchrun's flags, read from its parser."""
     with without_garbage_collection():
         from torch.distributed.run import get_args_parser
 
@@ -288,13 +298,13 @@ def torchrun_options() -> list[click.Option]:
         takes_no_value = action.nargs == 0
         options.append(
             click.Option(
-                # The name comes first, then the flags, such as --nnodes.
+                # The name comes first, followed by the flags, such as --nnodes.
                 [f"{TORCHRUN_NAME_PREFIX}{action.dest}", *action.option_strings],
-                # None lets click decide; False would mean that the value may be left out.
+                # None lets click decide. False would mean that the value may be left out.
                 is_flag=True if takes_no_value else None,
-                expose_value=False,  # the callback takes the value
+                expose_value=False,  # the callback handles the value
                 callback=_collect_torchrun_flag,
-                # Eager options are handled before click finds that there is no script.
+                # Eager options are handled before click notices that there is no script.
                 is_eager=action.dest == "print_completion",
                 hidden=True,
             )
@@ -308,13 +318,14 @@ def _collect_torchrun_flag(
 ) -> None:
     """Adds one of torchrun's flags to `ctx.meta[TORCHRUN_FLAGS]`, if it was given.
 
-    Click calls this for each option. With --print-completion the command prints and exits here.
+    This is the callback of the options that `torchrun_options` returns. With --print-completion,
+    the command prints and exits here.
 
     Args:
         ctx: the context of the command.
-        option: the option of click that stands for the flag.
-        value: None or False if the flag was not given; otherwise the text that follows it, or True
-            for a flag that no text follows.
+        option: click's option that stands for the flag.
+        value: None or False if the flag was not given; otherwise its value, or True if it takes
+            none.
     """
     if value is None or value is False:
         return
@@ -332,7 +343,13 @@ def _collect_torchrun_flag(
 def _check_ray_address(
     ctx: click.Context, option: click.Parameter, value: str | None
 ) -> str | None:
-    """Raises SettingError if the script, or another word, was taken for the address of --ray."""
+    """Checks the address given with --ray, which may be the script or another word by mistake.
+
+    This is the callback of the option.
+
+    Raises:
+        SettingError: it is not the address of a Ray cluster.
+    """
     if value is None or value == RUNNING_CLUSTER or ":" in value:
         return value
     raise SettingError(
@@ -469,11 +486,11 @@ def command(
     _check_combinations(ctx)
     quiet = quiet or is_quiet(os.environ)
 
-    # The options for runs that are started elsewhere, which are no settings of `lockstep.init`.
+    # Separate the options that say where the run is started from the settings of `lockstep.init`.
     names = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
     elsewhere = {name: settings.pop(name) for name in names}
 
-    # By ssh on the machines of --hosts.
+    # 1. By ssh on the machines of --hosts.
     if elsewhere["hosts"] is not None:
         hosts_spec = _hosts_spec(ctx, script, args, elsewhere)
         check_settings(ctx, os.environ, _num_processes_on_hosts(hosts_spec))
@@ -483,20 +500,18 @@ def command(
             _exit(ctx, run_on_hosts(hosts_spec, _print), script, args)
         return
 
-    # On the nodes of a Ray cluster.
+    # 2. On the nodes of a Ray cluster.
     if elsewhere["ray"] is not None:
         ray_spec = _spec_without_hosts(ctx, script, args, "--ray", elsewhere)
         num_processes = int(ray_spec.nproc) if ray_spec.nproc.isdigit() else None
         check_settings(ctx, os.environ, num_processes)
-
         if dry_run:
             click.echo(ray_run.describe(elsewhere["ray"], ray_spec))
         else:
             _exit(ctx, ray_run.run_on_ray(elsewhere["ray"], ray_spec, _print), script, args)
-
         return
 
-    # As a job of Slurm.
+    # 3. As a job of Slurm.
     if elsewhere["slurm"]:
         check_settings(ctx, os.environ, None)
         options = _sbatch_options(ctx, script, elsewhere)
@@ -504,7 +519,7 @@ def command(
         click.echo(job_script if dry_run else slurm_batch.submit(job_script, options))
         return
 
-    # Inside a job of Slurm. Its variables say how the machines find each other, unless flags do.
+    # 4. Inside a job of Slurm. Unless flags do, its variables say how the machines find each other.
     torchrun_flags = tuple(ctx.meta[TORCHRUN_FLAGS])
     placement = None
     if not has_node_flags(torchrun_flags, os.environ):
@@ -515,7 +530,7 @@ def command(
         torchrun_flags += placement.meeting_flags
 
         if placement.srun_nodes:
-            # This process is the first of the job, and srun starts a launcher on each machine.
+            # This process is the job's first one, and srun starts a launcher on each machine.
             command_line = slurm.srun_command(placement, _launcher_arguments(ctx, script, args))
             if dry_run:
                 click.echo(shlex.join(command_line))
@@ -523,7 +538,7 @@ def command(
                 slurm.exec_srun(command_line)
             return
 
-    # On this machine.
+    # 5. On this machine.
     check_nproc(ctx, nproc)
     check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
 
@@ -533,7 +548,7 @@ def command(
 
     source = _source(ctx)
 
-    # Without a launch file, what another launcher has told this one must not be passed on.
+    # A value inherited from another launcher must be replaced, even if there is no launch file.
     if source or FROM_FILE_VARIABLE in os.environ:
         variables["from_file"] = source
 
@@ -558,9 +573,9 @@ def command(
 
 
 def _source(ctx: click.Context) -> str:
-    """Returns which options come from the launch file: "lockstep.toml: nproc, precision".
+    """Returns the launch file and the options that come from it: "lockstep.toml: nproc, precision".
 
-    Empty if none does.
+    The result is empty if there are none.
     """
     if SOURCE in ctx.meta:  # the launcher that has started this one says so
         source: str = ctx.meta[SOURCE]
@@ -580,19 +595,18 @@ def _source(ctx: click.Context) -> str:
 
     if not used:
         return ""
-
     return f"{file.name}: {', '.join(used)}"
 
 
 def _num_processes_here(
     nproc: str | None, torchrun_flags: Sequence[str], environ: Mapping[str, str]
 ) -> int | None:
-    """Returns the world size of a run on this machine; None if it is not known yet.
+    """Returns the world size of a run on this machine, or None if it is not known yet.
 
     Args:
         nproc: the value of --nproc.
         torchrun_flags: torchrun's flags and their values.
-        environ: the environment variables of this process.
+        environ: environment variables of this process.
     """
     num_nodes = environ.get("PET_NNODES", "1")
     if "--nnodes" in torchrun_flags:
@@ -601,14 +615,16 @@ def _num_processes_here(
     if nproc is None:
         nproc = environ.get("PET_NPROC_PER_NODE", "1")
 
-    # Other machines may run other numbers of processes.
+    # With several machines, the others may have other numbers of processes.
     if num_nodes != "1" or not nproc.isdigit():
         return None
     return int(nproc)
 
 
 def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
-    """Returns the world size of a run on the machines of --hosts; None if it is not known yet."""
+    """Returns the world size of a run on the machines of --hosts, or None if it is not known
+    yet.
+    """
     total = 0
     for host in spec.hosts:
         nproc = str(host.nproc or spec.nproc)
@@ -621,7 +637,7 @@ def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
 def _hosts_spec(
     ctx: click.Context, script: str, args: tuple[str, ...], options: dict[str, Any]
 ) -> HostsSpec:
-    """Returns what is to be started on the machines of --hosts.
+    """Returns the request for a run on the machines of --hosts.
 
     Args:
         ctx: the context of the command.
@@ -630,8 +646,8 @@ def _hosts_spec(
         options: the values of OPTIONS_OF_HOSTS.
 
     Raises:
-        SettingError: a flag of torchrun cannot be used with --hosts, there is no such script, or
-            --copy would send too much.
+        SettingError: one of torchrun's flags cannot be used with --hosts, there is no such script,
+            or --copy would send too much.
     """
     spec = _spec_without_hosts(ctx, script, args, "--hosts", options)
     folder = Path(current_folder())
@@ -658,7 +674,7 @@ def _spec_without_hosts(
     option: str,
     options: dict[str, Any],
 ) -> HostsSpec:
-    """Returns what is to be started on other machines, before it is known on which.
+    """Returns the request for a run on other machines, before the machines are known.
 
     Args:
         ctx: the context of the command.
@@ -668,7 +684,8 @@ def _spec_without_hosts(
         options: the values of the options that belong to it.
 
     Raises:
-        SettingError: a flag of torchrun cannot be used with the option, or there is no such script.
+        SettingError: one of torchrun's flags cannot be used with the option, or there is no such
+            script.
     """
     from lockstep.run.start.script import check_script
 
@@ -697,12 +714,12 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
         options: the values of OPTIONS_OF_SLURM.
 
     Raises:
-        SettingError: an option is wrong, a flag of torchrun cannot be used with --slurm, or there
-            is no such script.
+        SettingError: an option is wrong, one of torchrun's flags cannot be used with --slurm, or
+            there is no such script.
     """
     from lockstep.run.start.script import check_script
 
-    # A job that waits in the queue for hours should not end with this error.
+    # This is checked here, so that the job does not fail after hours in the queue.
     if ctx.params["keep_in_memory"]:
         check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
 
@@ -719,9 +736,9 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
 
 
 def _options_without_effect(ctx: click.Context) -> dict[str, str]:
-    """Returns the options that mean nothing in this run, each with the one that it belongs to.
+    """Returns the options that have no effect in this run, each with the option that it needs.
 
-    Such as --copy without --hosts, or --nodes without --slurm.
+    For example, --copy has no effect without --hosts, and --nodes has none without --slurm.
     """
     without_effect = {}
     for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
@@ -737,10 +754,14 @@ def _options_without_effect(ctx: click.Context) -> dict[str, str]:
 
 
 def _check_combinations(ctx: click.Context) -> None:
-    """Raises SettingError for options that mean nothing without, or together with, another one."""
+    """Checks that the given options can be combined.
+
+    Raises:
+        SettingError: an option has no effect without another one, or contradicts it.
+    """
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
     for option, main_option in _options_without_effect(ctx).items():
-        # In a launch file it may be there for other runs.
+        # An option in a launch file may be meant for other runs.
         if is_given(ctx, option) and not comes_from_file(ctx, option):
             raise SettingError(
                 flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"
@@ -763,14 +784,14 @@ def _check_combinations(ctx: click.Context) -> None:
 
 
 def _has_record(folder: Path) -> bool:
-    """Returns whether a folder has the record of a run, as --report has written it."""
+    """Returns True if a folder contains the record of a run, as written with --report."""
     from lockstep.extensions.report.record_format import RECORD_SUFFIX
 
     return any(folder.glob(f"*{RECORD_SUFFIX}"))
 
 
 def _launcher_arguments(ctx: click.Context, script: str, args: tuple[str, ...]) -> list[str]:
-    """Returns the arguments for `lockstep run` on another machine: all that was given here.
+    """Returns the arguments for `lockstep run` on another machine: everything that was given here.
 
     Only --nproc, --dry-run and the options that say where the run is started are left out.
     """
@@ -779,17 +800,17 @@ def _launcher_arguments(ctx: click.Context, script: str, args: tuple[str, ...]) 
 
 
 def _given_options(ctx: click.Context) -> list[str]:
-    """Returns the options that the user gave, as words of a command line.
+    """Returns the options that the user gave, as words of a command line for other launchers.
 
-    They include those of the launch file, which the launchers on other machines do not read. Left
-    out are those that these launchers are not given, or are given otherwise.
+    Options from the launch file are included, as other launchers do not read it. Options that these
+    launchers do not get, or get in another way, are left out.
     """
     left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
     left_out |= {"launch_file", "from_file"}
+
     words = [f"--from-file={_source(ctx)}"]
     for param in ctx.command.params:
         name = str(param.name)
-
         if not isinstance(param, click.Option):  # the script and its arguments
             continue
         if name in left_out or not is_given(ctx, name):
@@ -801,23 +822,28 @@ def _given_options(ctx: click.Context) -> list[str]:
         elif value:
             words.append(param.opts[0])
         else:
-            words.append(param.secondary_opts[0])  # the flag for False, such as --no-warm
+            words.append(param.secondary_opts[0])  # the negative flag, such as --no-warm
 
     return words
 
 
 def _print(line: str) -> None:
-    """Prints a line of Lockstep itself, on standard error, since the script uses the output."""
+    """Prints a line of Lockstep itself on standard error, as standard output belongs to the
+    script.
+    """
     click.echo(f"lockstep: {line}", err=True)
 
 
 def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
-    """Returns a hint if the script's arguments have an option of this command; else an empty text.
+    """Returns a hint if an option of this command is among the script's arguments.
 
     Args:
         ctx: the context of the command.
         script: the script.
         args: the arguments of the script.
+
+    Returns:
+        The hint, or an empty string.
     """
     own_flags = _flags_of(ctx.command)
     for word in args:
@@ -830,15 +856,16 @@ def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]
 
 
 def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
-    """Exits with the code of the run.
+    """Exits with the exit code of the run.
 
-    If the script refused its arguments, it says first which of them may be an option of this
+    If the script refused its arguments, this first says which of them may be an option of this
     command.
     """
     if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
         hint = misplaced_option_hint(ctx, script, args)
         if hint:
             _print(hint)
-    # The run has ended; another Ctrl-C now would only replace its exit code by another one.
+
+    # The run has ended, and Ctrl-C would only replace its exit code by another one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctx.exit(exit_code)

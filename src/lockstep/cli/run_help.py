@@ -1,4 +1,4 @@
-"""The help of `lockstep run`: examples first, then the options in groups."""
+"""Writes the help of `lockstep run`: examples, followed by the options in groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUPS = {
         "journal_every",
     ),
 }
-"""The titles of the groups and the names of their options; the others are training settings."""
+"""The names of the options in each group, by title. All other options are training settings."""
 
 TITLE_OF_SETTINGS = "Training settings (what the script leaves unset in lockstep.init)"
 
@@ -51,10 +51,10 @@ TORCHRUN_GROUPS = {
         ("--log-dir FOLDER", "Keep the logs there."),
     ),
 }
-"""The flags of torchrun that are used most, by the title of their group."""
+"""The most used flags of torchrun, by the title of their group."""
 
 OTHER_SPELLINGS = ("--nproc-per-node", "--nproc_per_node")
-"""Names that torchrun has for options, which the help leaves out."""
+"""torchrun's spellings of an option, which the help leaves out."""
 
 EPILOG = (
     "Every flag of torchrun except --logs-specs is accepted, with torchrun's meaning (see torchrun "
@@ -67,14 +67,15 @@ def write_options(command: click.Command, ctx: click.Context, out: click.HelpFor
     """Writes the examples and the groups of options.
 
     Args:
-        command: `lockstep run`.
-        ctx: its context.
-        out: where to write.
+        command: the command `lockstep run`.
+        ctx: the context of the command.
+        out: the formatter to write to.
     """
     with out.section("Examples"):
         width = max(len(example) for example, _ in EXAMPLES)
         for example, comment in EXAMPLES:
             out.write(f"  {example:{width}}  # {comment}\n")
+
     rows_of_group = _rows_of_groups(command, ctx)
     for title, rows in rows_of_group.items():
         with out.section(title):
@@ -82,7 +83,10 @@ def write_options(command: click.Command, ctx: click.Context, out: click.HelpFor
 
 
 def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
-    """Returns the rows of each group, by its title and in the order in which they are shown."""
+    """Returns the rows of each group, by title, in the order in which they are shown.
+
+    A row consists of the option and its help text.
+    """
     rows: dict[str, list[tuple[str, str]]] = {
         "Processes": [],
         "Several machines, by ssh": [],
@@ -95,7 +99,7 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
     for title, torchrun_rows in TORCHRUN_GROUPS.items():
         rows[title] += torchrun_rows
 
-    group_of_option = {}
+    group_of_option = {"help": "Processes"}
     for title, names in GROUPS.items():
         for name in names:
             group_of_option[name] = title
@@ -110,9 +114,6 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
             spellings = spellings.replace(f", {spelling}", "")
 
         title = group_of_option.get(str(param.name), TITLE_OF_SETTINGS)
-        if param.name == "help":
-            title = "Processes"
-
         rows[title].append((spellings, text))
 
     return rows

@@ -1,7 +1,8 @@
-"""Options of `lockstep run` for the settings of `lockstep.init`, and what is checked of them.
+"""Adds options to `lockstep run` for the settings of `lockstep.init`, and checks their values.
 
-What can be known without torch is checked before anything starts: names, numbers, and whether they
-fit the number of processes. The ranks check everything again, with what the script has set.
+Everything that can be checked without torch is checked before anything is started: names, numbers,
+and whether they fit the number of processes. The ranks check everything again, together with what
+the script has set.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from lockstep.settings import (
 from lockstep.strategies import CLASS_OF_NAME
 
 LAUNCH_FILE = "lockstep.launch_file"
-"""Key of click's context: the launch file that was read."""
+"""The key in click's context under which the launch file is kept that was read."""
 
 ONE_PART_FOR_EACH_PROCESS = ("ddp", "fsdp", "hsdp", "diloco")
-"""Strategies under which every process has a share of its own."""
+"""The strategies under which every process has a share of its own."""
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]
-    """The value of a setting, read and checked as its environment variable is."""
+    """The type of an option for a setting, whose value is read like its environment variable."""
 
     def __init__(self, declaration: Declaration) -> None:
         assert declaration.reader is not None
@@ -45,10 +46,10 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
         self._read = declaration.reader
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns what the value stands for, or ends with click's error if it cannot be read.
+        """Converts the text of an option into the value of the setting, or ends with click's error.
 
         Raises:
-            SettingError: no run can have the value.
+            SettingError: the value is valid, but not allowed in any run.
         """
         try:
             read_value = self._read(value)
@@ -63,9 +64,9 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds an option to a command for each setting whose declaration has a help text.
 
-    It is used as a decorator and returns the command.
+    It is used as a decorator.
     """
-    # The option that is added last stands first, as that of the topmost decorator does.
+    # As with decorators, the option that is added last comes first.
     for declaration in reversed(list(DECLARATIONS.values())):
         if not declaration.help:
             continue
@@ -82,18 +83,20 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_given(ctx: click.Context, param_name: str) -> bool:
-    """Returns True if the user gave the option, here or in the launch file."""
+    """Returns True if the user gave an option, on the command line or in the launch file."""
     source = ctx.get_parameter_source(param_name)
     return source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
 def comes_from_file(ctx: click.Context, param_name: str) -> bool:
-    """Returns True if an option has its value from the launch file."""
+    """Returns True if the value of an option comes from the launch file."""
     return ctx.get_parameter_source(param_name) is ParameterSource.DEFAULT_MAP
 
 
 def written(ctx: click.Context, param: click.Parameter, value: object) -> str:
-    """Returns an option as the user wrote it, on the command line or in the launch file."""
+    """Returns an option as the user wrote it: `--nproc 4`, or `nproc = 4 (lockstep.toml, line
+    2)`.
+    """
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
     if file is not None and comes_from_file(ctx, str(param.name)):
         for spelling in param.opts:
@@ -104,10 +107,10 @@ def written(ctx: click.Context, param: click.Parameter, value: object) -> str:
 
 
 def check_nproc(ctx: click.Context, nproc: str | None) -> None:
-    """Checks how many processes to start on this machine, whatever it has: 4, auto, gpu or cpu.
+    """Checks the value of --nproc: 4, auto, gpu or cpu. Whether there are GPUs does not matter.
 
     Raises:
-        SettingError: `nproc` is none of these. The error says where the user wrote it.
+        SettingError: it is none of these. The error says where the user wrote it.
     """
     for param in ctx.command.params:
         if param.name == "nproc" and nproc is not None:
@@ -117,18 +120,19 @@ def check_nproc(ctx: click.Context, nproc: str | None) -> None:
 def check_settings(
     ctx: click.Context, environ: Mapping[str, str], num_processes: int | None
 ) -> None:
-    """Checks the settings that the ranks will get from here, as far as is possible without torch.
+    """Checks the settings that the ranks will get from here, as far as possible without torch.
 
     Args:
         ctx: the context of the command.
-        environ: the environment variables of this process.
-        num_processes: the world size; None: it is not known yet. A single process may start others.
+        environ: environment variables of this process.
+        num_processes: the world size; None if it is not known yet.
 
     Raises:
-        SettingError: no script could be run with the settings.
+        SettingError: no script can run with these settings.
     """
+    # Collect the values, and how the user wrote each of them. Options override variables.
     values = read_variables(environ)
-    texts = {}  # how each was set, by its name
+    texts = {}
     for declaration in DECLARATIONS.values():
         if declaration.name in values:
             variable = declaration.variable
@@ -141,6 +145,7 @@ def check_settings(
             texts[name] = written(ctx, param, ctx.params[name])
 
     check_outside(values)
+
     strategy = values.get("strategy")
     strategy_name = None
     if strategy is not None:
@@ -150,6 +155,7 @@ def check_settings(
                 texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME
             )
 
+    # The rest depends on the number of processes. A single process may start others itself.
     if num_processes is None or num_processes == 1:
         return
 
@@ -159,7 +165,7 @@ def check_settings(
 
     if values.get("shares") is not None and not is_auto(values["shares"]):
         has_too_many = values["shares"].count(":") + 1 > num_processes
-        # A pipeline has one part for several processes, and the script may ask for one.
+        # In a pipeline, several processes have one share, and the script may ask for a pipeline.
         if has_too_many or strategy_name in ONE_PART_FOR_EACH_PROCESS:
             _check_as_written(texts["shares"], parse_shares, values["shares"], num_processes)
     elif values.get("virtual_ranks", num_processes) < num_processes:
@@ -171,12 +177,12 @@ SETTING_NAMES = {each.name for each in DECLARATIONS.values() if each.help}
 
 
 def _check_as_written(was_set: str, check: Callable[..., object], *arguments: object) -> None:
-    """Calls a check; its error says how the user wrote the setting.
+    """Calls a check, and makes its error say how the user wrote the setting.
 
     Args:
-        was_set: how the user wrote it.
-        check: raises SettingError.
-        *arguments: of the check.
+        was_set: the setting as the user wrote it.
+        check: function that raises SettingError.
+        *arguments: the arguments of the function.
     """
     try:
         check(*arguments)

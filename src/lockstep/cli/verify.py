@@ -1,8 +1,9 @@
-"""`lockstep verify`: checks whether a script computes on several processes what it does on one.
+"""Implements `lockstep verify`: checks whether a script computes the same on several processes as
+on one.
 
-A `RunConfig` says on how many processes and with which settings the script is run. The *reference*
-is the run on one process; every other run is compared with it and gets a *verdict*: EQUAL,
-DIFFERENT, FAILED or NOT KNOWN.
+A `RunConfig` describes a run of the script: the number of processes and the settings. The
+*reference* is the run on one process. Every other run is compared with it and gets a *verdict*:
+EQUAL, DIFFERENT, FAILED or NOT KNOWN.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from lockstep.verify.run_record import RunRecord
 
 
-# Without --steps, the reference makes steps until one of these is reached.
+# Without --steps, the reference makes steps until one of these limits is reached.
 DEFAULT_STEPS = 50
 DEFAULT_SECONDS = 5.0
-# With these options runs are compared within a tolerance, and not bit by bit.
+# With one of these options, runs are compared within a tolerance, and not bit by bit.
 OPTIONS_WITHOUT_BITS = ("accumulate", "same_samples", "batch_per_process", "precision")
 EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
 """The exit code of each verdict, from the best verdict to the worst."""
@@ -103,11 +104,11 @@ def command(
     """
     plan = _plan_comparison(script, args, options)
 
-    # A run whose strategy trains several replicas has a reference of its own.
+    # A run whose strategy trains several replicas needs a reference of its own.
     num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
     names = "; ".join(config.name for config in (plan.reference, *plan.ways))
 
-    # Printed before torch is imported, which takes seconds.
+    # This is printed before torch is imported, which takes seconds.
     if plan.by_bits and plan.source_uses_lockstep:
         num_bit_runs = 1 + len(plan.ways)
         num_runs = num_bit_runs if plan.bits_alone else num_bit_runs + num_runs
@@ -122,7 +123,7 @@ def command(
     progress = VerifyProgress(num_runs)
 
     def check_reference(reference: RunRecord) -> None:
-        """Raises UsageError if a run on one process gives nothing to compare with."""
+        """Checks that a run on one process recorded something to compare with."""
         _check_arguments(ctx, reference, script, args)
         _check_reference(reference, script, args, options)
 
@@ -139,7 +140,7 @@ def command(
 
             switched_off = verdict.parallel.switched_off
             is_first_of_kind = not any(type(earlier) is type(verdict) for earlier in verdicts)
-            if is_first_of_kind and switched_off:  # it is the same in all runs
+            if is_first_of_kind and switched_off:  # the same for all runs, so it is printed once
                 text = f"switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([f"  {translate(text)}"], as_json)
 
@@ -160,17 +161,20 @@ def command(
 def _check_arguments(
     ctx: click.Context, reference: RunRecord, script: str, args: tuple[str, ...]
 ) -> None:
-    """Raises UsageError if the script refused its arguments and one of them is an option of verify.
+    """Checks whether the script failed because it was given an option of `lockstep verify`.
 
     Args:
-        ctx: the context of the command, which has its options.
+        ctx: the context of the command, which knows its options.
         reference: the run on one process.
         script: the script.
         args: the arguments of the script.
+
+    Raises:
+        UsageError: it did.
     """
     from lockstep.cli.run import misplaced_option_hint
 
-    # Argparse and click end a script with this code if it does not know one of its arguments.
+    # argparse and click end a script with this code if it does not know one of its arguments.
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return
@@ -183,20 +187,24 @@ def _check_arguments(
 def _check_reference(
     reference: RunRecord, script: str, args: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    """Raises UsageError if the reference failed, or cannot be compared with.
+    """Checks that the reference has not failed, and that other runs can be compared with it.
 
     Args:
-        reference: what was recorded.
+        reference: the record of the run on one process.
         script: the script.
         args: the arguments of the script.
         options: the options of the command.
+
+    Raises:
+        UsageError: it has failed, or they cannot.
     """
     from lockstep.verify.reference_check import check_reference
 
     module_flag = ["-m"] if options["module"] else []
     command_without_verify = shlex.join(["lockstep", "run", *module_flag, script, *args])
 
-    lockstep_options = []  # these need a script that trains with Lockstep
+    # These options require a script that trains with Lockstep.
+    lockstep_options = []
     for name in ("accumulate", "shares", "strategy"):
         if options[name]:
             lockstep_options.append(f"--{name}")
@@ -211,7 +219,7 @@ def _check_reference(
 
 
 def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]) -> ComparisonPlan:
-    """Returns what is to be compared.
+    """Decides which runs to make and how to compare them.
 
     Raises:
         SettingError: there is no such script, or options cannot be combined.
@@ -226,13 +234,11 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
     if options["same_samples"]:
         _check_options_with_same_samples(options)
-
     if options["by_bits"]:
         _check_options_with_bits(options)
 
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
-
     source = read_script(program)
     if source.spawns_ranks:
         raise UsageError(
@@ -241,9 +247,8 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
             OWN_PROCESSES_HINT,
         )
 
+    # The plain run on several processes. All further runs differ from it in a few settings.
     nproc = options["nproc"]
-
-    # The plain run on several processes. Those that follow differ from it in a few settings.
     several = RunConfig(
         name=f"{nproc} processes",
         nproc=nproc,
@@ -252,7 +257,8 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
         precision=options["precision"] or "fp64",
     )
 
-    # With --batch-per-process the one process trains on as much as all processes together.
+    # With --batch-per-process, the batch of the one process is as large as those of all processes
+    # together.
     reference = several.reference(batch_times=nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
@@ -269,9 +275,8 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
         configs.append(replace(several, name=name, overrides={"shares": shares}))
 
     for strategy in options["strategy"]:
-        strategy_name = strategy.partition(":")[0]  # options follow the colon
-
-        # With dp one process computes on all of its devices.
+        strategy_name = strategy.partition(":")[0]  # its own options follow the colon
+        # With dp, one process uses all of its devices.
         processes = 1 if strategy_name == "dp" else nproc
         configs.append(
             replace(
@@ -301,7 +306,11 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
 
 def _check_options_with_bits(options: dict[str, Any]) -> None:
-    """Raises SettingError for options that cannot be combined with --bits."""
+    """Checks that the given options can be combined with --bits.
+
+    Raises:
+        SettingError: they cannot.
+    """
     excluded = []
     for name in OPTIONS_WITHOUT_BITS:
         if options[name]:
@@ -316,7 +325,11 @@ def _check_options_with_bits(options: dict[str, Any]) -> None:
 
 
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:
-    """Raises SettingError for options that cannot be combined with --same-samples."""
+    """Checks that the given options can be combined with --same-samples.
+
+    Raises:
+        SettingError: they cannot.
+    """
     excluded = []
     for name in ("batch_per_process", "accumulate", "shares", "strategy"):
         if options[name]:

@@ -1,8 +1,8 @@
-"""The progress of `lockstep verify`, which runs a script several times.
+"""Shows the progress of `lockstep verify`, which runs a script several times.
 
-It is printed on standard error: which of the runs it is, its optimizer step, and the time left. On
-a terminal that is one line, which disappears when the run has ended. Elsewhere a line is printed
-when a run starts, after its first step, and every half minute.
+The progress is printed on standard error: the number of the run, its optimizer step, and the time
+left. On a terminal this is one line, which disappears when the run has ended. Otherwise a line is
+printed when a run starts, after its first step, and then every half minute.
 """
 
 from __future__ import annotations
@@ -18,62 +18,66 @@ import click
 if TYPE_CHECKING:
     from lockstep.verify.run_config import RunConfig
 
-PRINT_INTERVAL_S = 30.0  # if it is no terminal
+PRINT_INTERVAL_S = 30.0  # without a terminal
 CLEAR_LINE = "\r\x1b[K"
 
 
 class VerifyProgress:
-    """Starts the runs one after the other, and prints how far they are.
+    """Starts the runs one after the other, and prints their progress.
 
     Args:
-        num_runs: how many runs there will be.
+        num_runs: the number of runs.
     """
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
-        self._run_number = 0  # of the present run, from 1
         self._on_terminal = sys.stderr.isatty()
         self._begin_s = time.monotonic()
         self._expected_run_s: float | None = None
-        """The estimated seconds of a whole run, by the present run or the one before it; None until
-        a first step has ended."""
+        """The estimated seconds that a run takes, from the present run or the one before; None
+        until the first step of the first run has ended.
+        """
 
-        # Of the present run:
+        # The present run:
+        self._run_number = 0  # counted from 1
         self._run_begin_s = 0.0
-        self._num_steps = -1  # nothing is known of the run yet
-        self._first_step_end_s = 0.0  # from the begin of the run
-        self._next_print_s = 0.0  # if standard error is no terminal
+        self._num_steps = -1  # nothing is known about the run yet
+        self._first_step_end_s = 0.0  # counted from the beginning of the run
+        self._next_print_s = 0.0  # without a terminal
 
     def expect_more_runs(self, number: int) -> None:
-        """Notes that there will be more runs than it seemed."""
+        """Increases the expected number of runs."""
         self._num_runs += number
 
     def run(self, folder: Path, config: RunConfig) -> str:
-        """Runs the script once while the progress is printed, and returns what the script printed.
+        """Runs the script once, and prints the progress meanwhile.
 
         Args:
-            folder: where the run puts what it records.
-            config: on how many processes, with which settings.
+            folder: folder in which the run records what it computes.
+            config: the number of processes and the settings of the run.
+
+        Returns:
+            The output of the script.
         """
         from lockstep.verify.run_processes import run_by_command
 
         self._run_number += 1
         self._run_begin_s = time.monotonic()
-        self._num_steps = -1  # so the first update, which tells of 0 steps, tells something new
+        self._num_steps = -1  # so that the first update, with 0 steps, is news
         try:
             return run_by_command(folder, config, partial(self._update, config))
         finally:
-            # The next run is expected to take as long, until it tells more itself.
+            # The next run is expected to take as long, until its own steps show more.
             self._expected_run_s = time.monotonic() - self._run_begin_s
             if self._on_terminal:
                 click.echo(CLEAR_LINE, nl=False, err=True)
 
     def _update(self, config: RunConfig, num_steps: int) -> None:
-        """Prints the progress of the present run. It is called several times a second.
+        """Prints the progress of the present run. This is called several times a second.
 
         Args:
-            config: of the run.
-            num_steps: how many steps it has made so far.
+            config: the configuration of the run.
+            num_steps: the number of steps that it has made so far.
         """
         now = time.monotonic()
         num_steps = min(num_steps, config.steps)
@@ -90,48 +94,49 @@ class VerifyProgress:
         """Notes that the present run has made more steps, and estimates how long it will take.
 
         Args:
-            config: of the run.
-            num_steps: how many steps it has made; 0 when the run begins.
-            now: the time.
+            config: the configuration of the run.
+            num_steps: the number of steps that it has made; 0 when it begins.
+            now: the present time.
         """
         elapsed_s = now - self._run_begin_s
         first_step_was_over = self._num_steps >= 1
         if not first_step_was_over:
-            # The run has just begun (`num_steps` is 0), or its first step has ended. It has ended
-            # at the latest now: if more steps have ended since the last call, nobody knows when.
+            # Either the run has just begun, or its first step has ended since the last call. The
+            # exact end of the first step is not known if more steps have ended since then.
             self._first_step_end_s = elapsed_s
-            self._next_print_s = now  # both are printed at once
+            self._next_print_s = now  # both events are printed at once
 
         if num_steps > 0:
             self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
-
         self._num_steps = num_steps
 
     def _remaining_s(self, config: RunConfig, num_steps: int, elapsed_s: float) -> float:
         """Estimates how many seconds the rest of the present run will take.
 
-        The first step takes longer than the others and does not count, so after it alone the
+        The first step takes longer than the others and is not counted. So after the first step, the
         estimate is 0.
 
         Args:
-            config: of the run.
-            num_steps: how many steps it has made, at least one.
-            elapsed_s: how long it has taken so far.
+            config: the configuration of the run.
+            num_steps: the number of steps that it has made, at least one.
+            elapsed_s: the seconds that it has taken so far.
         """
         seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
         remaining_s = seconds_per_step * (config.steps - num_steps)
-        if config.seconds:  # a limit of time, after which the run makes no further step
+        if config.seconds:  # the time limit, after which the run makes no further step
             remaining_s = min(remaining_s, config.seconds)
         return remaining_s
 
     def _line(self, config: RunConfig, now: float) -> str:
-        """Returns the line of the present run: its number, its step, and the time left."""
+        """Describes the progress: `run 1 of 3, 2 processes: step 5 of 50, 0:20 left of about
+        1:00`.
+        """
         max_steps = f"at most {config.steps}" if config.seconds else str(config.steps)
         run = f"run {self._run_number} of {self._num_runs}, {config.name}"
         return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"
 
     def _time_left(self, now: float) -> str:
-        """Returns a text that says how long all runs together will still take."""
+        """Describes how long all remaining runs together will take."""
         from lockstep.extensions.report.console import clock
 
         if self._expected_run_s is None:
@@ -139,9 +144,8 @@ class VerifyProgress:
 
         rest_of_run_s = max(0.0, self._run_begin_s + self._expected_run_s - now)
         later_runs_s = (self._num_runs - self._run_number) * self._expected_run_s
-
         left_s = rest_of_run_s + later_runs_s
-        if left_s < 1.0:  # perhaps it takes longer than expected, which no number could say
+        if left_s < 1.0:  # it may also take longer than expected
             return "about to end"
 
         total_s = now - self._begin_s + left_s
