@@ -1,9 +1,9 @@
-"""`lockstep doctor`: one file per check, and its name in `CHECKS`.
+"""Implements `lockstep doctor`: one file per check, which is listed in `CHECKS`.
 
-A check has two functions. `gather(folder)` reads *facts* from this machine, values that JSON can
-hold; `folder` is where checkpoints are to go. `judge(facts)` is a pure function that returns a
-*finding*: what is wrong with the facts. A check that can repair something without root also has
-`fix(facts)`, which returns what it did.
+A check has two functions. `gather(folder)` reads *facts* from this machine, as values that JSON can
+represent; `folder` is the folder for checkpoints. `judge(facts)` is a pure function that returns a
+*finding*: what is wrong, if anything. A check that can repair something without root also has
+`fix(facts)`, which returns a line about each repair.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ CHECKS = (
     "leftovers",
 )
 DEADLINE_S = 20.0
-"""The time for all checks of a machine together: a check of something broken may hang."""
+"""The time for all checks of a machine together, as a check of something broken may hang."""
 FIRST_EXAMINATION_SHARE = 0.75
-"""The part of the deadline for the first examination, if another one after repairs may follow."""
+"""The share of the deadline for the first examination, if there may be another after repairs."""
 LEVEL_WIDTH = 9
-"""Columns of the level, such as `warning`, in a printed line."""
+"""The number of columns for the level, such as `warning`, in a printed line."""
 
 
 def gather(
     folder: Path, checks: Sequence[str] = CHECKS, deadline_s: float = DEADLINE_S
 ) -> dict[str, Facts]:
-    """Returns the facts of this machine, by the name of the check. All checks run at once.
+    """Gathers the facts of this machine, by the name of the check. All checks run at the same time.
 
-    The facts of a check that failed or was given up are a dict with the one key `UNKNOWN`.
+    If a check fails or takes too long, its facts are a dictionary with the single key `UNKNOWN`.
 
     Args:
-        folder: where checkpoints are to go.
+        folder: the folder for checkpoints.
         checks: the names of the checks to run.
-        deadline_s: after how many seconds checks that have not finished are given up.
+        deadline_s: the seconds after which unfinished checks are given up.
     """
     gather_functions = {name: partial(_module_of(name).gather, folder) for name in checks}
     return run_within(deadline_s, gather_functions)
@@ -62,26 +62,26 @@ def _module_of(check: str) -> Any:
 
 
 def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Calls all functions at the same time, each in a thread.
+    """Calls all functions at the same time, each in a thread of its own.
 
     Returns:
-        What each function returned, by its name. For a function that raised, or that did not return
-        in time, a dict whose key `UNKNOWN` says so.
+        The result of each function, by its name. If a function raised, or did not return in time,
+        it is a dictionary with the key `UNKNOWN` and the reason.
     """
     results: dict[str, Any] = {}
 
     def call(name: str) -> None:
         try:
             results[name] = functions[name]()
-        except Exception as error:  # a broken machine may raise anything; the others still count
+        except Exception as error:  # a broken machine may raise anything; the others go on
             results[name] = {UNKNOWN: f"{type(error).__name__}: {error}"}
 
-    # A function may hang for ever. As daemons, such threads do not keep this process from ending.
+    # A function may hang forever. Daemon threads do not keep this process from ending.
     threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in functions]
     for thread in threads:
         thread.start()
 
-    deadline = time.monotonic() + seconds  # for all of them together
+    deadline = time.monotonic() + seconds  # for all threads together
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -90,12 +90,12 @@ def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> di
 
 
 def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
-    """Returns the finding of each check about the facts of a machine, by the name of the check."""
+    """Returns the finding of each check on the facts of a machine, by the name of the check."""
     return {check: _judge_check(check, facts_of_check) for check, facts_of_check in facts.items()}
 
 
 def _judge_check(check: str, facts: Facts) -> Finding:
-    """Returns the finding of one check: a warning if its facts are not known."""
+    """Returns the finding of one check, which is a warning if its facts are not known."""
     if UNKNOWN in facts:
         do = "what it looked at may hang or be broken"
         return Finding(WARNING, f"not known: {facts[UNKNOWN]}", do)
@@ -107,10 +107,10 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
     """Repairs what can be repaired without root.
 
     Args:
-        facts: those of each check, by the name of the check.
+        facts: the facts of each check, by the name of the check.
 
     Returns:
-        A line about each repair, and about each that failed.
+        A line about each repair, and about each one that failed.
     """
     done: list[str] = []
     for check, facts_of_check in facts.items():
@@ -131,41 +131,39 @@ def _can_fix(check: str) -> bool:
 def examine(
     folder: Path, *, repair: bool, deadline_s: float = DEADLINE_S
 ) -> tuple[dict[str, Facts], list[str]]:
-    """Gathers the facts of this machine. If repairs are wanted, they are made first, and the facts
-    are those after them.
+    """Gathers the facts of this machine, after making repairs if they are wanted.
 
     Args:
-        folder: where checkpoints are to go.
-        repair: repair what can be repaired without root.
-        deadline_s: seconds for all of it.
+        folder: the folder for checkpoints.
+        repair: whether to repair what can be repaired without root.
+        deadline_s: the seconds that everything may take.
 
     Returns:
         The facts by the name of the check, and a line about each repair.
     """
     end = time.monotonic() + deadline_s
-
     if not repair:
         return gather(folder, deadline_s=deadline_s), []
 
     facts = gather(folder, deadline_s=deadline_s * FIRST_EXAMINATION_SHARE)
     done = fix(facts)
     if done:
-        # Only the checks that can repair something may have other facts now.
+        # Only checks that can repair something may have other facts now.
         fixable = [check for check in facts if _can_fix(check)]
         remaining_s = end - time.monotonic()
         facts.update(gather(folder, fixable, remaining_s))
-
     return facts, done
 
 
 def exit_code(findings: Mapping[str, Finding]) -> int:
-    """Returns 1 if a finding is an error, and otherwise 0."""
+    """Returns 1 if any finding is an error, and otherwise 0."""
     has_error = any(finding.level == ERROR for finding in findings.values())
     return 1 if has_error else 0
 
 
 def lines(findings: Mapping[str, Finding]) -> list[str]:
-    """Returns a line for each finding, and below it what to do if something is wrong.
+    """Formats the findings: a line for each and, if something is wrong, a line below with what to
+    do.
 
     The columns are the level, the name of the check and what was found:
 

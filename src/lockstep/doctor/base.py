@@ -1,7 +1,7 @@
-"""What every check of `lockstep doctor` works with: facts about a machine, and findings.
+"""Defines what every check of `lockstep doctor` uses: facts about a machine, and findings.
 
-*Facts* are what a check has read from the machine, as values that JSON can hold. A *finding* is the
-check's verdict on its facts: a level, what was found, and what to do about it.
+*Facts* are what a check has read from the machine, as values that JSON can represent. A *finding*
+is the check's verdict on its facts: a level, what was found, and what to do about it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OK = "ok"
 WARNING = "warning"
 ERROR = "error"
 UNKNOWN = "not known"
-"""If a check could not read its facts, they have this one key, and its value says why."""
+"""The only key of facts that a check could not read. Its value says why."""
 
 
 class Finding(NamedTuple):
@@ -27,13 +27,14 @@ class Finding(NamedTuple):
 
 
 def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
-    """Joins several problems into one finding, of the worst level among them.
+    """Joins several problems into one finding, which has the worst level among them.
 
-    Without a problem the level is `OK`. A problem may be of that level, too: it is only mentioned.
+    Without problems, the level is `OK`. A problem may have this level too, if it is only worth
+    mentioning.
 
     Args:
-        summary: what is said first, whether there are problems or not; may be empty.
-        problems: what is wrong.
+        summary: text that comes first, whether there are problems or not; may be empty.
+        problems: the problems.
     """
     levels = {problem.level for problem in problems}
     if ERROR in levels:
@@ -46,11 +47,11 @@ def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
     texts = [summary, *(problem.found for problem in problems)]
     found = "; ".join(text for text in texts if text)
 
-    # Problems may have the same remedy, which is said once.
+    # If several problems have the same remedy, it is mentioned once.
     remedies = dict.fromkeys(problem.do for problem in problems if problem.do)
     return Finding(level, found, "; ".join(remedies))
 
 
 def gib(size: float) -> str:
-    """Returns a number of bytes as `15.6 GiB`."""
+    """Formats a number of bytes: `15.6 GiB`."""
     return f"{size / 2**30:.3g} GiB"

@@ -1,6 +1,6 @@
-"""Checks the clock: whether the network keeps it right, and that it is not years wrong.
+"""Checks the clock: whether it is kept in time by the network, and that it is not years wrong.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 
 from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
 
-TIME_ERROR = 5  # adjtimex(2) returns it if the clock is not synchronised
+TIME_ERROR = 5  # the result of adjtimex(2) if the clock is not synchronised
 TIMEX_SIZE = 512  # bytes; struct timex is smaller
 EARLIEST_TIME = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the time in seconds since 1970, and whether the kernel calls the clock synchronised.
+    """Reads the time in seconds since 1970, and whether the kernel regards the clock as
+    synchronised.
 
-    `synchronised` is None if that is not known. The folder is not needed.
+    `synchronised` is None if that is not known.
     """
     timex = ctypes.create_string_buffer(TIMEX_SIZE)  # all zero, so that nothing is changed
     try:
@@ -33,7 +34,7 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a clock that is wrong, or that nobody keeps right."""
+    """Finds a clock that is wrong, or that is not kept in time."""
     now = f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     do = "timedatectl set-ntp true, or start chrony, as root"
     if facts["time"] < EARLIEST_TIME:

@@ -1,8 +1,9 @@
-"""Compares the machines of a run: versions, clocks, links, folders, data.
+"""Compares the machines of a run: their versions, clocks, links, folders and data.
 
-`machines` always has the *facts* of each machine, by the name that the user gave the machine: what
-`hosts.examine` has asked it. Facts that a machine could not give have one key, `UNKNOWN`, with the
-reason. Each comparison returns a *finding*: what differs, and what to do. All functions are pure.
+`machines` is always a dictionary with the *facts* of each machine, which `hosts.examine` has
+collected, by the name that the user gave the machine. Facts that a machine could not provide have
+the single key `UNKNOWN`, with the reason. Each comparison returns a *finding*: what differs, and
+what to do. All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ MAX_SHOWN_MACHINES = 3
 MAX_CLOCK_OFFSET_S = 1.0
 MAX_CLOCK_OFFSET_WITHOUT_ERROR_S = 60.0
 MAX_BANDWIDTH_RATIO = 10.0
-"""If the fastest link is faster by more, the slowest is probably broken. A busy machine makes a
-smaller difference."""
+"""If the fastest link is more than this many times as fast as the slowest, the slowest is probably
+broken. A busy machine makes a smaller difference."""
 
 Machines = Mapping[str, Facts]
-"""The facts of each machine: `own` (its address), `clock` (how many seconds it is ahead of the
-machine that asks), `links` (to the other machines), `checks` (the facts of each check of `doctor`),
+"""The facts of each machine: `own` (its address), `clock` (by how many seconds its clock is ahead
+of this machine's), `links` (to the other machines), `checks` (the facts of each check of `doctor`),
 `resolved` (the addresses of all machines' names), `script`, `data`, and `shared` (True if it sees
-what the first machine wrote; None on the first machine if it could not write). A machine that
-stopped answering lacks the later ones."""
+the file that the first machine wrote; None on the first machine if it could not write). If a
+machine stopped answering, the later ones are missing."""
 NO_ANSWER = {UNKNOWN: "it did not answer"}
-"""Stands for facts that a machine lacks."""
+"""Used in place of facts that a machine has not provided."""
 
 ADVICE_ON_NAMES = "give the address instead of the name, or write it into /etc/hosts there"
 ADVICE_ON_SCRIPT = "copy it, as lockstep run --copy does"
@@ -42,9 +43,9 @@ ADVICE_ON_DATA = "copy it from one machine to the others (rsync -a), or mount th
 
 
 def judge(machines: Machines) -> dict[str, Finding]:
-    """Returns all findings about the machines of a run, by the name of what was compared.
+    """Returns all findings about the machines of a run, by the name of what is compared.
 
-    The script and the data set are compared only if the user has named them.
+    The script and the data set are only compared if the user has named them.
     """
     findings = {
         "versions": _judge_versions(machines),
@@ -58,22 +59,20 @@ def judge(machines: Machines) -> dict[str, Finding]:
     }
     if any("script" in facts for facts in machines.values()):
         findings["script"] = _judge_script(machines)
-
     if any("data" in facts for facts in machines.values()):
         findings["data"] = _judge_data(machines)
-
     return findings
 
 
 def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Describes each value that differs between machines: `numpy 2.1 on a, 2.2 on b, c`.
 
-    A value that a machine lacks counts as "none".
+    If a machine does not have a value, its value is "none".
 
     Args:
-        values_of_machine: for each machine, by its name, its values by their names.
+        values_of_machine: the values of each machine, by the name of the machine and of the value.
     """
-    names: dict[str, None] = {}  # a set that keeps the order
+    names: dict[str, None] = {}  # used as a set that keeps the order
     for values in values_of_machine.values():
         names.update(dict.fromkeys(values))
 
@@ -96,14 +95,16 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
 
 
 def _name_machines(machines: Sequence[str]) -> str:
-    """Names the first machines, and says how many more there are: `a, b, c and 2 more`."""
+    """Lists the first few machines and the number of the others: `a, b, c and 2 more`."""
     names = ", ".join(machines[:MAX_SHOWN_MACHINES])
     num_more = len(machines) - MAX_SHOWN_MACHINES
     return f"{names} and {num_more} more" if num_more > 0 else names
 
 
 def _join_differences(differences: Sequence[str]) -> str:
-    """Joins the first differences, and says how many more there are: `...; ...; and 2 more`."""
+    """Joins the first few differences, and adds the number of the others: `...; ...; and 2
+    more`.
+    """
     text = "; ".join(differences[:MAX_SHOWN_DIFFERENCES])
     num_more = len(differences) - MAX_SHOWN_DIFFERENCES
     return f"{text}; and {num_more} more" if num_more > 0 else text
@@ -112,15 +113,15 @@ def _join_differences(differences: Sequence[str]) -> str:
 def _compare(
     facts_of_machine: Mapping[str, Facts], *, level: str, do: str, if_equal: str
 ) -> Finding:
-    """Compares facts that should be equal on all machines, and returns a finding about them.
+    """Compares facts that should be equal on all machines.
 
-    Machines whose facts are not known are named in it, as a warning.
+    Machines whose facts are not known are listed in the finding, as a warning.
 
     Args:
         facts_of_machine: the facts of each machine, by the name of the machine.
         level: the level of the finding if facts differ.
-        do: what the finding advises then.
-        if_equal: what the finding says if nothing differs and all machines answered.
+        do: the advice of the finding if facts differ.
+        if_equal: the text of the finding if nothing differs and all machines have answered.
     """
     known = {}
     unknown = []
@@ -134,14 +135,14 @@ def _compare(
     differences = _differences(known)
     if differences:
         problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
-
     problems += _warnings_about_unknown(unknown)
+
     summary = "" if problems else if_equal
     return verdict(summary, problems)
 
 
 def _warnings_about_unknown(machines: Sequence[str]) -> list[Finding]:
-    """Returns a list with a warning about machines whose facts are not known.
+    """Returns a warning about machines whose facts are not known, in a list.
 
     The list is empty if there are no such machines.
     """
@@ -157,10 +158,10 @@ def _facts_of_check(machines: Machines, check: str) -> dict[str, Facts]:
 
 
 def _select(facts: Facts, name: str) -> Facts:
-    """Returns one of a machine's facts, as a mapping, since `_compare` compares mappings.
+    """Returns one fact of a machine as a mapping, which is the form that `_compare` expects.
 
-    A fact that is one value becomes a mapping with that value: {"digest": "12ab"}. If the facts are
-    not known, they are returned as they are: their one key is `UNKNOWN`, which `_compare` knows.
+    A single value becomes a mapping with that value: `{"digest": "12ab"}`. If the facts are not
+    known, they are returned as they are, as `_compare` recognizes their key `UNKNOWN`.
     """
     if UNKNOWN in facts:
         return facts
@@ -174,7 +175,7 @@ def _judge_versions(machines: Machines) -> Finding:
     """Finds versions of Python, torch, CUDA, NCCL and Lockstep that differ."""
     compared = {}
     for name, software in _facts_of_check(machines, "software").items():
-        # Facts that are not known have only the key `UNKNOWN`, which `_compare` must see.
+        # `UNKNOWN` is kept, as `_compare` needs it.
         keys = [key for key in software if key in VERSIONS or key == UNKNOWN]
         compared[name] = {key: software[key] for key in keys}
 
@@ -192,7 +193,7 @@ def _judge_packages(machines: Machines) -> Finding:
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _select(software, "packages")
 
-    # This number is said only if all machines have the same packages.
+    # This number is only shown if all machines have the same packages.
     num_packages = max(len(versions) for versions in packages.values())
     return _compare(
         packages,
@@ -203,7 +204,9 @@ def _judge_packages(machines: Machines) -> Finding:
 
 
 def _judge_variables(machines: Machines) -> Finding:
-    """Finds environment variables whose values differ, except those that each machine has."""
+    """Finds environment variables whose values differ, except those that are specific to a
+    machine.
+    """
     compared = {}
     for name, variables in _facts_of_check(machines, "variables").items():
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
@@ -219,15 +222,15 @@ def _judge_variables(machines: Machines) -> Finding:
 
 
 def _judge_clocks(machines: Machines) -> Finding:
-    """Finds clocks that differ from that of this machine, which asks the others.
+    """Finds clocks that differ from the clock of this machine.
 
-    A fact `clock` is by how many seconds a machine is ahead of this one. A machine that stopped
-    answering may lack it.
+    The fact `clock` is the number of seconds by which a machine's clock is ahead. It may be missing
+    if the machine stopped answering.
     """
     offset_s = {name: facts["clock"] for name, facts in machines.items() if "clock" in facts}
     largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
     if largest_s <= MAX_CLOCK_OFFSET_S:
-        measured_s = max(largest_s, 0.001)  # it is not measured better than to a millisecond
+        measured_s = max(largest_s, 0.001)  # the measurement is not more precise than that
         return Finding(OK, f"within {measured_s:.3f} s of this machine")
 
     wrong_clocks = []
@@ -244,16 +247,16 @@ def _judge_clocks(machines: Machines) -> Finding:
 
 
 def _judge_names(machines: Machines) -> Finding:
-    """Finds names of machines that some machine cannot look up, or takes for loopback.
+    """Finds names of machines that another machine cannot look up, or that lead to loopback.
 
-    A run uses the address that each machine has given for itself (its fact `own`). Only if it gave
-    none does it matter whether the others can look up its name.
+    A run uses the address that each machine has given for itself (its fact `own`). Whether the
+    others can look up its name only matters if it gave none.
     """
     problems: list[Finding] = []
     unknown = []
-    reached_by_address: dict[str, None] = {}  # names; a set that keeps the order
+    reached_by_address: dict[str, None] = {}  # names; used as a set that keeps the order
     for machine, facts in machines.items():
-        # The addresses of each name, as `machine` has looked them up.
+        # The addresses of all machines' names, as looked up on `machine`.
         addresses_of_name = facts.get("resolved", NO_ANSWER)
         if UNKNOWN in addresses_of_name:
             unknown.append(machine)
@@ -268,7 +271,7 @@ def _judge_names(machines: Machines) -> Finding:
                     found = f"{machine} does not know {name}"
                     problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
             elif len(machines) > 1 and _are_all_loopback(addresses):
-                # By a loopback address a machine reaches only itself.
+                # With a loopback address, a machine only reaches itself.
                 found = f"on {machine}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == machine else ERROR
                 problems.append(Finding(level, found, ADVICE_ON_NAMES))
@@ -292,26 +295,25 @@ class _MeasuredLink:
     direction: str
     """`a to b`."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     latency_s: float
 
 
 def _judge_links(machines: Machines) -> Finding:
-    """Finds links on which nothing arrives, or long messages do not, or one that is very slow.
+    """Finds links that do not work, that only carry short messages, or that are very slow.
 
-    Each machine has tried to connect to every other, and has measured the link to a few of them.
+    Each machine has tried to connect to every other one, and has measured the links to a few.
     """
     problems = []
     measured = []
-    interfaces = set()  # the network interfaces that the links go through
+    interfaces = set()  # the network interfaces that the links use
     num_tried = 0
     for machine, facts in machines.items():
-        # By the name of the other machine. A link that was only tried has `error`, which is empty
-        # if it works. One that was measured has what `remote.measure` answers.
+        # `links` is by the name of the other machine. A link that was only tried has an `error`,
+        # which is empty if it works. One that was measured has the result of `remote.measure`.
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"
-
             if link.get("interface"):
                 interfaces.add(link["interface"])
 
@@ -329,9 +331,10 @@ def _judge_links(machines: Machines) -> Finding:
     slowest = min(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
     bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
-
     summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
-    num_links = len(machines) * (len(machines) - 1)  # each pair of machines has two, one each way
+
+    # Each pair of machines has two links, one in each direction.
+    num_links = len(machines) * (len(machines) - 1)
     if len(measured) != num_links:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
 
@@ -343,7 +346,7 @@ def _judge_links(machines: Machines) -> Finding:
 
 
 def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding]:
-    """Returns a warning if the slowest link is much slower than the fastest; else nothing."""
+    """Returns a warning, in a list, if the slowest link is much slower than the fastest."""
     slowest = min(measured, key=lambda link: link.bandwidth)
     fastest = max(measured, key=lambda link: link.bandwidth)
     if slowest.bandwidth * MAX_BANDWIDTH_RATIO >= fastest.bandwidth:
@@ -354,7 +357,7 @@ def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding
 
 
 def _link_problem(direction: str, link: Facts) -> Finding | None:
-    """Returns what is wrong with a link in one direction (`a to b`), or None if it works."""
+    """Returns the problem of a link in one direction (`a to b`), or None if the link works."""
     if link.get("error"):
         do = "allow connections between the machines on all ports: Gloo and NCCL choose them"
         return Finding(ERROR, f"{direction}: {link['error']}", do)
@@ -368,7 +371,7 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
 def _shorten(problems: Sequence[Finding]) -> list[Finding]:
     """Removes the texts of all but the first few problems, and adds `and 3 more`.
 
-    The others keep their level and their advice: `verdict`, which joins all problems, needs them.
+    The others keep their level and their advice, which `verdict` needs when it joins all problems.
     """
     shown = list(problems[:MAX_SHOWN_DIFFERENCES])
     hidden = problems[MAX_SHOWN_DIFFERENCES:]
@@ -380,10 +383,11 @@ def _shorten(problems: Sequence[Finding]) -> list[Finding]:
 
 
 def _judge_folder(machines: Machines) -> Finding:
-    """Finds machines that do not see what the first machine wrote into the folder for checkpoints.
+    """Finds machines that do not see the file that the first machine wrote into the checkpoint
+    folder.
 
-    The fact `shared` is True if a machine has seen it and False if not. It is None on the machine
-    that was to write and could not, and missing if a machine did not answer.
+    The fact `shared` is True if a machine has seen the file, and False if not. It is None on the
+    machine that could not write it, and missing if a machine did not answer.
     """
     no_answer = []
     not_shared = []
@@ -393,7 +397,7 @@ def _judge_folder(machines: Machines) -> Finding:
             continue
 
         sees_file = facts["shared"]
-        if sees_file is None:  # this is the machine that was to write the file
+        if sees_file is None:  # the machine that should have written the file could not
             found = f"not known: {name} cannot write there"
             return Finding(WARNING, found, "name another folder")
 
@@ -411,7 +415,7 @@ def _judge_folder(machines: Machines) -> Finding:
 
 
 def _judge_script(machines: Machines) -> Finding:
-    """Finds machines that lack the script (its facts are None there), or have another one."""
+    """Finds machines on which the script is missing (its facts are None) or differs."""
     script = {name: facts.get("script", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in script.items() if facts is None]
     if missing:
@@ -420,9 +424,10 @@ def _judge_script(machines: Machines) -> Finding:
 
 
 def _judge_token(machines: Machines) -> Finding:
-    """Finds tokens that differ: secrets that the machines of a run show each other.
+    """Finds tokens that differ. A token is the secret by which the machines of a run recognize each
+    other.
 
-    Only a few digits of their digests are compared, as the token itself is not sent.
+    Only a few digits of their digests are compared, as the token itself is never sent.
     """
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
@@ -435,18 +440,18 @@ def _judge_token(machines: Machines) -> Finding:
 
 
 def _judge_data(machines: Machines) -> Finding:
-    """Compares the data set, and reports only the first kind of difference: the number of files,
-    their sizes, their names, or pieces of their contents.
+    """Compares the data set on the machines, and reports the first kind of difference.
 
-    What the machines have answered is what `data.gather` returns.
+    The kinds are the number of files, their sizes, their names, and pieces of their contents. The
+    facts are the result of `data.gather`.
     """
     data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in data.items() if facts is None]  # nothing is at the path
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
 
-    # These numbers are said only if they are the same on all machines that answered. So they are
-    # taken from the first of these.
+    # These numbers are only shown if they are the same on all machines that have answered, so they
+    # are taken from the first of these.
     num_files = 0
     num_digested = 0
     for facts in data.values():

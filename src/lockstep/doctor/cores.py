@@ -1,6 +1,6 @@
 """Checks the cores: how many this process may use, and whether other processes use them.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAX_LOAD_PER_CORE = 1.5
 
 
 def gather(folder: Path) -> Facts:
-    """Reads how many cores there are, and how many processes wanted one in the last minute.
+    """Reads the number of cores, and the load of the last minute.
 
-    `machine` is the number of all cores and `allowed` of those that this process may use; `quota`
-    is how many of them its control group (the limit of a container or job) lets it keep busy, or
-    None; `load` is the mean number of processes that ran or wanted to.
+    `machine` is the number of all cores, and `allowed` the number that this process may use.
+    `quota` is how many of them its control group (the limit of a container or job) allows it to
+    keep busy, or None. `load` is the average number of processes that were running or wanted to.
     """
     return {
         "machine": os.cpu_count() or 1,
@@ -30,12 +30,13 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds fewer cores than libraries count, and cores that others use."""
+    """Finds a quota below the number of cores that libraries count, and busy cores."""
     machine = facts["machine"]
     quota = facts["quota"]
     load = facts["load"]
 
-    problems = []  # their texts follow the summary: `4 of 8; 60.0 processes want them`
+    # The texts of the problems follow the summary: `4 of 8; 60.0 processes want them`.
+    problems = []
     if quota is not None and quota < machine:
         found = f"the control group allows {quota:g}, but libraries count {machine}"
         do = "lockstep run sets OMP_NUM_THREADS to fit; choose num_workers of loaders yourself"

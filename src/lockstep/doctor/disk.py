@@ -1,6 +1,6 @@
-"""Checks the folder for checkpoints: room, permission, and how fast its disk is.
+"""Checks the folder for checkpoints: free space, permissions, and the speed of its disk.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` makes the
+`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` creates the
 folder.
 """
 
@@ -25,15 +25,15 @@ MAX_WRITING_S = 3.0
 
 MIN_FREE = 5 * 2**30  # bytes
 MIN_FREE_TEMPORARY = 2**28  # bytes
-MIN_SPEED = 50e6  # bytes a second
+MIN_SPEED = 50e6  # bytes per second
 MIN_NEW_FILES = 1000
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the room for bytes and files, and measures the speed with a temporary file.
+    """Reads the free space and the number of free files, and measures the speed of writing.
 
     If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
-    bytes a second, or None if the folder cannot be written: then `problem` says why.
+    bytes per second. It is None if the folder cannot be written; then `problem` says why.
     """
     places = [folder, *folder.absolute().parents]
     nearest_path = _first(places, os.path.lexists)  # of any kind
@@ -45,21 +45,21 @@ def gather(folder: Path) -> Facts:
         "exists": nearest_folder == folder,
         "total": usage.total,
         "free": usage.free,
-        "files": file_system.f_favail if file_system.f_files else None,  # 0: there is no limit
+        "files": file_system.f_favail if file_system.f_files else None,  # 0 means no limit
         "temporary": tempfile.gettempdir(),
         "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,
         "speed": None,
         "problem": None,
     }
 
-    # What stands in the way of the folder is a file, or a link that leads nowhere.
+    # A file, or a link that leads nowhere, is in the place of the folder.
     if nearest_folder != nearest_path:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
 
     try:
-        # A folder that is missing is no problem. But `isdir` also takes a folder on a dead network
-        # mount for missing. Here that raises another error.
+        # A missing folder is not a problem. But `isdir` also regards a folder on a dead network
+        # mount as missing, for which `stat` raises another error.
         with contextlib.suppress(FileNotFoundError):
             folder.stat()
         facts["speed"] = _measure_speed(nearest_folder)
@@ -70,7 +70,9 @@ def gather(folder: Path) -> Facts:
 
 
 def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
-    """Returns the first place for which the function is true; the last, which is /, if none is."""
+    """Returns the first place for which the function returns True, or the last place, which
+    is /.
+    """
     for place in places:
         if is_wanted(place):
             return place
@@ -78,7 +80,7 @@ def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
 
 
 def _measure_speed(folder: Path) -> float:
-    """Returns how many bytes a second are written to the disk, measured with a temporary file."""
+    """Measures how many bytes per second can be written to the disk, with a temporary file."""
     data = os.urandom(WRITE_SIZE)
     written = 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -92,10 +94,12 @@ def _measure_speed(folder: Path) -> float:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a disk without room, one that may not be written, and a slow one."""
+    """Finds a disk that is nearly full, a folder that cannot be written, and a slow disk."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
-    problems = []  # their texts follow the summary: `3 GiB of ...; it is nearly full`
-    if facts["problem"] is not None:  # then the speed is not known
+
+    # The texts of the problems follow the summary: `3 GiB of ...; it is nearly full`.
+    problems = []
+    if facts["problem"] is not None:  # the speed is not known
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
     elif facts["speed"] < MIN_SPEED:
@@ -104,7 +108,7 @@ def judge(facts: Facts) -> Finding:
     else:
         summary += f", {facts['speed'] / 1e6:.0f} MB/s"
 
-    if facts["problem"] is None and not facts["exists"]:  # only mentioned: it can be created
+    if facts["problem"] is None and not facts["exists"]:  # only mentioned, as it can be created
         do = "it is made with the first checkpoint, or by --fix"
         problems.append(Finding(OK, "the folder does not exist yet", do))
 
@@ -123,7 +127,7 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Makes the folder if it does not exist."""
+    """Creates the folder if it does not exist."""
     if facts["exists"] or facts["problem"] is not None:
         return []
     Path(facts["folder"]).mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Checks the GPUs: whether they compute what the CPU computes, and whether others use them.
+"""Checks the GPUs: whether they compute the same as the CPU, and whether other processes use them.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them. Memory, other
-processes, memory errors and throttling come from NVIDIA's management library NVML (the package
-`nvidia-ml-py`) and are not known without it.
+`gather` reads facts from this machine, and `judge` says what is wrong with them. Memory, other
+processes, memory errors and throttling are read from NVIDIA's management library NVML (the package
+`nvidia-ml-py`), and are not known without it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdic
 from lockstep.wording import count_noun
 
 MATRIX_SIZE = 512
-MAX_DIFFERENCE = 1e-3  # of the largest value: float32 on the GPU against float64 on the CPU
-MIN_FREE_SHARE = 0.9  # of a GPU's memory
+MAX_DIFFERENCE = 1e-3  # relative to the largest value: float32 on the GPU, float64 on the CPU
+MIN_FREE_SHARE = 0.9  # the share of a GPU's memory that should be free
 THROTTLE_REASONS = {
     0x8: "hardware slowdown",
     0x20: "too hot (software)",
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
-"""The bits of NVML's reasons for a lower clock that mean trouble."""
+"""The bits of NVML's reasons for a lower clock that indicate a problem."""
 
 
 def gather(folder: Path) -> Facts:
     """Reads facts about each visible GPU, and multiplies two matrices on each.
 
     Returns:
-        `gpus`, a dict for each GPU. Its `difference` from the CPU is None if computing raised
-        `error`. `nvml` says why NVML cannot be used, and is None if it can.
+        `gpus`, a dictionary for each GPU, and `nvml`, why NVML cannot be used or None. For a GPU,
+        `difference` is that from the result of the CPU, or None if computing failed with `error`.
     """
     import torch
 
@@ -49,24 +49,25 @@ def gather(folder: Path) -> Facts:
             "error": None,
             "difference": None,
         }
+
+        # This comes before any computation, which uses memory of the GPU too.
         if nvml is not None:
-            # Before anything is computed here: that takes memory of the GPU too.
             facts.update(_ask_nvml(nvml, str(torch.cuda.get_device_properties(index).uuid)))
 
         try:
             facts["difference"] = _difference_from_cpu(index)
         except RuntimeError as error:
             facts["error"] = str(error).partition("\n")[0]
-
         gpus.append(facts)
 
     return {"gpus": gpus, "nvml": why_no_nvml}
 
 
 def _difference_from_cpu(index: int) -> float:
-    """Multiplies two matrices on a GPU and on the CPU.
+    """Multiplies two matrices on a GPU and on the CPU, and compares the products.
 
-    Returns the largest difference between the products, divided by the largest value.
+    Returns:
+        The largest difference, divided by the largest value.
     """
     import torch
 
@@ -80,7 +81,11 @@ def _difference_from_cpu(index: int) -> float:
 
 
 def _load_nvml() -> tuple[Any, str | None]:
-    """Returns the module of NVML and None, or None and why it cannot be used."""
+    """Imports the Python module of NVML.
+
+    Returns:
+        The module and None, or None and the reason why it cannot be used.
+    """
     import torch
 
     if torch.version.hip is not None:
@@ -92,23 +97,23 @@ def _load_nvml() -> tuple[Any, str | None]:
         pynvml.nvmlInit()
     except ImportError:
         return None, "nvidia-ml-py is not installed"
-    except Exception as error:  # the classes of its errors are made when it is imported
+    except Exception as error:  # its error classes only exist once it is imported
         return None, str(error)
 
     return pynvml, None
 
 
 def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    """Returns what NVML knows of a GPU; nothing if it does not know the GPU.
+    """Returns what NVML knows about a GPU; empty if NVML does not know the GPU.
 
     Args:
-        nvml: the module.
-        uuid: of the GPU. Its index would not do, as torch counts only the visible ones.
+        nvml: the module of NVML.
+        uuid: identifier of the GPU. Its index is not used, as torch only counts visible GPUs.
 
     Returns:
-        `total` and `free` memory in bytes, `processes` (the numbers of other processes on it),
+        `total` and `free` memory in bytes, `processes` (the ids of other processes that use it),
         `ecc` (uncorrected memory errors since the last start), and `throttled` (the bits of the
-        reasons for a lower clock). Each is None if NVML does not tell it of this model.
+        reasons for a lower clock). Each is None if NVML does not provide it for this model.
     """
 
     def ask(function: str, *args: Any) -> Any:
@@ -140,12 +145,13 @@ def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a GPU that fails or computes wrongly, one that others use, and one that is slowed."""
+    """Finds GPUs that fail, compute wrong results, are used by other processes, or are slowed."""
     gpus = facts["gpus"]
     if not gpus:
         return Finding(OK, "none that torch can use; training runs on the CPU")
 
-    problems = []  # their texts follow the summary: `2 x T4; GPU 1 does not compute`
+    # The texts of the problems follow the summary: `2 x T4; GPU 1 does not compute`.
+    problems = []
     for index, gpu in enumerate(gpus):
         for problem in _problems(gpu):
             problems.append(problem._replace(found=f"GPU {index} {problem.found}"))
@@ -158,21 +164,20 @@ def judge(facts: Facts) -> Finding:
     summary = f"{len(gpus)} x {', '.join(names)}"
     if facts["nvml"]:
         summary += f" (memory, other processes, ECC and throttling not known: {facts['nvml']})"
-
     return verdict(summary, problems)
 
 
 def _problems(gpu: Facts) -> list[Finding]:
-    """Returns what is wrong with one GPU.
+    """Returns the problems of one GPU.
 
-    The texts begin with a verb, such as `is slowed down`: the caller writes `GPU 0` before it.
-    What NVML has not told is missing in the facts, or None.
+    Their texts begin with a verb, such as `is slowed down`, as the caller puts `GPU 0` before it.
+    Facts that NVML does not provide are missing or None.
     """
     problems = []
     if gpu["error"] is not None:
         do = "see nvidia-smi and the kernel's log; leave it out by CUDA_VISIBLE_DEVICES"
         problems.append(Finding(ERROR, f"does not compute: {gpu['error']}", do))
-    elif not gpu["difference"] <= MAX_DIFFERENCE:  # also if it is NaN
+    elif not gpu["difference"] <= MAX_DIFFERENCE:  # this is also true for NaN
         do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
         problems.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
 

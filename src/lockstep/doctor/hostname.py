@@ -1,7 +1,7 @@
 """Checks the host name: whether other machines can use it, and whether lookups are slow.
 
-torch looks up the name of the other machine's address for every connection that it makes.
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+For every connection that it makes, torch looks up the name of the other machine's address. `gather`
+reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ MAX_LOOKUP_S = 1.0
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the name of this machine and the addresses that it stands for, and measures how long it
-    takes to find the name of the machine's own address.
+    """Reads the name of this machine and its addresses, and measures how long a lookup takes.
+
+    What is looked up is the name of the machine's own address.
     """
     name = socket.gethostname()
-    address = address_reaching() or LOOPBACK  # the address by which it reaches other machines
+    address = address_reaching() or LOOPBACK  # the address from which it reaches other machines
     if ":" not in address:
-        address = f"::ffff:{address}"  # an IPv4 address as torch's IPv6 sockets write it
+        address = f"::ffff:{address}"  # an IPv4 address in the form that torch's IPv6 sockets use
 
     begin = time.monotonic()
-
-    with suppress(OSError):  # only the time matters: not having a name is no problem
+    with suppress(OSError):  # only the time matters: an address without a name is not a problem
         socket.getnameinfo((address, 0, 0, 0), 0)
-
     lookup_s = time.monotonic() - begin
+
     return {"name": name, "addresses": resolve(name), "address": address, "waited_s": lookup_s}
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a name that other machines cannot use (one machine needs none), and a slow lookup."""
+    """Finds a name that other machines cannot use, and slow lookups."""
     name = facts["name"]
     addresses = facts["addresses"]
     problems = []

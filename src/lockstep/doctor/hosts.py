@@ -1,11 +1,11 @@
-"""`lockstep doctor --hosts`: examines several machines, and the links between them.
+"""Implements `lockstep doctor --hosts`: examines several machines, and the links between them.
 
-A process on each machine (`remote`) answers requests; it is started by ssh, as `lockstep run
---hosts` starts its launchers. All machines are asked the same thing at the same time. A machine
-that fails or is late is asked nothing more, and what it has answered before stays.
+On each machine, ssh starts a process (`remote`) that answers requests, in the same way as
+`lockstep run --hosts` starts its launchers. All machines get the same request at the same time. A
+machine that fails or is late gets no further requests, but its earlier answers are kept.
 
-All requests together have one deadline. Each may take a part of the remaining time, so that a
-machine that hangs costs the others time, but none of their answers.
+All requests together have one deadline. Each request may take a part of the remaining time, so that
+a machine that hangs costs the others time, but not their answers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lockstep.run.machines.hosts import (
 from lockstep.run.machines.ssh_connection import Remote, run_on_all
 
 Answers = dict[str, dict[str, Any]]
-"""By the name of the machine."""
+"""The answers to a request, by the name of the machine."""
 Request = Callable[[Remote], Coroutine[Any, Any, dict[str, Any]]]
-"""Asks one machine something."""
+"""A function that sends a request to one machine, and returns the answer."""
 TOTAL_DEADLINE_S = 26.0
 ANSWER_TRANSFER_S = 1.0
-"""How long an answer may be on its way, and how long the last requests may take."""
+"""The time reserved for the transfer of an answer, and for the last requests."""
 NUM_CLOCK_READINGS = 3
 
 
@@ -47,17 +47,18 @@ def examine(
     files: Mapping[str, str],
     fix: bool,
 ) -> tuple[Answers, dict[str, Finding]]:
-    """Examines machines, and the links between them.
+    """Examines several machines, and the links between them.
 
     Args:
         hosts: the machines.
-        folder: where checkpoints are to go.
-        ssh: the command line of ssh.
-        files: what to compare: `script`, a file; `data`, a file or folder.
-        fix: repair on each machine what can be repaired.
+        folder: the folder for checkpoints.
+        ssh: the ssh program and the user's options for it.
+        files: the files to compare: `script`, a file, and `data`, a file or folder.
+        fix: whether to repair on each machine what can be repaired.
 
     Returns:
-        The facts of each machine, for `comparison.judge`; and for each machine that failed, why.
+        The facts of each machine, for `comparison.judge`, and a finding about each machine that
+        failed.
     """
     resolve_all(hosts)
     remotes = [Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts]
@@ -67,11 +68,11 @@ def examine(
 
 
 class _Examination:
-    """The requests to all machines.
+    """The requests to all machines, and their answers.
 
     Args:
-        remotes: the processes on the machines, which are not started yet.
-        folder: where checkpoints are to go.
+        remotes: the processes on the machines, which have not been started yet.
+        folder: the folder for checkpoints.
     """
 
     def __init__(self, remotes: Sequence[Remote], folder: Path) -> None:
@@ -83,21 +84,24 @@ class _Examination:
         self.failures: dict[str, Finding] = {}
 
     def _remaining_s(self, reserve_s: float = 0.0) -> float:
-        """Returns the seconds to the deadline, without those to reserve for later requests."""
+        """Returns the seconds until the deadline, minus those that are reserved for later
+        requests.
+        """
         return max(self._deadline - time.monotonic() - reserve_s, 0.0)
 
     async def _ask(
         self, request: Request, timeout_s: float, names: Iterable[str] | None = None
     ) -> Answers:
-        """Asks machines at the same time; adds those that fail or are late to `failures`.
+        """Sends a request to machines at the same time. Those that fail are added to `failures`.
 
         Args:
-            request: asks one machine.
-            timeout_s: how long a machine may take to answer.
-            names: which machines; None for all. Machines that have failed before are not asked.
+            request: function that sends the request to one machine.
+            timeout_s: how long a machine may take to answer, in seconds.
+            names: names of the machines; None for all. Machines that have failed before are
+                skipped.
 
         Returns:
-            The answers of the others, by the name of the machine.
+            The answers of the machines that have answered in time.
         """
         if names is None:
             names = self._remotes
@@ -108,13 +112,12 @@ class _Examination:
 
         answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
-            found, do = problem.args  # what went wrong with the machine, and what to do about it
+            found, do = problem.args  # what is wrong with the machine, and what to do about it
             self.failures[remote.host.name] = Finding(ERROR, found, do)
-
         return {remote.host.name: answer for remote, answer in answers.items()}
 
     async def run(self, *, files: Mapping[str, str], fix: bool) -> None:
-        """Makes all requests; what the machines answer is in `facts` and `failures`."""
+        """Sends all requests. The answers are collected in `facts` and `failures`."""
         try:
             await self._connect()
             await self._read_clocks()
@@ -125,14 +128,14 @@ class _Examination:
             await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
 
     async def _connect(self) -> None:
-        """Starts the process on each machine, and learns the address of each.
+        """Starts the process on each machine, and finds out the address of each.
 
-        For each machine that answers, `facts` gets its address and empty `links` and `checks`. A
-        machine without the working folder is a failure.
+        For each machine that answers, `facts` gets its address, and empty `links` and `checks`. A
+        machine without the working folder counts as failed.
         """
 
         async def connect(remote: Remote) -> dict[str, Any]:
-            # The answer is that of `lockstep.run.machines.remote.describe_machine`.
+            # The answer comes from `lockstep.run.machines.remote.describe_machine`.
             return await remote.connect(
                 ask="look", folder=working_folder(), script=None, here=remote.here
             )
@@ -147,51 +150,55 @@ class _Examination:
 
             address = answer["own"]
             if self._remotes[name].here:
-                # No ssh connection led to this machine, which would show by which address it is
-                # reached. But the others were reached from it, and saw its address.
+                # No ssh connection leads to this machine, which would show its address. But the
+                # others were reached from it, and have seen its address.
                 address = _address_of_this_machine(answers.values()) or address
 
             self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
     async def _read_clocks(self) -> None:
-        """Adds to the facts of each machine by how many seconds its clock is ahead: `clock`."""
-        # A small part of the time: a process that does not hang tells its time at once.
+        """Adds the fact `clock` of each machine: the seconds by which its clock is ahead."""
+        # This gets a small part of the time, as a process that does not hang answers at once.
         answers = await self._ask(_read_clock, self._remaining_s() / 12)
         for name, answer in answers.items():
             self.facts[name].update(answer)
 
     async def _try_links(self) -> None:
-        """Connects each machine to every other, and measures the links to the next few.
+        """Connects each machine to every other one, and measures the links to the next few.
 
         The fact `links` of a machine then has an entry for each other machine: its `error`, which
-        is empty if the connection works, or what was measured.
+        is empty if the connection works, or the measurements.
         """
+        # 1. Make all machines listen.
         token = self._token
         answers = await self._ask(
             lambda remote: remote.ask(ask="serve", token=token), self._remaining_s() / 4
         )
         places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that listens
         for name, answer in answers.items():
-            if "port" in answer:  # otherwise it could not listen
+            can_listen = "port" in answer
+            if can_listen:
                 address = self.facts[name]["own"] or self._remotes[name].host.address
                 places[name] = (address, answer["port"])
 
+        # 2. Let each machine connect to all others.
         async def reach(remote: Remote) -> dict[str, Any]:
             others = {name: place for name, place in places.items() if name != remote.host.name}
             return await remote.ask(ask="reach", places=others)
 
-        # `reach` answers only for the machines that were not reached.
+        # The answer only contains the machines that could not be reached.
         errors_of_machine = await self._ask(reach, self._remaining_s() / 3)
         for name, errors in errors_of_machine.items():
             links = {other: {"error": errors.get(other, "")} for other in places if other != name}
             self.facts[name]["links"] = links
 
+        # 3. Measure some of the links.
         await self._measure_links(places)
 
     async def _measure_links(self, places: Mapping[str, tuple[str, int]]) -> None:
-        """Measures the link of each machine to the next one, then to the one after that, ...
+        """Measures the link of each machine to the next one, then to the one after that, and so on.
 
-        The last machine is followed by the first. Links that do not work are left out.
+        The last machine is followed by the first. Links that do not work are skipped.
 
         Args:
             places: the address and port of each machine.
@@ -211,10 +218,11 @@ class _Examination:
     ) -> None:
         """Measures one link of each machine, all at the same time.
 
-        The results are put into the fact `links` of each machine.
+        The results are added to the fact `links` of each machine.
 
         Args:
-            neighbors: for each machine, by its name, the name of the machine at the other end.
+            neighbors: the name of the machine at the other end of the link, by the name of the
+                machine.
             places: the address and port of each machine.
         """
 
@@ -231,15 +239,15 @@ class _Examination:
         """Runs the checks of `lockstep doctor` on each machine, and adds their facts to `facts`.
 
         Args:
-            files: what to compare: `script`, a file; `data`, a file or folder.
-            fix: repair on each machine what can be repaired.
+            files: the files to compare: `script`, a file, and `data`, a file or folder.
+            fix: whether to repair on each machine what can be repaired.
         """
         addresses = {name: self._remotes[name].host.address for name in self.facts}
 
-        # The answer needs time to arrive, and so do the requests that come after this one.
+        # Time is reserved for the transfer of the answer, and for the requests that come after it.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
 
-        # The arguments of `remote.facts`, which runs the checks on a machine.
+        # These are the arguments of `remote.facts`, which runs the checks on a machine.
         request = {
             "folder": str(self._folder),
             "files": files,
@@ -264,35 +272,36 @@ class _Examination:
             self.facts[name].update(answer)
 
     async def _test_shared_folder(self) -> None:
-        """Lets the first machine write a file that the others then read.
+        """Makes the first machine write a file, which the others then read.
 
         The fact `shared` of a machine is True or False, or None if the first machine cannot write.
         """
-        # The name is new and is also the text of the file, so that no other file is taken for it.
-        path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
-        able = [name for name in self.facts if name not in self.failures]
-        if not able:
+        machines = [name for name in self.facts if name not in self.failures]
+        if not machines:
             return
 
-        writer = able[0]
+        # The name is unique and is also the content, so that no other file is mistaken for this
+        # one.
+        path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
+        writer = machines[0]
         answers = await self._ask(
             lambda remote: remote.ask(ask="write", path=path, text=path),
             self._remaining_s(),
             [writer],
         )
-        if writer not in answers:  # it is one of the failures now
+        if writer not in answers:  # it has failed
             return
 
-        self.facts[writer]["shared"] = None  # it stays None if it cannot write
+        self.facts[writer]["shared"] = None  # stays None if the machine cannot write
         if answers[writer]["error"] is None:
             await self._read_shared_file(answers[writer]["path"], expected_text=path)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:
-        """Lets all machines read the file; their fact `shared` says whether they see it.
+        """Makes all machines read the file, and sets their fact `shared` accordingly.
 
         Args:
-            path: the file that the first machine has written.
-            expected_text: what it has written.
+            path: path of the file that the first machine has written.
+            expected_text: the content of the file.
         """
         answers = await self._ask(
             lambda remote: remote.ask(ask="read", path=path), self._remaining_s()
@@ -302,11 +311,12 @@ class _Examination:
 
 
 def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns the address from which this machine reached another one; None if none tells it.
+    """Returns the address from which this machine has reached another one, or None if it is not
+    known.
 
     Args:
-        answers: those of `describe_machine`, whose `first` is the address from which ssh came. That
-            may be a machine on the way.
+        answers: the results of `describe_machine`. Their `first` is the address from which ssh
+            came, which may belong to a jump host.
     """
     for answer in answers:
         if answer["first"] and is_here(answer["first"]):
@@ -315,12 +325,15 @@ def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None
 
 
 async def _read_clock(remote: Remote) -> dict[str, Any]:
-    """Returns, as `clock`, by how many seconds a machine's clock is ahead of this one's.
+    """Measures the seconds by which a machine's clock is ahead of this one's.
 
-    The reading with the shortest round trip counts, since it is the most exact. The other clock is
-    taken to be read in the middle of the round trip:
+    The reading with the shortest round trip is used, as it is the most precise. The other clock is
+    assumed to be read in the middle of the round trip:
 
         ahead = other - (begin + end) / 2
+
+    Returns:
+        The seconds as `clock`.
     """
     shortest_s = float("inf")
     ahead_s = 0.0
@@ -331,5 +344,4 @@ async def _read_clock(remote: Remote) -> dict[str, Any]:
         if end - begin < shortest_s:
             shortest_s = end - begin
             ahead_s = answer["time"] - (begin + end) / 2
-
     return {"clock": ahead_s}

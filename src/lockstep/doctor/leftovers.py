@@ -1,11 +1,11 @@
-"""Checks for what earlier runs left behind: shared memory of dead processes, and old logs.
+"""Checks for leftovers of earlier runs: shared memory of processes that have ended, and old logs.
 
 `gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` removes the
-files. Only files of this user are looked at.
+files. Only files of this user are examined.
 
-A process in another container may use our /dev/shm, although its number means nothing here. So
-files that a process has mapped are left out, as are files younger than an hour; and unless all
-processes are seen here, nothing is removed.
+A process in another container may use this /dev/shm, although its process id means nothing here. So
+files that a process has mapped are left out, as are files younger than an hour. And unless all
+processes can be seen from here, nothing is removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.wording import count_noun
 
 SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
-# A file that torch made: torch_1234_987654321_0, where 1234 is the process that made it.
+# The name of a file created by torch: torch_1234_987654321_0, where 1234 is the process id.
 TORCH_FILE = re.compile(r"torch_(\d+)_")
 SHARED_MIN_AGE_S = 3600.0
 LOGS_MIN_AGE_S = 14 * 24 * 3600.0
@@ -39,7 +39,7 @@ FileAndSize = tuple[str, int]
 def gather(folder: Path) -> Facts:
     """Lists the files of shared memory and the folders of logs that could be removed.
 
-    `sees_all` is False if processes of containers may use them without being seen here.
+    `sees_all` is False if processes in containers may use them without being seen from here.
     """
     return {
         "shared": [[path, size] for path, size in _abandoned_shared_memory()],
@@ -55,33 +55,34 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
 
     abandoned = []
     for path in SHARED_MEMORY.glob("torch_*"):
-        match = TORCH_FILE.match(path.name)  # its first group is the process that made the file
+        match = TORCH_FILE.match(path.name)
         if match is None:
             continue
+        pid = int(match[1])  # the process that created the file
 
         try:
             status = path.stat()
-        except OSError:  # it was removed meanwhile
+        except OSError:  # it was removed in the meantime
             continue
 
         is_ours = status.st_uid == os.getuid()
         is_old = time.time() - status.st_mtime > SHARED_MIN_AGE_S
-        if is_ours and is_old and not _is_running(int(match[1])):
+        if is_ours and is_old and not _is_running(pid):
             abandoned.append((str(path), status.st_size))
 
-    if not abandoned:  # then the maps of all processes need not be read
+    if not abandoned:  # the maps of all processes need not be read
         return []
 
+    # If the process is running in another container, its id means nothing here. But its files are
+    # mapped.
     mapped = _mapped_shared_memory()
-
-    # The number of its process means nothing here if that one runs in another container.
     return [(path, size) for path, size in abandoned if path not in mapped]
 
 
 def _old_logs() -> list[FileAndSize]:
-    """Returns the folders of logs in which no file is young, each with the size of all its files.
+    """Returns the folders of logs whose files are all old, each with the total size of its files.
 
-    Each run has a folder in one folder of this user's.
+    They are in one folder of this user, and each belongs to one run.
     """
     logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
     if not logs.is_dir() or logs.stat().st_uid != os.getuid():
@@ -89,10 +90,11 @@ def _old_logs() -> list[FileAndSize]:
 
     old = []
     for run in logs.iterdir():
-        files = []  # the size and time of each file and folder in it
+        files = []  # the status of each file and folder in it
         if run.is_dir():
             files = [path.lstat() for path in run.rglob("*")]
-        # A folder without files is as old as itself.
+
+        # An empty folder is as old as its own time says.
         newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
         if time.time() - newest_time > LOGS_MIN_AGE_S:
             old.append((str(run), sum(file.st_size for file in files)))
@@ -101,20 +103,20 @@ def _old_logs() -> list[FileAndSize]:
 
 
 def sees_all_processes() -> bool:
-    """Returns True if no process of this user runs in a container, this one included.
+    """Returns True if no process of this user, including this one, runs in a container.
 
-    A container has a namespace of processes of its own, in which they have other numbers.
+    A container has a process namespace of its own, in which processes have other ids.
     """
-    namespaces = set()  # their inode numbers
+    namespaces = set()  # the inode numbers of the namespaces
     for process in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or it has ended
+        with contextlib.suppress(OSError):  # it belongs to another user, or has ended
             namespaces.add(os.stat(process / "ns/pid").st_ino)
     return namespaces == {INITIAL_PID_NAMESPACE}
 
 
 def _mapped_shared_memory() -> set[str]:
-    """Returns torch's files of shared memory that some process has mapped."""
-    # For example, in a line of /proc/1234/maps: /dev/shm/torch_1234_987654321_0
+    """Returns torch's files of shared memory that any process has mapped."""
+    # A line of /proc/1234/maps may end with /dev/shm/torch_1234_987654321_0.
     name = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/torch_\S+")
     mapped: set[str] = set()
     for maps in PROC.glob("[0-9]*/maps"):
@@ -124,12 +126,12 @@ def _mapped_shared_memory() -> set[str]:
 
 
 def _is_running(pid: int) -> bool:
-    """Returns True if there is a process with this number."""
+    """Returns True if there is a process with this id."""
     try:
         os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's process
+    except PermissionError:  # the process belongs to another user
         pass
     return True
 
@@ -166,9 +168,12 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Removes the shared memory, and the old logs if they are large; returns a line about each.
+    """Removes the shared memory, and the old logs if they are large.
 
-    Shared memory stays if processes that are not seen here may use it.
+    Shared memory is kept if processes that cannot be seen from here may use it.
+
+    Returns:
+        A line about each file or folder that was removed.
     """
     done = []
     if facts["sees_all"]:

@@ -1,7 +1,7 @@
-"""Checks the limits of this user's processes: open files, processes, and locked memory.
+"""Checks the limits on this user's processes: open files, processes, and locked memory.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them. Memory that is locked
-stays in main memory; InfiniBand needs it.
+`gather` reads facts from this machine, and `judge` says what is wrong with them. Locked memory is
+never moved to disk; InfiniBand needs it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MIN_LOCKED_MEMORY = 2**33  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the limits; None where there is none.
+    """Reads the limits. A limit that does not exist is None.
 
-    `files` is the present limit of open files (the soft limit), and `most_files` up to where a user
-    who is not root may raise it (the hard limit). `locked` is in bytes.
+    `files` is the present limit on open files (the soft limit), and `most_files` the value up to
+    which a user who is not root may raise it (the hard limit). `locked` is in bytes.
     """
     soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = None
@@ -38,7 +38,7 @@ def gather(folder: Path) -> Facts:
 
 
 def _limit(number: int) -> int | None:
-    """Returns the limit, or None if the system's number stands for no limit."""
+    """Returns the limit, or None if the number stands for no limit."""
     return None if number == resource.RLIM_INFINITY else number
 
 
@@ -68,10 +68,10 @@ def judge(facts: Facts) -> Finding:
 
 
 def _how_to_raise_open_files(hard_limit: int | None) -> str:
-    """Says how to raise the limit; up to the hard limit a user who is not root can do it.
+    """Says how to raise the limit on open files, which needs root only above the hard limit.
 
     Args:
-        hard_limit: None if there is none.
+        hard_limit: the hard limit; None if there is none.
     """
     if hard_limit is None:
         return f"ulimit -n {MIN_OPEN_FILES}"

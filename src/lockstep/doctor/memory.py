@@ -1,7 +1,7 @@
 """Checks main memory: how much is available, and how much the control group allows.
 
-A control group is Linux's limit for a container or a job. `gather` reads facts from this machine,
-`judge` says what is wrong with them.
+A control group is Linux's way to limit a container or job. `gather` reads facts from this machine,
+and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ MIN_FOR_TORCH = 2**28  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Reads bytes; `group` is what the control group leaves, or None if it sets no limit."""
+    """Reads the memory in bytes. `group` is what the control group still allows, or None without a
+    limit.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
@@ -32,9 +34,10 @@ def judge(facts: Facts) -> Finding:
     available = facts["available"]
     group = facts["group"]
     do = "end the programs that use it"
-    problems = []  # their texts follow the summary: `3 GiB of 8 GiB available; ...`
+    # The texts of the problems follow the summary: `3 GiB of 8 GiB available; ...`.
+    problems = []
 
-    # The tighter of the two counts: what the machine has, and what the control group allows.
+    # The smaller of the two limits matters: that of the machine, or that of the control group.
     if group is not None and group < available:
         available = group
         problems.append(Finding(OK, f"its control group leaves {gib(group)}"))

@@ -1,6 +1,6 @@
-"""Checks the network interfaces: loopback, and the one that runs on several machines will use.
+"""Checks the network interfaces: loopback, and the one that a run on several machines will use.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ MIN_MTU = 1280  # bytes of a packet
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the interfaces, which one has the default route, and the variables that name one.
+    """Reads the interfaces, the one with the default route, and the variables that name one.
 
-    The default route leads to other machines. `interface` and `address` are None if there is none;
-    `mtu` (the longest packet in bytes) and `mbits` (its speed) are None if they are not known.
+    The default route leads to other machines. If there is none, `interface` and `address` are None.
+    `mtu` (the longest packet in bytes) and `mbits` (the speed) are None if they are not known.
     """
     import psutil
 
-    address = address_reaching()  # the address from which packets to other machines leave
-
+    # The address from which packets to other machines are sent.
+    address = address_reaching()
     interface = None if address is None else interface_of(address)
+
     mtu = None
     megabits = None
     statistics_of_interface = psutil.net_if_stats()
     if interface in statistics_of_interface:
         mtu = statistics_of_interface[interface].mtu
-        megabits = statistics_of_interface[interface].speed or None  # 0: it is not known
+        megabits = statistics_of_interface[interface].speed or None  # 0 if it is not known
 
     variables = {}
     for name in (GLOO_VARIABLE, NCCL_VARIABLE):
@@ -62,7 +63,7 @@ def gather(folder: Path) -> Facts:
 
 
 def _loopback_problem() -> str | None:
-    """Returns why nothing can listen on loopback, or None if it works."""
+    """Returns why a program cannot listen on loopback, or None if it can."""
     try:
         listening_socket(LOOPBACK, 0).close()
     except SettingError as error:
@@ -73,7 +74,9 @@ def _loopback_problem() -> str | None:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a broken loopback, and a variable that names an interface which does not exist."""
+    """Finds a loopback that does not work, and variables that name interfaces which do not
+    exist.
+    """
     interfaces = facts["interfaces"]
     problems = []
     if facts["loopback_problem"]:
@@ -86,7 +89,7 @@ def judge(facts: Facts) -> Finding:
             do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
 
-    if facts["interface"] is None:  # no packet to other machines would leave
+    if facts["interface"] is None:  # other machines cannot be reached
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:
             summary = f"no default route: {listing(other_interfaces)}"
@@ -108,12 +111,12 @@ def judge(facts: Facts) -> Finding:
 
 
 def _names_interfaces(variable: str, value: str, interfaces: Iterable[str]) -> bool:
-    """Returns True if the interfaces that the variable names exist.
+    """Returns True if the interfaces that a variable names exist.
 
     Args:
-        variable: Gloo's, whose value is a list of names, or NCCL's, whose value is a list of
-            patterns of which one must match.
-        value: of the variable.
+        variable: Gloo's variable, which lists names, or NCCL's, which lists patterns of which one
+            must match.
+        value: the value of the variable.
         interfaces: the names of this machine's interfaces.
     """
     if variable == GLOO_VARIABLE:

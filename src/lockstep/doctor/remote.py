@@ -1,11 +1,12 @@
 """The process that `lockstep doctor --hosts` starts on each machine by ssh.
 
 It reads *requests* from its standard input, one JSON object per line, `{"ask": NAME, ...}`, and
-gives each an answer; `ANSWER_FUNCTIONS` has a function for each name. It ends when its input ends.
+sends an answer to each. `ANSWER_FUNCTIONS` has a function for each name, which returns the answer.
+The process ends when its input ends.
 
-From the request "serve" on it also listens on a port, so that the processes on other machines can
+After the request "serve", it also listens on a port, so that the processes on other machines can
 measure the link to it. They must know a token. A message on such a connection is its length in 8
-bytes and then its bytes; it is acknowledged by one byte.
+bytes, followed by its bytes; it is acknowledged by one byte.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ TOKEN_SIZE = 32  # bytes
 CONNECT_TIMEOUT_S = 4.0
 ANSWER_TIMEOUT_S = 4.0
 SERVER_TIMEOUT_S = 60.0
-MAX_CONNECTIONS = 256  # at the same time; more may need more files than this process may open
+MAX_CONNECTIONS = 256  # at the same time; this process may not be allowed to open more files
 NUM_PINGS = 9
 MESSAGE_SIZES = (2**14, 2**20, 2**24)
-"""Bytes of the messages by which the bandwidth is measured. The first fills ten packets; a longer
-one follows if it will not take long."""
+"""The sizes in bytes of the messages with which the bandwidth is measured. The first fills ten
+packets; a longer one is sent if it will not take long."""
 MAX_MESSAGE_S = 1.0
 RECEIVE_SIZE = 1 << 16  # bytes
 ACKNOWLEDGEMENT = b"+"
@@ -48,30 +49,29 @@ ACKNOWLEDGEMENT = b"+"
 def facts(
     folder: str, names: dict[str, str], files: dict[str, str], fix: bool, seconds: float
 ) -> dict[str, Any]:
-    """Runs all checks of `lockstep doctor` on this machine, and reads what is to be compared.
-
-    Answers `checks`, the facts of each check; `fixed`, a line about each repair; `resolved`, the
-    addresses of each machine's name; and what `files` asks for.
+    """Runs all checks of `lockstep doctor` on this machine, and reads the files to compare.
 
     Args:
-        folder: where checkpoints are to go.
+        folder: the folder for checkpoints.
         names: the address or host name of each machine, by the name that the user gave it.
-        files: what to compare: `script`, a file; `data`, a file or folder.
-        fix: repair what can be repaired.
-        seconds: how long all of it may take. What takes longer is not known, see
+        files: the files to compare: `script`, a file, and `data`, a file or folder.
+        fix: whether to repair what can be repaired.
+        seconds: how long everything may take. Facts that take longer are not known, see
             `doctor.run_within`.
+
+    Returns:
+        `checks`, the facts of each check; `fixed`, a line about each repair; `resolved`, the
+        addresses of each machine's name; and descriptions of the files to compare.
     """
     functions: dict[str, Callable[[], Any]] = {}
     if "script" in files:
         functions["script"] = partial(_digest, Path(files["script"]))
-
     if "data" in files:
         functions["data"] = partial(data.gather, Path(files["data"]))
-
     functions["resolved"] = partial(_resolve_all, names)
 
-    # What is to be compared is read in another thread, and the checks run in this one, so that
-    # together they take no longer than `seconds`.
+    # The files are read in another thread while the checks run in this one, so that together they
+    # take no longer than `seconds`.
     with ThreadPoolExecutor(1) as pool:
         compared = pool.submit(doctor.run_within, seconds, functions)
         checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)
@@ -79,7 +79,7 @@ def facts(
 
 
 def _digest(file: Path) -> dict[str, Any] | None:
-    """Returns some digits of the digest of a file; None if there is no such file."""
+    """Returns the first digits of the digest of a file, or None if there is no such file."""
     if not file.is_file():
         return None
     return {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:8]}
@@ -92,7 +92,8 @@ def _resolve_all(names: dict[str, str]) -> dict[str, Any]:
 def serve(token: str) -> dict[str, Any]:
     """Listens for processes that know the token, until this process ends.
 
-    Answers `port`, or `error` if it cannot listen.
+    Returns:
+        `port`, or `error` if it cannot listen.
     """
     listener, port_or_error = listen(0, any_port_if_taken=False)
     if listener is not None:
@@ -101,7 +102,7 @@ def serve(token: str) -> dict[str, Any]:
 
 
 def _accept(listener: socket.socket, token: bytes) -> None:
-    """Serves each connection in a thread, until this process ends."""
+    """Accepts connections until this process ends, and serves each of them in a thread."""
     while True:
         connection, _ = listener.accept()
         thread = threading.Thread(target=acknowledge, args=(connection, token), daemon=True)
@@ -109,17 +110,19 @@ def _accept(listener: socket.socket, token: bytes) -> None:
 
 
 def acknowledge(connection: socket.socket, token: bytes) -> None:
-    """Acknowledges each message on a connection that begins with the token, and then closes it."""
+    """Acknowledges each message on a connection, and closes it at its end.
+
+    A connection that does not begin with the token is closed at once.
+    """
     with connection:
         connection.settimeout(SERVER_TIMEOUT_S)
-
         try:
             if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
 
             while True:  # until the other end closes the connection, which raises here
                 remaining = int.from_bytes(receive(connection, 8))
-                if remaining == 0:  # no message is empty: this is somebody else's connection
+                if remaining == 0:  # no message is empty, so this comes from another program
                     return
                 while remaining > 0:
                     remaining -= len(receive(connection, min(remaining, RECEIVE_SIZE)))
@@ -129,7 +132,7 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Receives this many bytes.
+    """Receives exactly `size` bytes.
 
     Raises:
         ConnectionResetError: the other end closed the connection before.
@@ -144,17 +147,17 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Answers which machines cannot be connected to, and why.
+    """Tries to connect to other machines.
 
     Args:
         places: the address and port of each machine, by its name.
 
     Returns:
-        The reason by name, for those machines only.
+        The reason for each machine that could not be reached, by its name.
     """
 
     def try_to_connect(place: tuple[str, int]) -> str:
-        """Returns why a machine cannot be connected to, and an empty text if it can."""
+        """Returns why a machine cannot be reached, or an empty string if it can."""
         address, port = place
         try:
             socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
@@ -164,20 +167,20 @@ def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
 
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         problems = list(pool.map(try_to_connect, places.values()))
-
     return {name: problem for name, problem in zip(places, problems, strict=True) if problem}
 
 
 def _describe(error: OSError, timeout_s: float) -> str:
-    """Returns the system's text for an error; a timeout has none."""
+    """Returns the system's text for an error, or a text on the timeout, which has none."""
     return error.strerror or f"no answer within {timeout_s:g} s"
 
 
 def measure(address: str, port: int, token: str) -> dict[str, Any]:
     """Measures the link to another machine.
 
-    Answers `latency_s`, `bandwidth` (bytes a second) and `interface`; or `error` if the machine is
-    not reached; or `latency_s` and `stalled` if short messages arrive there, but no long one.
+    Returns:
+        `latency_s`, `bandwidth` (bytes per second) and `interface`; only `error` if the machine
+        cannot be reached; or `latency_s` and `stalled` if only short messages arrive there.
     """
     try:
         connection = socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S)
@@ -188,10 +191,9 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         interface = interface_of(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(ANSWER_TIMEOUT_S)
-
         try:
             connection.sendall(token.encode())
-            _send_message(connection, 1)  # not counted: the other end starts a thread first
+            _send_message(connection, 1)  # not measured, as the other end starts a thread first
             round_trips = [_send_message(connection, 1) for _ in range(NUM_PINGS)]
         except OSError as error:
             return {"error": _describe(error, ANSWER_TIMEOUT_S)}
@@ -201,12 +203,11 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
 
     if bandwidth is None:
         return {"latency_s": latency_s, "stalled": True}
-
     return {"latency_s": latency_s, "bandwidth": bandwidth, "interface": interface}
 
 
 def _send_message(connection: socket.socket, size: int) -> float:
-    """Sends a message of this many bytes; returns the seconds until it was acknowledged."""
+    """Sends a message of `size` bytes, and returns the seconds until it was acknowledged."""
     begin = time.perf_counter()
     connection.sendall(size.to_bytes(8) + bytes(size))
     receive(connection, 1)
@@ -214,25 +215,29 @@ def _send_message(connection: socket.socket, size: int) -> float:
 
 
 def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | None:
-    """Returns the bytes a second of the longest messages that were acknowledged; None if none was.
+    """Measures the bandwidth of a connection with messages of growing size.
 
     Args:
-        connection: to the other machine.
+        connection: the connection to the other machine.
         latency_s: the seconds that a short message takes in one direction.
+
+    Returns:
+        The bytes per second for the longest messages that were acknowledged; None if none was.
     """
     bandwidth: float | None = None
     for size in MESSAGE_SIZES:
-        if bandwidth is not None and size / bandwidth > MAX_MESSAGE_S:  # it would take too long
+        takes_too_long = bandwidth is not None and size / bandwidth > MAX_MESSAGE_S
+        if takes_too_long:
             break
 
         try:
-            # The shorter of two times, since a busy machine may have delayed one.
+            # The shorter of two times is used, as a busy machine may have delayed one of them.
             seconds = min(_send_message(connection, size), _send_message(connection, size))
-        except OSError:  # it was not acknowledged in time: what shorter ones have shown stays
+        except OSError:  # not acknowledged in time: the result of the shorter messages is kept
             break
 
-        # `seconds` includes one latency, in which the acknowledgement came back. But at least half
-        # of it counts as the time of sending: the latency may have been measured too large.
+        # `seconds` includes one latency, in which the acknowledgement came back. At least half of
+        # `seconds` is regarded as the time of sending, as the measured latency may be too large.
         #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
@@ -243,9 +248,10 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 def write(path: str, text: str) -> dict[str, Any]:
     """Writes a small file, which is removed when this process ends.
 
-    If its folder does not exist, it is written into the nearest existing folder above.
+    If its folder does not exist, the file is written into the nearest existing folder above.
 
-    Answers `error`: why it could not be written, or None; and `path`: where it was written.
+    Returns:
+        `error`, the reason why it could not be written, or None; and `path`, where it was written.
     """
     folder = Path(path).parent
     while not os.path.isdir(folder):
@@ -253,17 +259,19 @@ def write(path: str, text: str) -> dict[str, Any]:
 
     file = folder / Path(path).name
     atexit.register(file.unlink, missing_ok=True)
-
     try:
         file.write_text(text)
     except OSError as error:
         return {"error": error.strerror}
-
     return {"error": None, "path": str(file)}
 
 
 def read(path: str) -> dict[str, Any]:
-    """Answers `text`, that of a small file, or None if it cannot be read."""
+    """Reads a small file.
+
+    Returns:
+        `text`, the content of the file, or None if it cannot be read.
+    """
     try:
         return {"text": Path(path).read_text()}
     except OSError:
@@ -284,7 +292,7 @@ ANSWER_FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main() -> None:
     """Answers the requests on standard input."""
-    # Answers go to the file that stdout was. What libraries print goes to stderr.
+    # Answers are written to the original stdout. Output of libraries goes to stderr instead.
     output = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""Checks `/dev/shm`, through which loaders' workers hand over batches and NCCL sends data.
+"""Checks `/dev/shm`, through which DataLoader workers pass batches and NCCL sends data.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIN_FREE = 2**28  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the size and what is free, in bytes; `total` is None if there is no such folder."""
+    """Reads the total and the free size in bytes. `total` is None if there is no such folder."""
     if not SHARED_MEMORY.is_dir():
         return {"total": None}
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -26,11 +26,14 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds shared memory that is closed, full, or as small as containers have it by default."""
+    """Finds shared memory that cannot be written, is nearly full, or is as small as in most
+    containers.
+    """
     if facts["total"] is None:
         return Finding(OK, "there is no /dev/shm on this system")
 
-    problems = []  # their texts follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`
+    # The texts of the problems follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`.
+    problems = []
     if not facts["writable"]:
         found = "this user may not write there"
         problems.append(Finding(ERROR, found, "as root: chmod 1777 /dev/shm"))

@@ -1,6 +1,6 @@
 """Checks the versions of Python, torch, CUDA and NCCL, and whether they fit together.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MIN_TORCH = (2, 6)
 def gather(folder: Path) -> Facts:
     """Reads the versions.
 
-    If torch cannot be imported, `torch` is None and `problem` says why; the facts of torch's
-    libraries are then missing. `cuda`, `rocm`, `nccl` and `driver` are None if there are none.
-    Under ROCm `nccl` is the version of RCCL. `driver` is NVIDIA's.
+    If torch cannot be imported, `torch` is None, `problem` says why, and the facts of torch's
+    libraries are missing. `cuda`, `rocm`, `nccl` and `driver` are None if they do not exist. With
+    ROCm, `nccl` is the version of RCCL. `driver` is NVIDIA's.
     """
     packages = {}
     for distribution in metadata.distributions():
@@ -47,7 +47,7 @@ def gather(folder: Path) -> Facts:
         from lockstep.distributed.manifest import nccl_version
 
         nccl = nccl_version()
-    except Exception as error:  # a broken installation raises all kinds of errors
+    except Exception as error:  # a broken installation may raise any error
         facts["problem"] = f"{type(error).__name__}: {error}"
         return facts
 
@@ -60,8 +60,11 @@ def gather(folder: Path) -> Facts:
 
 
 def _nvidia_driver() -> str | None:
-    """Returns the version of NVIDIA's kernel module: None if there is no such module, "unknown" if
-    its text has another form.
+    """Returns the version of NVIDIA's kernel module.
+
+    Returns:
+        The version, "unknown" if it cannot be read from the text, or None if there is no such
+        module.
     """
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -72,16 +75,17 @@ def _nvidia_driver() -> str | None:
     if not lines:
         return None
 
-    # The first line: NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar ...
+    # The first line is: NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar ...
     for word in lines[0].split():
         if word[0].isdigit():
             return word
-
     return "unknown"
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds versions that are too old, and a torch that cannot be imported or use the GPU."""
+    """Finds versions that are too old, and a torch that cannot be imported or cannot use the
+    GPU.
+    """
     versions = [f"Python {facts['python']}", f"Lockstep {facts['lockstep']}"]
     problems = []
     if _major_and_minor(facts["python"]) < MIN_PYTHON:
@@ -116,10 +120,10 @@ def judge(facts: Facts) -> Finding:
 
 
 def _major_and_minor(version: str) -> tuple[int, ...]:
-    """Returns the first two numbers of a version: (2, 11) for `2.11.0+cu128`."""
+    """Returns the first two numbers of a version: `"2.11.0+cu128"` -> `(2, 11)`."""
     numbers = []
     public_version, _, _ = version.partition("+")
     for part in public_version.split(".")[:2]:
-        digits = re.sub(r"\D", "", part)  # of "12rc1", for example
+        digits = re.sub(r"\D", "", part)  # a part may be "12rc1"
         numbers.append(int(digits or 0))
     return tuple(numbers)

@@ -1,7 +1,7 @@
-"""Checks the token, the secret that the machines of a run show each other.
+"""Checks the token, the secret by which the machines of a run recognize each other.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` closes the
-token's file to other users.
+`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` makes the
+token's file inaccessible to other users.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
 from lockstep.errors import SettingError
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, find_token, token_file
 
-MODE_FOR_OTHERS = 0o077  # the bits of a file's mode that let other users do anything
+MODE_FOR_OTHERS = 0o077  # the bits of a file's mode that give other users any access
 
 
 def gather(folder: Path) -> Facts:
-    """Reads where the token comes from, what is wrong with it, and a little of its digest.
+    """Reads where the token comes from, what is wrong with it, and a part of its digest.
 
-    `source` is a text such as the path of its file, or None if there is no token yet. `open` is
-    True if the user has chosen to have none. `problem` and `do` say what is wrong.
+    `source` is a text, such as the path of its file, or None if there is no token yet. `open` is
+    True if the user has chosen to have none. `problem` and `do` say what is wrong, if anything.
     """
     facts: dict[str, Any] = {
         "source": None,
@@ -30,9 +30,11 @@ def gather(folder: Path) -> Facts:
         "open": False,
         "digest": None,
     }
+
+    # If there is no token yet, `find_token` would create one.
     path = token_file(os.environ)
     if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
-        return facts  # there is none yet, and `find_token` would create one
+        return facts
 
     try:
         token = find_token(os.environ)
@@ -45,13 +47,13 @@ def gather(folder: Path) -> Facts:
     facts["source"] = token.source
     facts["open"] = token.open_to_all
 
-    # 16 bits: enough to see that two machines differ, too few to guess the token from.
+    # These 16 bits are enough to see that two machines differ, but too few to guess the token.
     facts["digest"] = token.key.hex()[:4]
     return facts
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a token that other users may read, and a run that is open to everybody."""
+    """Finds a token that other users may read, and runs that are open to everybody."""
     if facts["problem"]:  # such as other users being able to read the file
         return Finding(ERROR, f"{facts['source']}: {facts['problem']}", facts["do"])
     if facts["open"]:
@@ -63,20 +65,18 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Makes the token's file readable for this user alone, if others may read it.
+    """Makes the token's file readable only by this user, if others may read it.
 
     Returns:
         A line about the repair, if it was made.
     """
     if not facts["problem"]:
         return []
-
     path = Path(facts["source"])
     if not path.is_file():
         return []
-
     is_open_to_others = path.stat().st_mode & MODE_FOR_OTHERS != 0
-    if not is_open_to_others:  # the problem is another one
+    if not is_open_to_others:  # there is another problem
         return []
 
     path.chmod(0o600)

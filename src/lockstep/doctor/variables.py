@@ -1,6 +1,6 @@
-"""Checks the environment variables that make a script take itself for a rank, or change a run.
+"""Checks for environment variables that make a script believe it is a rank, or that change a run.
 
-`gather` reads facts from this machine, `judge` says what is wrong with them.
+`gather` reads facts from this machine, and `judge` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DEBUG_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel runs synchronously"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
-"""The value with which a variable slows a run down, and how."""
+"""The value at which a variable slows down a run, and the reason."""
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the variables of torch, Lockstep and their libraries; secrets are masked."""
+    """Reads the variables of torch, Lockstep and their libraries, with secrets masked."""
     facts = {}
     for name, value in sorted(os.environ.items()):
         if name in RANK_VARIABLES or name.startswith(PREFIXES):
