@@ -190,6 +190,7 @@ def _match_optimizers(
         if number in shared_numbers:
             continue
 
+        # No other optimizer of this rank has this shared number.
         is_free = number in known_optimizers and number not in shared_numbers.values()
         if is_free and _may_have_same_class(known_optimizers[number], update):
             shared_numbers[number] = number

@@ -247,6 +247,7 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if not parameters:  # they were removed, and those before each step were compared instead
         parameters = first.merged("parameter_sums")
     values.append(f"{len(parameters)} parameters")
+
     num_buffers = len(first.merged("buffers"))
     if num_buffers:
         values.append(f"{num_buffers} buffers")

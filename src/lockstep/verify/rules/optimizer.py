@@ -300,8 +300,10 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: the lines that wrote to them.
     """
-    if not set(case.names) <= set(case.expected[0].frozen):
+    all_are_frozen = set(case.names) <= set(case.expected[0].frozen)
+    if not all_are_frozen:
         return None
+
     step = case.actual[0].step + 1
     text = f"before step {step} parameters that nothing trains differ from those of one process"
     kind = "such as those of a teacher, an average or a target network"

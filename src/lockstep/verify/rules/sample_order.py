@@ -129,6 +129,7 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
     """Returns the samples of this step that the ranks train more often than one process does."""
     list_samples = _choose_sample_listing(case)
     expected, actual = _count_samples(case)
+
     # Samples of earlier steps, without those that one process also trains in this step.
     samples_before = _count_all(case.parallel_run[: case.update_index], list_samples)
     trained_before = samples_before.keys() - expected.keys()
