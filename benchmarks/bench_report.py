@@ -99,13 +99,19 @@ def page() -> dict[str, float]:
     from lockstep.extensions.report.page import render
     from lockstep.extensions.report.reading import Record
     from lockstep.extensions.report.record import ROWS_BEFORE_DOUBLING
-    from lockstep.extensions.report.record_format import COLUMNS, PHASES
+    from lockstep.extensions.report.record_format import COLUMNS, FORMAT_VERSION, PHASES
 
     steps, every, at = 18_000, 1, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(8):
-            about = {"record": 1, "rank": rank, "ranks": 8, "contributes": True, "host": "node"}
-            about |= {"device": "cpu", "time": 0.0, "command": ["train.py"], "columns": COLUMNS}
+            about = {"record": FORMAT_VERSION, "rank": rank, "ranks": 8, "contributes": True}
+            about |= {
+                "host": "node",
+                "device": "cpu",
+                "time": 0.0,
+                "command": ["train.py"],
+                "columns": COLUMNS,
+            }
             lines: list[Any] = [about]
             step, rows, every = 0, 0, 1
             for _ in range(rows_of(steps)):

@@ -328,8 +328,8 @@ class World:
     def loss(self) -> float | None:
         """Returns the loss of the global batch, from all losses that `backward` got on all ranks.
 
-        After the training loop it is the loss of the last global batch. All ranks call it together;
-        it waits for the device.
+        After the training loop it is the loss of the last global batch that was trained. All ranks
+        call it together; it waits for the device.
 
         Returns:
             The loss; None for a micro-batch that is not the last of its global batch.
@@ -463,8 +463,8 @@ class World:
         Nothing waits for other ranks, and what cannot be logged is left out with a warning.
 
         Args:
-            values: by name, one real number each, or a tensor with one element. In a loop the
-                device is not waited for; elsewhere it is, if the run is recorded.
+            values: by name, one real number each, or a tensor with one element. The device is not
+                waited for.
         """
         log(self._run, self.epoch, values)
 
@@ -473,6 +473,9 @@ class World:
 
         They are those of the present pass over a loader, or else of the pass that ended last. All
         ranks call it together; it waits for the device.
+
+        Raises:
+            UsageError: the ranks have logged in different passes.
         """
         self._check_open("means")
         return means_over_ranks(self._run)
@@ -487,7 +490,6 @@ class World:
             self._run.step,
             text,
             done=loader.start,
-            extensions=self._run.extensions,
         )
 
     def memory(
@@ -619,6 +621,7 @@ class World:
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
+        self._run.step.close_passes()  # a loop may have kept its iterator
         process_group.leave(self._run, failed=failed)
         if not failed:  # raises an error that an extension still holds back
             self._run.extensions.settle()

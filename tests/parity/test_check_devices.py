@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset
 import lockstep
 from lockstep.errors import SettingError, UsageError, WrongDeviceError
 from lockstep.extensions.ledger.judge import judge
-from lockstep.session.extension import Extension, LoggedMeans, Place
 from lockstep.settings import VERIFY_VARIABLE, resolve_settings
 
 pytestmark = pytest.mark.ranks
@@ -142,21 +141,9 @@ class Flips:
             flip_bit(optimizer.state[parameter]["exp_avg"])
 
 
-class MeansOfPasses(Extension):
-    """Keeps the means that `world.progress` has shown for whole passes."""
-
-    def __init__(self) -> None:
-        self.of_passes: list[float] = []
-
-    def means_logged(self, logged: LoggedMeans) -> None:
-        if logged.complete:
-            self.of_passes.append(round(logged.means["loss"], 4))
-
-
 def steps_with(world: Any, flips: Flips, steps: int, checkpoints: str = "", **options: Any) -> Any:
     """Trains for some steps; returns a digest of the model, losses, means and counted rows."""
-    means = MeansOfPasses()
-    world._run.extensions.add(means, Place.OBSERVER)
+    means = []
     torch.manual_seed(0)
     model: Any = Net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -185,7 +172,8 @@ def steps_with(world: Any, flips: Flips, steps: int, checkpoints: str = "", **op
                         checkpoint.step()
                 if world.step == steps:
                     break
-    return digest_of(model), losses, means.of_passes, world.sum(rows_counted)
+            means.append(round(world.means()["loss"], 4))
+    return digest_of(model), losses, means, world.sum(rows_counted)
 
 
 def train_honestly(steps: int, check_devices: int | None, options: dict[str, Any]) -> Any:

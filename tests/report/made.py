@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.extensions.report.record_format import COLUMNS
+from lockstep.extensions.report.record_format import COLUMNS, FORMAT_VERSION
 from lockstep.session.extension import PHASES
 
 USUAL = {"data": 0.01, "forward": 0.03, "backward": 0.06, "optimizer": 0.01, "other": 0.002}
@@ -19,6 +19,32 @@ STEP_S = 0.125
 def usual(rank: int, step: int) -> Mapping[str, float]:
     """Seconds of a rank's step by phase, `communication` left out."""
     return USUAL
+
+
+def logged(
+    step: int,
+    values: Mapping[str, float],
+    called: str = "",
+    *,
+    weight: float = 1.0,
+    training: bool = False,
+    complete: bool = True,
+    loader: int = 0,
+    begun: int | None = None,
+    number: int = 1,
+) -> dict[str, Any]:
+    """The line of one rank about what it has logged in a pass over a loader."""
+    return {
+        "logged": dict(values),
+        "weights": dict.fromkeys(values, weight),
+        "step": step,
+        "pass": called,
+        "training": training,
+        "complete": complete,
+        "loader": loader,
+        "begun": step if begun is None else begun,
+        "number": number,
+    }
 
 
 def write(
@@ -54,7 +80,13 @@ def write(
     began = 1e9 * number if began is None else began
     of_ranks = [[work(rank, step) for step in range(first, first + rows)] for rank in range(ranks)]
     for rank in range(ranks):
-        head = {"record": 1, "rank": rank, "ranks": ranks, "contributes": True, "device": "cpu"}
+        head = {
+            "record": FORMAT_VERSION,
+            "rank": rank,
+            "ranks": ranks,
+            "contributes": True,
+            "device": "cpu",
+        }
         head |= {"host": f"node{rank // 8 + 1}", "time": began, "columns": COLUMNS}
         head |= {"command": ["train.py", "--width", "256"], "torch": "2.13.0", "strategy": "ddp"}
         written: list[Any] = [head | about]

@@ -99,8 +99,7 @@ def drag(tab: Any, over: Any, begin: float, end: float) -> None:
 def test_values_are_read_and_zoomed_into(tab: Any, tmp_path: Path) -> None:
     lines = []
     for step in range(10, 101, 10):
-        told = {"logged": {"acc": step / 1000}, "pass": "test", "training": False, "step": step}
-        lines.append(told)
+        lines.append(made.logged(step, {"acc": step / 1000}, "test"))
     made.write(tmp_path, 2, rows=101, loss=lambda step: 1.0 + step, lines=tuple(lines))
     open_page(tab, tmp_path)
     loss = plot(tab, "loss")
@@ -157,7 +156,7 @@ def test_runs_are_drawn_together_and_one_by_one(tab: Any, tmp_path: Path) -> Non
 
 
 def test_text_of_the_run_is_never_run(tab: Any, problems: list[str], tmp_path: Path) -> None:
-    logged = {"logged": {BAD: 1.0}, "pass": BAD, "training": False, "step": 3}
+    logged = made.logged(3, {BAD: 1.0}, BAD)
     lines = ({"choices": [[BAD, BAD, BAD]]}, logged, {"warning": BAD, "step": 1})
     made.write(tmp_path, 2, rows=20, lines=lines, host=BAD, command=[BAD, BAD])
     open_page(tab, tmp_path)
@@ -177,8 +176,8 @@ def test_text_of_the_run_is_never_run(tab: Any, problems: list[str], tmp_path: P
 def all_of_a_run(folder: Path, ranks: int, *, fails: bool) -> None:
     """A record that has everything that a page shows, with long names and values."""
     warning = {"warning": f"a long word: {'x' * 200}\nand more", "step": 60, "time": 1e9}
-    logged = {"logged": {"a_long_name_of_a_metric_" * 3: 12345.678}, "pass": "", "training": True}
-    lines: list[Any] = [logged | {"step": step} for step in range(10, 50, 10)]
+    values = {"a_long_name_of_a_metric_" * 3: 12345.678}
+    lines: list[Any] = [made.logged(step, values, training=True) for step in range(10, 50, 10)]
     about = {"command": ["train.py", *["--an-argument", "with a value"] * 12]}
     work = made.noisy({ranks - 1: ("data", 0.05)} if fails else {})
     end = "failed" if fails else "ok"

@@ -37,7 +37,7 @@ from lockstep.extensions.report.analysis import (
 from lockstep.extensions.report.facts import run_facts
 from lockstep.extensions.report.page import WEB_FOLDER, ledger_text
 from lockstep.extensions.report.reading import Record
-from lockstep.extensions.report.record_format import COLUMNS
+from lockstep.extensions.report.record_format import COLUMNS, FORMAT_VERSION
 from lockstep.extensions.report.trackers import scalars
 
 pytestmark = pytest.mark.unit
@@ -320,7 +320,7 @@ def test_a_rank_that_has_written_nothing_yet(tmp_path: Path) -> None:
 
 def full(folder: Path, ranks: int) -> None:
     """A record in which each text is one that a browser must not take for a tag."""
-    logged = {"logged": {BAD: 1.0}, "pass": BAD, "training": False, "step": 3, "complete": True}
+    logged = made.logged(3, {BAD: 1.0}, BAD)
     lines = ({"choices": [[BAD, BAD, BAD]]}, logged, {"warning": BAD, "step": 1, "time": 1.0})
     made.write(folder, ranks, rows=20, end="failed")
     made.write(folder, ranks, number=2, rows=30, lines=lines, host=BAD, command=[BAD, BAD])
@@ -372,8 +372,8 @@ def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path
 
 def test_the_numbers_that_are_drawn(tmp_path: Path) -> None:
     lines = []
-    for step, value in ((2, 0.5), (2, 0.75), (4, math.nan)):
-        lines.append({"logged": {"acc": value}, "pass": "test", "training": False, "step": step})
+    for number, (step, value) in enumerate(((2, 0.5), (2, 0.75), (4, math.nan)), 1):
+        lines.append(made.logged(step, {"acc": value}, "test", number=number))
     made.write(tmp_path, 2, rows=3, lines=tuple(lines))
     made.write(tmp_path, 2, rows=3, first=2, began=1e9 + 10, work=made.noisy({}))
     data = chart_data(pages(tmp_path))
@@ -500,7 +500,7 @@ def test_one_page_of_several_runs(tmp_path: Path) -> None:
 
 def test_the_page_in_chinese(tmp_path: Path, monkeypatch: Any) -> None:
     """What is found, what to do and the page's own words; names of the user's stay."""
-    logged = {"logged": {"Memory": 1.0}, "pass": "Failed", "training": False, "step": 3}
+    logged = made.logged(3, {"Memory": 1.0}, "Failed")
     work = made.noisy({1: ("data", 0.05)})
     made.write(tmp_path / "a", 2, rows=100, work=work, loss=lambda s: math.inf if s > 80 else 1.0,
                lines=(logged,), end="failed")  # fmt: skip
@@ -539,8 +539,8 @@ def test_how_busy_the_gpus_were(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
-    line = {"logged": {"$^$x": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    later = line | {"logged": {"$^$x": 0.25, "a\udcff": 1.0, "\U0001f600": math.nan}, "step": 5}
+    line = made.logged(2, {"$^$x": 0.5})
+    later = made.logged(5, {"$^$x": 0.25, "a\udcff": 1.0, "\U0001f600": math.nan})
     folder = tmp_path / os.fsdecode(b"\xff")
     made.write(folder, 1, rows=9, lines=(line, later), command=["train.py", "b\udcff"])
     text = pages(folder)
@@ -562,13 +562,15 @@ def test_bytes_that_torch_sends_are_not_told_as_none(tmp_path: Path) -> None:
 
 def test_lines_that_are_not_understood_hide_nothing_else(tmp_path: Path) -> None:
     row = [1.0] * len(COLUMNS)
-    logged = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 1}
+    logged = made.logged(1, {"acc": 0.5})
     found = {"kind": "finding", "text": "slow", "time": 1e9, "host": "node1"}
     stray = (
         [1, 2], ["a"] * len(row), [None, *row[1:]], [1.0, 0, *row[2:]], [10**400, *row[1:]], 7,
-        {}, "the end", {"record": 1}, {"record": "x"}, {"choices": [["a", "b"]]}, {"choices": 1},
+        {}, "the end", {"record": FORMAT_VERSION}, {"record": "x"}, {"choices": [["a", "b"]]},
+        {"choices": 1},
         {"logged": {}}, logged | {"logged": {"acc": None}}, logged | {"logged": ["acc"]},
-        logged | {"pass": None}, {"warning": "w"}, {"warning": {}, "step": 1}, {"end": []},
+        logged | {"pass": None}, logged | {"weights": {"acc": 0}}, {"warning": "w"},
+        {"warning": {}, "step": 1}, {"end": []},
     )  # fmt: skip
     made.write(tmp_path, 2, rows=9, lines=stray)
     of_launcher = ({"kind": "finding"}, [1], found | {"kind": []}, found | {"time": math.inf},
@@ -688,8 +690,11 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
 
 
 def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
-    line = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    lines = (line, line | {"logged": {"acc": 0.25}, "pass": "epoch 1"}, line | {"pass": "test"})
+    lines = (
+        made.logged(2, {"acc": 0.5}),
+        made.logged(2, {"acc": 0.25}, "epoch 1", number=2),
+        made.logged(2, {"acc": 0.5}, "test", loader=1),
+    )
     made.write(tmp_path, 2, rows=2, lines=lines)
     record = Record(tmp_path)
     values = [(s.step, s.name, s.value) for s in scalars(record.starts[0])]

@@ -28,9 +28,9 @@ def report(*arguments: object) -> Any:
 
 def test_what_it_says_of_a_run(tmp_path: Path) -> None:
     logged = [
-        {"logged": {"loss": 0.5}, "pass": "epoch 0", "training": True, "step": 50},
-        {"logged": {"loss": 0.25}, "pass": "epoch 1", "training": True, "step": 100},
-        {"logged": {"accuracy": 0.75}, "pass": "validation", "training": False, "step": 100},
+        made.logged(50, {"loss": 0.5}, "epoch 0", training=True),
+        made.logged(100, {"loss": 0.25}, "epoch 1", training=True),
+        made.logged(100, {"accuracy": 0.75}, "validation", loader=1),
     ]
     slow = made.noisy({1: ("forward", 0.1)})
     made.write(tmp_path, 2, work=slow, loss=lambda step: 4.0, lines=tuple(logged))

@@ -129,3 +129,43 @@ def leave_early() -> dict[str, float]:
 
 def test_a_loop_that_is_left_and_ranks_that_log_other_names() -> None:
     assert run_ranks(leave_early, 2) == [{"number": 1.0, "mine": 1.0}] * 2
+
+
+def last_losses() -> list[float]:
+    """Returns what `World.loss` says after loops that were left at different places."""
+    found = []
+    with lockstep.init(seed=1) as world:
+        model: Any = torch.nn.Linear(1, 1)
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def train(loss: float) -> None:
+            world.backward(model(torch.ones(1, 1)).mean() * 0 + loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        train(1000.0)  # a warm-up, outside of any loop
+        found.append(world.loss())
+        loader = world.loader(torch.arange(6.0), 2)
+        for number, _ in enumerate(loader):
+            train(float(number))
+        found.append(world.loss())
+        for number, _ in enumerate(loader):
+            if number == 2:  # before it is trained on
+                break
+            train(10.0 + number)
+        found.append(world.loss())
+        for _ in loader:
+            break
+        found.append(world.loss())
+        train(2000.0)
+        found.append(world.loss())
+        for _ in world.loader(torch.arange(6.0), 4, num_micro_batches=2):
+            world.backward(model(torch.ones(1, 1)).mean() * 0 + 3000.0)
+            break
+        with pytest.raises(UsageError, match="backward was not given a loss"):
+            world.loss()
+    return found
+
+
+def test_the_loss_after_a_loop_is_that_of_the_last_global_batch() -> None:
+    assert run_ranks(last_losses, 2) == [[1000.0, 2.0, 11.0, 11.0, 2000.0]] * 2

@@ -124,6 +124,8 @@ class Loader:
         evaluates_together: bool = False,
     ) -> None:
         self.source = source
+        self.number = 0
+        """Its number among the loaders of the run, from 0: the same on all ranks."""
         self.weight = weight
         self.seed = seed
         self._plan = plan
@@ -548,9 +550,10 @@ class Loader:
             elif some_ranks_skip:
                 self._collectives.blocked_reason = SOME_RANKS_SKIP
 
-            with step.pass_opened(self, training=training):
+            with step.pass_opened(self, training_pass if training else None) as open_pass:
                 for planned, batch in on_device:
                     self._set_current(planned.micro_batch)
+                    step.pass_hands_out(open_pass, planned.micro_batch)
                     if not planned.micro_batch.local_rows:
                         batch = self._without_samples(batch)
                     if training:

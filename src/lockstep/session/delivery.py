@@ -86,6 +86,9 @@ class TrainingPass:
         """Calls of `World.backward` for the current micro-batch."""
         self.loss: Tensor | float = 0.0
         """Sum of the weighted losses of the current global batch on this rank."""
+        self.loss_before: Tensor | float | None = None
+        """The same of the global batch before; None: no backward pass has followed its last
+        micro-batch."""
         self.loss_of_virtual_rank: dict[int, Tensor] = {}
         """The same for each virtual rank of this process, if they train one model."""
         self.accumulated = False
@@ -101,6 +104,9 @@ class TrainingPass:
         self.num_delivered_global_batches = 0
         self.active: Delivery | None = None
         """The delivery whose micro-batch is trained."""
+        self.in_use: Delivery | None = None
+        """The delivery that the loop computes on: the last one that a forward or a backward pass
+        was seen of. In a loop that fetches nothing ahead it is the last one handed out."""
         self.untrained: list[Delivery] = []
         """Deliveries that no backward pass is known to have followed, in order."""
         self.ended = False
@@ -113,6 +119,8 @@ class TrainingPass:
         was_trained = self.num_backwards > 0  # a backward pass followed the micro-batch before
         self.step_left_out = was_trained and not self.stepped
         if micro_batch.first:  # a global batch begins
+            if was_trained:
+                self.loss_before = self.loss if self.micro_batch.last else None
             self.number += 1
             self.stepped = False
             self.accumulated = False

@@ -22,7 +22,7 @@ The order matters. Each line names the test that fails if two of them change pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,23 +69,6 @@ class DeliveredBatch(NamedTuple):
     """True if the samples are to be counted on this rank. Under a pipeline several ranks get the
     same micro-batch, and only one of them counts it. A micro-batch that is repeated to check a
     device does not count."""
-
-
-class LoggedMeans(NamedTuple):
-    """Means of what the script has given to `World.log`."""
-
-    means: Mapping[str, float]
-    """The means, by the names that the script gave them."""
-    weights: Mapping[str, float] | None
-    """What this rank's means weigh, by name: a number of samples. None: they are over all ranks."""
-    description: str
-    """What the pass is called, such as `epoch 3` or `validation`; empty if it has no name."""
-    training: bool
-    """True if it was logged with gradients enabled."""
-    complete: bool
-    """True if they are the means of the whole pass."""
-    in_pass: bool = True
-    """False if they were logged outside of any loop over a loader."""
 
 
 class Extension:
@@ -182,8 +165,15 @@ class Extension:
     def phase_entered(self, phase: str) -> None:
         """This rank begins to spend its time on something else, one of `PHASES`."""
 
-    def means_logged(self, logged: LoggedMeans) -> None:
-        """There are new means of what was given to `World.log`. Must not communicate."""
+    def values_logged(self, sums: Any, open_pass: Any) -> None:
+        """A pass in which `World.log` was called is over, or it was called outside of any loop.
+
+        May be called while an error goes up the stack. Must not communicate, nor wait for a device.
+
+        Args:
+            sums: the `WeightedSums` of the values of this rank.
+            open_pass: the `session.step.OpenPass`; None outside of any loop.
+        """
 
     def settle(self) -> None:
         """The state is about to be saved, or the run has ended well: raises what it still holds
@@ -357,9 +347,9 @@ class Extensions(Extension):
         for tell in self.listeners["phase_entered"]:
             tell(phase)
 
-    def means_logged(self, logged: LoggedMeans) -> None:
-        for tell in self.listeners["means_logged"]:
-            tell(logged)
+    def values_logged(self, sums: Any, open_pass: Any) -> None:
+        for tell in self.listeners["values_logged"]:
+            tell(sums, open_pass)
 
     def settle(self) -> None:
         for tell in self.listeners["settle"]:

@@ -17,9 +17,10 @@ and the step tells the extensions of the run (`session.extension`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import warn
@@ -73,15 +74,62 @@ class Dispute(NamedTuple):
 
 @dataclass(eq=False)
 class OpenPass:
-    """A pass over a prepared loader that goes on, with or without gradients."""
+    """A pass over a prepared loader, with or without gradients, and what was logged in it."""
 
     loader: Any
-    training: bool
-    """True for a pass with gradients."""
-    means: Any = None
-    """The `RunningMeans` of what the script has logged in it; None: nothing yet."""
-    on_end: Callable[[], None] | None = None
-    """Called when the pass is over, or when the loop has left it."""
+    training_pass: TrainingPass | None
+    """None for a pass without gradients."""
+    begun: int
+    """Global batches that were trained before it began."""
+    number: int = 0
+    """Its number, from 1, among the passes over this loader that began at the same step. It is 0
+    until something is logged in the pass, or the loader is exhausted."""
+    sums: Any = None
+    """The `WeightedSums` of what the script has logged in it; None: nothing yet."""
+    description: str = ""
+    """What it is called, such as `epoch 3` or `validation`; empty if it has no name."""
+    is_shown: bool = False
+    """True for a loop over `World.progress`."""
+    is_exhausted: bool = False
+    """True if the loader has nothing more, but the loop holds batches that it has not trained."""
+    handed_out: MicroBatch = field(default_factory=MicroBatch)
+    """The micro-batch that was handed out last."""
+    delivery_of_name: dict[str, Delivery | None] = field(default_factory=dict)
+    """The delivery that the loop computed on when a name was logged last."""
+
+    @property
+    def is_training(self) -> bool:
+        """True for a pass with gradients."""
+        return self.training_pass is not None
+
+    @property
+    def identity(self) -> tuple[int, bool, int, int]:
+        """What tells it from other passes. It is the same on all ranks that take part in the pass.
+
+        A rank may take part in more passes than others: rank 0 alone may look at some samples. So
+        passes are counted anew at each step, and those in which nothing happens do not count.
+        """
+        return self.loader.number, self.is_training, self.begun, self.number
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch that the loop computes on."""
+        if self.training_pass is None or self.training_pass.in_use is None:
+            return self.handed_out
+        return self.training_pass.in_use.micro_batch
+
+    def takes(self, name: str) -> bool:
+        """Returns True if a value that is logged now belongs to the pass.
+
+        When the loader is exhausted a loop may still train on batches that it holds. It logs for
+        the last of them what it has logged for those before; what it logs besides comes after it.
+        """
+        if not self.is_exhausted:
+            return True
+        assert self.training_pass is not None
+        if name not in self.delivery_of_name:
+            return bool(self.training_pass.untrained)
+        return self.delivery_of_name[name] is not self.training_pass.in_use
 
 
 class Step:
@@ -114,11 +162,15 @@ class Step:
         self.phase = "other"
         """What this rank spends its time on, one of `extension.PHASES`."""
         self.open_passes: list[OpenPass] = []
-        """The passes over loaders that go on, the one that was begun last at the end."""
+        """The passes over loaders that go on, the one that has handed out a micro-batch last at the
+        end."""
         self.last_pass: OpenPass | None = None
         """The pass that ended last; None: none has ended."""
-        self.last_trained_pass: TrainingPass | None = None
-        """The pass with backward passes that ended last; None: none has ended."""
+        self._num_passes: Counter[tuple[int, bool, int]] = Counter()
+        """How many passes have a number, by all of their identity but the number."""
+        self.pass_of_loss: TrainingPass | None = None
+        """The pass that the latest loss given to `World.backward` came from; None: there was none.
+        """
         self._no_loader = TrainingPass()
         """The pass of what is trained outside of any prepared loader. It never ends."""
         self.training_pass = self._no_loader
@@ -214,6 +266,9 @@ class Step:
         self._remember(delivery)
         training_pass.untrained.append(delivery)
         training_pass.source_is_known = len(training_pass.untrained) == 1
+        # In an evaluation with gradients no backward pass says which delivery is computed on.
+        if training_pass.source_is_known or not training_pass.ever_stepped:
+            training_pass.in_use = delivery
         if training_pass.source_is_known:  # every delivery before this one is trained
             self._begin_delivery(delivery)
             return
@@ -263,6 +318,7 @@ class Step:
             self._called_with_unknown = True
         for delivery in deliveries:
             training_pass = delivery.training_pass
+            training_pass.in_use = delivery
             if delivery not in self._forwarded:
                 self._forwarded.append(delivery)
             if delivery is not training_pass.active:  # the loop had fetched it before
@@ -322,6 +378,7 @@ class Step:
             seen_in_forward: True if a forward pass was called with its tensors.
         """
         training_pass = delivery.training_pass
+        training_pass.in_use = delivery
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
         if not seen_in_forward:
@@ -480,8 +537,6 @@ class Step:
             return
         self._passes.remove(training_pass)
         training_pass.ended = True
-        if training_pass.num_backwards > 0:
-            self.last_trained_pass = training_pass
         if self._passes:
             self.training_pass = self._passes[-1]
         else:
@@ -541,6 +596,7 @@ class Step:
         if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
             part = part / virtual_rank.mean_number_on_process
         training_pass.loss = part + training_pass.loss
+        self.pass_of_loss = training_pass
         return weighted
 
     def _forget_loss_of_last_step(self, training_pass: TrainingPass) -> None:
@@ -581,17 +637,74 @@ class Step:
         training_pass.ever_stepped = True
 
     @contextmanager
-    def pass_opened(self, loader: Any, *, training: bool) -> Iterator[None]:
-        """Notes that a pass over a loader goes on inside this context."""
-        open_pass = OpenPass(loader, training)
+    def pass_opened(
+        self, loader: Any, training_pass: TrainingPass | None = None
+    ) -> Iterator[OpenPass]:
+        """Notes that a pass over a loader goes on inside this context.
+
+        Args:
+            loader: the loader.
+            training_pass: None for a pass without gradients.
+        """
+        self.close_passes(exhausted_only=True)
+        open_pass = OpenPass(loader, training_pass, begun=self.number)
         self.open_passes.append(open_pass)
+        goes_on = False
         try:
-            yield
+            yield open_pass
+            # The loader is exhausted, so this pass counts on every rank.
+            self.number_pass(open_pass)
+            if training_pass is not None:  # a loop that fetches ahead holds batches to train on
+                goes_on = bool(still_referenced(training_pass.untrained))
         finally:
+            open_pass.is_exhausted = goes_on
+            if not goes_on:
+                self._close_pass(open_pass)
+
+    def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
+        """Notes that a pass hands out a micro-batch, with or without gradients."""
+        open_pass.handed_out = micro_batch
+        is_latest = self.open_passes and self.open_passes[-1] is open_pass
+        if not is_latest and open_pass in self.open_passes:
             self.open_passes.remove(open_pass)
+            self.open_passes.append(open_pass)
+
+    def number_pass(self, open_pass: OpenPass) -> None:
+        """Gives a pass its number, if it has none yet."""
+        if open_pass.number > 0:
+            return
+        key = open_pass.identity[:3]
+        self._num_passes[key] += 1
+        open_pass.number = self._num_passes[key]
+
+    def close_passes(self, *, exhausted_only: bool = False) -> None:
+        """Closes the passes that go on.
+
+        Args:
+            exhausted_only: True for only those whose loader is exhausted: the loop has gone on to
+                another pass, so it has trained on the batches that it held.
+        """
+        for open_pass in list(self.open_passes):
+            if open_pass.is_exhausted or not exhausted_only:
+                self._close_pass(open_pass)
+
+    def _close_pass(self, open_pass: OpenPass) -> None:
+        """Notes that a pass is over, or that the loop has left it."""
+        if open_pass not in self.open_passes:  # the run was left before the loop
+            return
+        self.open_passes.remove(open_pass)
+        if open_pass.number > 0:
             self.last_pass = open_pass
-            if open_pass.on_end is not None:
-                open_pass.on_end()
+        if open_pass.sums is not None:
+            self.extensions.values_logged(open_pass.sums, open_pass)
+        self.close_passes(exhausted_only=True)
+        if not self.open_passes:  # no earlier step has a pass that may still get a number
+            self._forget_passes_of_earlier_steps()
+
+    def _forget_passes_of_earlier_steps(self) -> None:
+        """Drops the numbers of passes that began at an earlier step than the present one."""
+        counts = self._num_passes
+        self._num_passes = Counter({key: n for key, n in counts.items() if key[2] == self.number})
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -282,12 +282,11 @@ class Preparer:
         """
         step = self.run.step
         training_pass = step.training_pass
-        is_after_loop = not training_pass.num_backwards and not step.in_training_loop
-        last_pass = step.last_trained_pass
-        # A loop that was left in the middle of a global batch has only a part of its loss.
-        if is_after_loop and last_pass is not None and last_pass.micro_batch.last:
-            training_pass = last_pass
-        if not training_pass.num_backwards:
+        loss: Tensor | float | None = training_pass.loss if training_pass.num_backwards else None
+        if not step.in_training_loop and step.pass_of_loss is not None:
+            training_pass = step.pass_of_loss
+            loss = _last_loss(training_pass)
+        if loss is None:
             raise UsageError(
                 "world.loss()",
                 "world.backward was not given a loss of this micro-batch",
@@ -296,7 +295,7 @@ class Preparer:
         num_virtual_ranks = self.run.settings.virtual_ranks
         if num_virtual_ranks is not None:
             return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
-        mean: float = self.run.collectives.mean(float(training_pass.loss))
+        mean: float = self.run.collectives.mean(float(loss))
         return mean
 
     def _loss_over_virtual_ranks(
@@ -410,6 +409,7 @@ class Preparer:
             **options,
         )
         number = next(self._loader_numbers)
+        loader.number = number
         self.choices.append(loader.choice(number))
         if loader.micro_batches > 1 or is_auto(micro_batch_size):
             self._batchnorm_notes.loader_cuts(number, loader.micro_batches, micro_batch_size)
@@ -781,6 +781,18 @@ def check_model(module: nn.Module, num_processes: int) -> None:
             f"{join_first(lazy)} have no shape before the first input",
             "run one forward pass of the model on a sample batch first, then build the optimizer",
         )
+
+
+def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
+    """Returns this rank's loss of the last global batch that was trained in a pass that is over.
+
+    Returns:
+        The loss, or None if the loop was left in the middle of the global batch, so that only a
+        part of its loss is known.
+    """
+    if training_pass.num_backwards == 0:  # the loop was left before it trained what it had got
+        return training_pass.loss_before
+    return training_pass.loss if training_pass.micro_batch.last else None
 
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.extensions.report.analysis import WORK_PHASES, phases_by_rank, work_by_rank
-from lockstep.extensions.report.reading import Floats, RankRecord, Record, Start, curve_title
+from lockstep.extensions.report.reading import Floats, RankRecord, Record, Start
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 
 STACKED_PHASES = (*PHASES_WITHOUT_WAITING, "communication")
@@ -217,9 +217,7 @@ def logged_values(start: Start) -> dict[str, tuple[Floats, Floats]]:
     # If several values were logged at one step, the last one counts.
     value_at_step: dict[str, dict[float, float]] = {}
     for logged in start.logged:
-        for name, value in logged["logged"].items():
-            values = value_at_step.setdefault(curve_title(logged, name), {})
-            values[logged["step"]] = value
+        value_at_step.setdefault(logged.title, {})[logged.step] = logged.mean
     found = {}
     for title, values in value_at_step.items():
         steps = np.array(sorted(values), dtype=np.float64)

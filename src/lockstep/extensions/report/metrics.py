@@ -1,14 +1,16 @@
-"""Means over all samples of all ranks, computed during training without waiting for a device.
+"""What a script logs in a pass over the data: sums on each rank, and means for the display.
 
-Every rank keeps weighted *sums* of the values that it logs. A *reduction* adds them up over the
-ranks: after a fixed number of global batches each rank starts an asynchronous all-reduce, and reads
-the result when it has arrived. Only the last one, at the end of the pass, is waited for.
+Every rank keeps weighted *sums* of the values that it logs (`WeightedSums`). They are copied to the
+host without waiting for the device, for the record of the run.
+
+A loop that is shown (`World.progress`) needs the means over all ranks while it goes on
+(`RunningMeans`). A *reduction* adds the sums up over the ranks: after a fixed number of global
+batches each rank starts an asynchronous all-reduce, and reads the result when it has arrived. Only
+the last one, at the end of the pass, is waited for.
 
 The number of global batches decides when a reduction starts, so all ranks start the same
 collectives at the same places between those of training. Its size is always the same, 68 float64
 values, whatever a rank logged: ranks that log different names are found, and do not hang.
-
-The means of one rank alone are kept in the same way, without the all-reduce (`over_ranks=False`).
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.streams import side_stream
+from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import warn
 from lockstep.wording import describe_type
 
-MAX_NAMES = 32
+MAX_SHOWN_NAMES = 32
 # The tensor that a reduction sums up over the ranks: a header, then the weights of up to 32 names,
 # then the weighted sums of their values. The header is the number of ranks that log, a hash of
 # their names, the square of the hash, and the number of samples.
 HEADER_SIZE = 4
-PACKED_SIZE = HEADER_SIZE + 2 * MAX_NAMES
+PACKED_SIZE = HEADER_SIZE + 2 * MAX_SHOWN_NAMES
 
 
 @dataclass(slots=True)
@@ -45,47 +49,53 @@ class _Sum:
     weight: float = 0.0
 
 
-class RunningMeans:
-    """The means of one pass over the data.
+class SumsCopy(NamedTuple):
+    """A copy of weighted sums on the host, as they were at one moment."""
+
+    weights: dict[str, float]
+    """By name. Names whose weight is 0 are left out."""
+    totals: Tensor
+    """The weighted sums in the order of `weights`, on the host when the copy has arrived."""
+    arrived: Any
+    """A CUDA event that tells when; None if the sums were on the host."""
+
+    def means(self) -> dict[str, float]:
+        """Returns the weighted means, by name. The copy must have arrived."""
+        totals = self.totals.tolist()
+        named = zip(self.weights.items(), totals, strict=True)
+        return {name: total / weight for (name, weight), total in named}
+
+
+class WeightedSums:
+    """The weighted sums of what one rank logs in one pass.
 
     Args:
-        collectives: the collectives of the run; on one process a reduction is the identity.
-        every: how many global batches lie between two reductions; 0 for only the last one.
-        over_ranks: False for the means of this rank alone: then a reduction communicates nothing.
+        device: where the sums are kept.
+        contributes: False on a rank that repeats another rank's work, as in a pipeline: then all
+            weights are 0.
     """
 
-    def __init__(
-        self, collectives: Collectives, every: int = 10, *, over_ranks: bool = True
-    ) -> None:
-        self.values: dict[str, float] = {}
-        """The weighted means over all ranks, by name, as the last reduction gave them. Names whose
-        weight is 0 are left out."""
-        self.weights: dict[str, float] = {}
-        """What the means weigh, by name."""
-        self.total_samples = 0
-        """The samples of all ranks, as the last reduction gave them."""
-        self.samples = 0
-        """The samples of this rank so far; whoever yields them counts them here."""
-        self._is_alone = collectives.single_process or not over_ranks
-        self._device = collectives.device
-        self._on_cuda = collectives.device.type == "cuda"
-        self._every = every
-        self._contributes = collectives.contributes
+    def __init__(self, device: torch.device, *, contributes: bool = True) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._contributes = contributes
         self._sums: dict[str, _Sum] = {}
-        self._num_batches = 0
-        self._pending: deque[_Reduction] = deque()
         self._names_left_out: set[str] = set()
-        self._has_warned_of_names = False
 
-    def add(self, weight: float, /, **values: float | Tensor) -> None:
+    @property
+    def names(self) -> list[str]:
+        """The names that were logged, in alphabetical order."""
+        return sorted(self._sums)
+
+    def add(self, weight: float, /, **values: Any) -> None:
         """Adds the means over one micro-batch.
 
         Args:
             weight: the weight of the values: a number of samples or of tokens. With weight 0 the
                 values are ignored, even if they are NaN, as the mean over no samples is.
             values: one number each, or a tensor with one element, which is detached and not waited
-                for. What is not one real number is left out, with a warning, and so are names after
-                the first 32: logging does not end a training.
+                for. What is not one real number is left out, with a warning: logging does not end a
+                training.
         """
         for name, value in values.items():
             number = self._to_number(name, value)
@@ -94,63 +104,41 @@ class RunningMeans:
             entry = self._sums.get(name)
             if entry is None:
                 entry = self._new_sum(name)
-                if entry is None:
-                    continue
-            # A rank that repeats another rank's work, as in a pipeline, does not contribute.
             if weight and self._contributes:
                 entry.total.add_(number, alpha=weight)
                 entry.weight += weight
 
-    def step(self) -> None:
-        """Counts a global batch: starts a reduction if it is time, and reads those that arrived."""
-        self._num_batches += 1
-        # With `every` 0 only `finish` starts a reduction.
-        if self._every and self._num_batches % self._every == 0:
-            self.start_reduce()
-        self.read_arrived()
-
-    def read_arrived(self) -> None:
-        """Reads the reductions that have arrived; waits for none."""
-        if self._pending:
-            self._read(wait=False)
-
-    def own_sums(self) -> dict[str, tuple[float, float]]:
-        """Returns the weighted sum and the weight of each name on this rank.
-
-        It waits for the device.
-        """
+    def read(self) -> dict[str, tuple[float, float]]:
+        """Returns the weighted sum and the weight of each name. It waits for the device."""
         return {name: (float(entry.total), entry.weight) for name, entry in self._sums.items()}
 
-    def start_reduce(self) -> None:
-        """Starts a reduction of all values up to here. All ranks must call it together.
+    def weights(self, names: list[str]) -> list[float]:
+        """Returns the weights of some names."""
+        return [self._sums[name].weight for name in names]
 
-        The reduction is pending until `step` or `finish` reads its result.
-        """
-        names = sorted(self._sums)
-        packed = self._pack(names)
-        if self._on_cuda:
-            self._pending.append(self._start_on_cuda(names, packed))
-        elif self._is_alone:  # on one process the result is there already
-            self._pending.append(_Reduction(names, packed))
-        else:
-            work = dist.all_reduce(packed, async_op=True)
-            self._pending.append(_Reduction(names, packed, work.is_completed, work.wait))
+    def totals(self, names: list[str]) -> Tensor:
+        """Returns the weighted sums of some names, at least one, on the device."""
+        return torch.stack([self._sums[name].total for name in names])
 
-    def finish(self) -> None:
-        """Reduces all values and waits for the result. All ranks must call it together."""
-        self.start_reduce()
-        self._read(wait=True)
+    def start_copy(self) -> SumsCopy:
+        """Copies the sums to the host. If they are on a GPU it is only started, not waited for."""
+        weights: dict[str, float] = {}
+        for name, entry in self._sums.items():
+            if entry.weight != 0:
+                weights[name] = entry.weight
+        if not weights:
+            return SumsCopy({}, torch.empty(0), None)
+        totals = self.totals(list(weights))
+        if not self._on_cuda:
+            return SumsCopy(weights, totals, None)
+        on_host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        on_host.copy_(totals, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self._device))
+        return SumsCopy(weights, on_host, arrived)
 
-    def _new_sum(self, name: str) -> _Sum | None:
-        """Adds and returns an empty sum; None, with a warning, if there are too many names."""
-        if len(self._sums) == MAX_NAMES:
-            self._leave_out(
-                name,
-                f"world.log({name}=...) as name number {MAX_NAMES + 1} of one pass",
-                f"at most {MAX_NAMES} means are kept, so it is left out",
-                "log fewer names, or log a mean of several of them",
-            )
-            return None
+    def _new_sum(self, name: str) -> _Sum:
+        """Adds and returns an empty sum."""
         # A tensor that is made under inference_mode() could not be changed outside of it.
         with torch.inference_mode(False):
             total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -162,40 +150,146 @@ class RunningMeans:
         """Returns the value as a number, or as a 0-dimensional tensor on the device.
 
         Returns:
-            None, with a warning, if the value is not one real number.
+            None, with a warning, if the value is not one real number, or cannot be read without
+            waiting for other ranks.
         """
-        if isinstance(value, int | float):
-            return value
         found = describe_type(value)
         if isinstance(value, Tensor):
-            if value.numel() == 1 and not value.is_complex():
-                number = value.detach().reshape(())
-                return number.to(self._device, non_blocking=self._on_cuda)
             found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        self._leave_out(
-            name,
-            f"world.log({name}=...)",
-            f"{found}, not one number, so it is left out",
-            f"log the mean over this micro-batch, for example {name}=values.float().mean()",
-        )
+        too_large = f"{found} that is too large for a float, so it is left out"
+        found = f"{found}, not one number, so it is left out"
+        do = f"log the mean over this micro-batch, for example {name}=values.float().mean()"
+        try:
+            if _is_spread_over_ranks(value):
+                found = (
+                    "a DTensor of which each rank has a part, and world.log waits for no other "
+                    "rank, so it is left out"
+                )
+                do = f"log {name}=values.full_tensor(), which all ranks have to call"
+            elif isinstance(value, Tensor) and value.is_meta:
+                found = "a tensor on the meta device, which has no value, so it is left out"
+            elif isinstance(value, Tensor):
+                number = _as_scalar(value)
+                if number is not None:
+                    return number.to(self._device, non_blocking=self._on_cuda)
+            elif isinstance(value, np.ndarray) and value.size == 1:
+                return float(value.item())
+            elif not isinstance(value, str | bytes | bytearray):
+                return float(value)
+        except OverflowError:
+            found = too_large
+            do = f"log it in a larger unit, for example {name}=number / 1e12"
+        except Exception:
+            # `float` calls a method of the value's class, and a tensor may be of a class of the
+            # user's own, so that any error may come.
+            pass
+        self._leave_out(name, found, do)
         return None
 
-    def _leave_out(self, name: str, was_set: str, found: str, do: str) -> None:
+    def _leave_out(self, name: str, found: str, do: str) -> None:
         """Warns, once in a pass for each name, that a value is left out."""
         if name not in self._names_left_out:
             self._names_left_out.add(name)
-            warn(was_set, found, do)
+            warn(f"world.log({name}=...)", found, do)
+
+
+def _is_spread_over_ranks(value: Any) -> bool:
+    """Returns True for a DTensor whose value is not whole on this rank."""
+    if not isinstance(value, Tensor) or not is_sharded(value):
+        return False
+    placements: Any = value.placements  # type: ignore[attr-defined]
+    return not all(placement.is_replicate() for placement in placements)
+
+
+def _as_scalar(value: Tensor) -> Tensor | None:
+    """Returns a 0-dimensional tensor that can be added to a float64; None if it is not one number.
+
+    It may raise any error for tensors of unusual kinds.
+    """
+    if value.numel() != 1 or value.is_complex():
+        return None
+    number = value.detach()
+    if is_sharded(number):
+        number = to_local(number)
+    if number.layout != torch.strided:
+        number = number.to_dense()
+    if number.is_quantized:
+        number = number.dequantize()
+    if number.is_floating_point() and number.element_size() == 1:  # torch does not add float8
+        number = number.float()
+    return number.reshape(())
+
+
+class RunningMeans:
+    """The means over all ranks of what was logged in a pass, for the display of that pass.
+
+    Args:
+        collectives: the collectives of the run; on one process a reduction is the identity.
+        every: how many global batches lie between two reductions; 0 for only the last one.
+    """
+
+    def __init__(self, collectives: Collectives, every: int = 10) -> None:
+        self.sums = WeightedSums(collectives.device, contributes=collectives.contributes)
+        """What this rank has logged."""
+        self.values: dict[str, float] = {}
+        """The weighted means over all ranks, by name, as the last reduction gave them. Names whose
+        weight is 0 are left out, and names after the first 32."""
+        self.total_samples = 0
+        """The samples of all ranks, as the last reduction gave them."""
+        self.samples = 0
+        """The samples of this rank so far; whoever yields them counts them here."""
+        self._is_alone = collectives.single_process
+        self._device = collectives.device
+        self._on_cuda = collectives.device.type == "cuda"
+        self._every = every
+        self._contributes = collectives.contributes
+        self._num_batches = 0
+        self._pending: deque[_Reduction] = deque()
+        self._has_warned_of_names = False
+        self._has_warned_of_number = False
+
+    def step(self) -> None:
+        """Counts a global batch: starts a reduction if it is time, and reads those that arrived."""
+        self._num_batches += 1
+        # With `every` 0 only `finish` starts a reduction.
+        if self._every and self._num_batches % self._every == 0:
+            self._start_reduce()
+        if self._pending:
+            self._read(wait=False)
+
+    def finish(self) -> None:
+        """Reduces all values and waits for the result. All ranks must call it together."""
+        self._start_reduce()
+        self._read(wait=True)
+
+    def _start_reduce(self) -> None:
+        """Starts a reduction of all values up to here. All ranks must call it together.
+
+        The reduction is pending until `step` or `finish` reads its result.
+        """
+        names = self.sums.names
+        packed = self._pack(names)
+        shown_names = names[:MAX_SHOWN_NAMES]
+        if len(names) > MAX_SHOWN_NAMES:
+            self._warn_of_number(len(names))
+        if self._on_cuda:
+            self._pending.append(self._start_on_cuda(shown_names, packed))
+        elif self._is_alone:  # on one process the result is there already
+            self._pending.append(_Reduction(shown_names, packed))
+        else:
+            work = dist.all_reduce(packed, async_op=True)
+            self._pending.append(_Reduction(shown_names, packed, work.is_completed, work.wait))
 
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
         Ranks that log different names must not be averaged. So it has a hash `h` of the names, and
         its square: from the sums of both over the ranks, `_compute_means` sees whether all ranks
-        have the same `h`. For the `k` names that this rank has logged, the values are
+        have the same `h`. For the first `k` names that this rank has logged, the values are
 
             1, h, h ** 2, samples, weights of k names, 0, ..., weighted sums of k names, 0, ...
 
-        where each of the two rows of zeros fills up the places of `MAX_NAMES` names.
+        where each of the two rows of zeros fills up the places of `MAX_SHOWN_NAMES` names.
         """
         # A rank without samples may have logged nothing; that does not make the ranks differ.
         logs = bool(names) or self.samples > 0
@@ -204,16 +298,16 @@ class RunningMeans:
             # At most 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
             name_hash = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1
         samples = self.samples if self._contributes else 0
-        sums = [self._sums[name] for name in names]
+        shown_names = names[:MAX_SHOWN_NAMES]
         numbers: list[float] = [int(logs), name_hash, name_hash**2, samples]
-        numbers += [entry.weight for entry in sums]
+        numbers += self.sums.weights(shown_names)
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
         packed = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._on_cuda)
         packed = packed.to(self._device, non_blocking=True)
         # The weighted sums are on the device already. Reading them here would wait for it.
-        if sums:
-            start = HEADER_SIZE + MAX_NAMES
-            packed[start : start + len(sums)] = torch.stack([entry.total for entry in sums])
+        if shown_names:
+            start = HEADER_SIZE + MAX_SHOWN_NAMES
+            packed[start : start + len(shown_names)] = self.sums.totals(shown_names)
         return packed
 
     def _start_on_cuda(self, names: list[str], packed: Tensor) -> _Reduction:
@@ -244,15 +338,14 @@ class RunningMeans:
             self._compute_means(reduction)
 
     def _compute_means(self, reduction: _Reduction) -> None:
-        """Sets `values`, `weights` and `total_samples` from the result of a reduction.
+        """Sets `values` and `total_samples` from the result of a reduction.
 
         If the ranks have logged different names, there are no means: which of the numbers belong
         together is not known. They are told once in a pass.
         """
         numbers = reduction.result.tolist()
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
-        self.values = {}  # a new dict, by which others see that the means are new
-        self.weights = {}
+        self.values = {}
         self.total_samples = int(samples)
         # For n hashes h, n * sum(h**2) is equal to sum(h)**2 if and only if all h are equal (the
         # inequality of Cauchy and Schwarz).
@@ -260,13 +353,12 @@ class RunningMeans:
         if not names_are_equal:
             self._warn_of_other_names(reduction.names)
             return
-        weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_NAMES]
-        totals = numbers[HEADER_SIZE + MAX_NAMES :]
+        weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_SHOWN_NAMES]
+        totals = numbers[HEADER_SIZE + MAX_SHOWN_NAMES :]
         # There are fewer names than places for them; the rest of the places hold zeros.
         for name, weight, total in zip(reduction.names, weights, totals, strict=False):
             if weight != 0:
                 self.values[name] = total / weight
-                self.weights[name] = weight
 
     def _warn_of_other_names(self, names: list[str]) -> None:
         """Warns, once in a pass, that nothing is shown since other ranks log other names."""
@@ -279,6 +371,17 @@ class RunningMeans:
             "names, so nothing is shown",
             "log the same names on every rank (only rank 0 shows them); for a line from rank 0 "
             "alone use world.print",
+        )
+
+    def _warn_of_number(self, num_names: int) -> None:
+        """Warns, once in a pass, that not all means are shown."""
+        if self._has_warned_of_number:
+            return
+        self._has_warned_of_number = True
+        warn(
+            f"world.log of {num_names} names in a loop over world.progress(...)",
+            f"the first {MAX_SHOWN_NAMES} in alphabetical order are shown; the report has all",
+            "nothing has to be done",
         )
 
 

@@ -18,7 +18,6 @@ from lockstep.errors import UsageError
 from lockstep.extensions.report.displays import open_display
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.pass_text import PassState
-from lockstep.session.extension import Extension, LoggedMeans
 from lockstep.session.step import Step
 from lockstep.wording import describe_type
 
@@ -45,7 +44,6 @@ def progress(
     description: str = "",
     *,
     done: int = 0,
-    extensions: Extension | None = None,
 ) -> Generator[Any, None, None]:
     """Yields the items of the loader and shows how the pass goes.
 
@@ -59,8 +57,6 @@ def progress(
         step: of the run; its open pass over this loader gets the means.
         description: the text in front of the bar, such as `epoch 3`.
         done: how many global batches of the epoch were trained before it was resumed.
-        extensions: its `means_logged` is called with the new means whenever they were reduced.
-
     """
     num_batches = loader.steps
     interval = reduce_every(num_batches) if torch.is_grad_enabled() else 0
@@ -68,23 +64,15 @@ def progress(
     display = None
     if collectives.topology.is_main:
         display = open_display(PassState(description, begun=done, done=done, total=num_batches))
-    is_training = torch.is_grad_enabled()
-
-    def tell(*, complete: bool) -> None:
-        """Tells the extensions of the means, which are over all ranks."""
-        if extensions is not None:
-            extensions.means_logged(
-                LoggedMeans(means.values, None, description, is_training, complete)
-            )
-
     is_complete = False
-    last_values = means.values
     try:
         for item in loader:
-            if step.open_passes:  # the loader's own pass is the innermost before the loop goes on
+            if step.open_passes:  # the loader's own pass is the last one before the loop goes on
                 open_pass = step.open_passes[-1]
                 if open_pass.loader is loader:
-                    open_pass.means = means
+                    open_pass.is_shown = True
+                    open_pass.sums = means.sums
+                    open_pass.description = description
             yield item
             # The training loop is done with this micro-batch.
             micro_batch = loader.current
@@ -92,14 +80,10 @@ def progress(
             if not micro_batch.last:
                 continue
             means.step()
-            if means.values is not last_values:  # each reduction makes a new dict
-                last_values = means.values
-                tell(complete=False)
             if display is not None:
                 display.step(micro_batch.global_samples, means.values)
         means.finish()
         is_complete = True
-        tell(complete=True)
     finally:
         if display is not None:
             display.close(means if is_complete else None)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,31 +79,35 @@ CURVES_OF_RECORDS = (
 """The curves that a record has without `World.log`."""
 
 
-def curve_title(logged: dict[str, Any], name: str) -> str:
-    """Returns what to call a curve of logged values, such as `accuracy (validation)`.
+class LoggedMean(NamedTuple):
+    """The mean over the ranks of what the script has logged under one name, at one time."""
 
-    Values of a pass are told apart by the pass: `training`, the description that the script gave
-    its evaluation, or `evaluation` if it gave none, or one like that of a training, `epoch 3`.
-    Values that were logged outside of any loop have the name that the script gave them.
+    step: int
+    name: str
+    kind: str
+    """`training`, the description that the script gave its evaluation, or `evaluation` if it gave
+    none; empty for a value that was logged outside of any loop. Of several loaders that are
+    evaluated after one step and have values of one name, the second has `evaluation 2`."""
+    mean: float
+    weight: float
+    """What the mean weighs: a number of samples, or of ranks outside of any loop."""
 
-    Args:
-        logged: a line of a record.
-        name: of one of its values.
-    """
-    kind = kind_of_values(logged, name)
-    return f"{name} ({kind})" if kind else name
+    @property
+    def title(self) -> str:
+        """What to call its curve, such as `accuracy (validation)`."""
+        return f"{self.name} ({self.kind})" if self.kind else self.name
 
 
-def kind_of_values(logged: dict[str, Any], name: str) -> str:
+def _kind_of_values(line: dict[str, Any], name: str) -> str:
     """Returns `training`, the name of an evaluation, or "" for what was logged outside of any loop.
 
     A name that a record has itself, such as `loss`, is `logged` there.
     """
-    if not logged.get("in_pass", True):
+    if "loader" not in line:
         return "logged" if name in CURVES_OF_RECORDS else ""
-    if logged["training"]:
+    if line["training"]:
         return "training"
-    description: str = logged["pass"]
+    description: str = line["pass"]
     if re.fullmatch(r"(epoch \d+)?", description):
         return "evaluation"
     return description
@@ -119,7 +123,7 @@ class RankRecord:
     choices: list[list[str]] = field(default_factory=list)
     """A [name, value, reason] for each choice that the run printed."""
     logged: list[dict[str, Any]] = field(default_factory=list)
-    """The means that the script passed to `World.log`."""
+    """The means that this rank passed to `World.log`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     gpu_uses: list[dict[str, Any]] = field(default_factory=list)
     """How much the rank's GPU was used: `gpu` in percent, `gpu_memory` in bytes, at a `step`."""
@@ -127,6 +131,8 @@ class RankRecord:
     """The files into which a step was traced."""
     end: str | None = None
     """`ok` or `failed`; None if the rank was killed or still runs."""
+    has_lost_lines: bool = False
+    """True if the rank could not read from its device what it had logged last."""
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, line: Any) -> None:
@@ -147,6 +153,15 @@ class RankRecord:
             self.traces.append(line)
         elif "end" in line:
             self.end = line["end"]
+            self.has_lost_lines = bool(line.get("lost", False))
+
+    def is_past(self, step: float) -> bool:
+        """Returns True if the rank writes nothing more about this step or an earlier one."""
+        if self.end is not None and not self.has_lost_lines:
+            return True
+        has_later_row = bool(self.rows) and self.rows[-1][COLUMN_INDEX["step"]] > step
+        has_later_values = bool(self.logged) and self.logged[-1]["step"] > step
+        return has_later_row or has_later_values
 
     def column(self, name: str) -> Floats:
         """Returns one column of `COLUMNS`, with one value per row."""
@@ -235,30 +250,32 @@ class Start:
         return None
 
     @property
-    def logged(self) -> list[dict[str, Any]]:
-        """What the script has logged: a line for each pass or row, with means over the ranks.
+    def logged(self) -> list[LoggedMean]:
+        """What the script has logged, as means over the ranks, sorted by step.
 
-        Means of one rank have their `weights` with them; those of several ranks that belong to one
-        pass and step are averaged. Ranks that have not written theirs yet are left out.
+        A mean is left out until it is known what each rank has logged, and with it all that follow:
+        so later calls only add to the list. It is empty if the file of a rank is missing.
         """
-        lines: list[dict[str, Any]] = []
-        parts_of_line: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for rank in sorted(self.records):
-            num_seen: Counter[tuple[Any, ...]] = Counter()
-            for line in self.records[rank].logged:
-                if line.get("weights") is None:  # they are over all ranks already
-                    lines.append(line)
-                    continue
-                # Outside of any loop one rank may log what others do not.
-                parts = [line] if line.get("in_pass", True) else _split_by_name(line)
-                for part in parts:
-                    key = _key_of_logged(part)
-                    # Several evaluations may follow one step.
-                    num_seen[key] += 1
-                    parts_of_line.setdefault((*key, num_seen[key]), []).append(part)
-        for parts in parts_of_line.values():
-            lines.append({**parts[0], "logged": _average(parts)})
-        return sorted(lines, key=lambda line: float(line["step"]))
+        records = self._contributing_records()
+        means: list[LoggedMean] = []
+        # The loaders that have values of a name and kind at a step, in the order of their passes.
+        loaders: dict[tuple[str, str, float], list[int]] = {}
+        for parts in _lines_of_all_ranks(records):
+            lines = list(parts.values())
+            step = min(line["step"] for line in lines)
+            for record in records:
+                if record.rank not in parts and not record.is_past(step):
+                    return means
+            for name, (mean, weight) in _average(lines).items():
+                kind = _kind_of_values(lines[0], name)
+                loaders_before = loaders.setdefault((name, kind, step), [])
+                loader = lines[0].get("loader")
+                if loader is not None and loader not in loaders_before:
+                    loaders_before.append(loader)
+                if loader is not None and loader != loaders_before[0]:
+                    kind = f"{kind} {loaders_before.index(loader) + 1}"
+                means.append(LoggedMean(int(step), name, kind, mean, weight))
+        return means
 
     def loss(self) -> tuple[Floats, Floats]:
         """Returns the steps and the loss of their global batches: the mean over the ranks.
@@ -269,9 +286,8 @@ class Start:
         the script never called `World.backward`, which is given the loss.
         """
         no_loss = (np.empty(0), np.empty(0))
-        records = self._records_with_header()
-        contributing = [record for record in records if record.header.get("contributes")]
-        if not contributing or len(records) < self.num_ranks:
+        contributing = self._contributing_records()
+        if not contributing:
             return no_loss
         # Rows of two ranks belong together if they end at the same step and cover as many steps.
         losses_of_ranks: list[dict[tuple[float, float], float]] = []
@@ -297,6 +313,18 @@ class Start:
 
     def _records_with_header(self) -> list[RankRecord]:
         return [record for record in self.records.values() if record.header]
+
+    def _contributing_records(self) -> list[RankRecord]:
+        """Returns the records of the ranks whose means count, in the order of the ranks.
+
+        Ranks that only repeat the work of another rank, as in a pipeline, are left out. The list is
+        empty if the file of a rank is missing, or its first line.
+        """
+        records = self._records_with_header()
+        if len(records) < self.num_ranks:
+            return []
+        records.sort(key=lambda record: record.rank)
+        return [record for record in records if record.header.get("contributes")]
 
 
 class Record:
@@ -454,20 +482,40 @@ class Record:
                 yield Start(name, records, reached_init=False)
 
 
+def _lines_of_all_ranks(records: Sequence[RankRecord]) -> list[dict[int, dict[str, Any]]]:
+    """Returns, sorted by step, the lines of logged values that belong together, by rank."""
+    parts_of_key: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for record in records:
+        num_seen: Counter[tuple[Any, ...]] = Counter()
+        for line in record.logged:
+            if "loader" in line:
+                parts_of_key.setdefault(_key_of_pass(line), {})[record.rank] = line
+                continue
+            # Outside of any loop one rank may log what others do not, and a name several times.
+            for part in _split_by_name(line):
+                key = (line["step"], *part["logged"])
+                num_seen[key] += 1
+                parts_of_key.setdefault((*key, num_seen[key]), {})[record.rank] = part
+    lines = list(parts_of_key.values())
+    return sorted(lines, key=lambda parts: float(min(line["step"] for line in parts.values())))
+
+
+def _key_of_pass(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what is equal in the lines of several ranks about a pass.
+
+    A pass has one line when it is over, and before that lines at several steps.
+    """
+    step = "at its end" if line["complete"] else line["step"]
+    return line["loader"], line["training"], line["begun"], line["number"], step
+
+
 def _split_by_name(line: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a line of logged values for each of its names."""
     return [{**line, "logged": {name: value}} for name, value in line["logged"].items()]
 
 
-def _key_of_logged(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what is equal in the lines of several ranks that belong together."""
-    in_pass = line.get("in_pass", True)
-    names = () if in_pass else tuple(line["logged"])
-    return line["pass"], line["training"], line["step"], line.get("complete"), in_pass, *names
-
-
-def _average(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns the weighted means of what several ranks have logged, by name."""
+def _average(parts: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Returns the weighted mean of what several ranks have logged, and its weight, by name."""
     totals: dict[str, float] = {}
     weights: dict[str, float] = {}
     for part in parts:
@@ -475,7 +523,11 @@ def _average(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
             weight = part["weights"].get(name, 0.0)
             totals[name] = totals.get(name, 0.0) + weight * mean
             weights[name] = weights.get(name, 0.0) + weight
-    return {name: total / weights[name] for name, total in totals.items() if weights[name]}
+    means: dict[str, tuple[float, float]] = {}
+    for name, weight in weights.items():
+        if weight:
+            means[name] = (totals[name] / weight, weight)
+    return means
 
 
 def _time_of_end(lines: Sequence[LauncherLine]) -> float:

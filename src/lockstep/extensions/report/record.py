@@ -5,9 +5,15 @@ A *row* is a JSON list with what this rank measured in one or several optimizer 
 covers one step at first, and twice as many after every 64 rows, so that a run of a million steps
 writes nine hundred. The rows of all ranks cover the same steps.
 
+The means of `World.log` in a pass are written when the pass is over. Those of a training that goes
+on are written once for each row, as they are when the next global batch begins: so the ranks write
+them at the same steps, whenever their devices get that far.
+
 Each rank and each start of the run has a file of its own, to which lines are only ever added, once
 a second. A process that is killed leaves a file that lacks the last second, and perhaps a part of
-its last line. No rank sends anything for the record, and no rank waits for its device.
+its last line. No rank sends anything for the record, and no rank waits for its device: losses and
+means are copied from a GPU, and rows and means wait in their order until they have arrived. The
+steps of these lines never go back, so a reader knows what a rank has not logged.
 """
 
 from __future__ import annotations
@@ -21,10 +27,10 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +41,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
 from lockstep.errors import on_warning
 from lockstep.extensions.report.gpu_use import device_name, measure_gpu
+from lockstep.extensions.report.metrics import SumsCopy
 from lockstep.extensions.report.phase_times import PhaseTimes
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
@@ -44,7 +51,8 @@ from lockstep.extensions.report.record_format import (
     RECORD_SUFFIX,
 )
 from lockstep.extensions.report.source_code import describe_commit
-from lockstep.session.extension import Extension, LoggedMeans
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
 
 ROWS_BEFORE_DOUBLING = 64
 """After this number of rows, the next rows cover twice as many steps each."""
@@ -143,9 +151,13 @@ class Recorder(Extension):
         self._num_losses = 0
         self._steps_per_row = 1
         self._num_rows = 0
-        self._logged: dict[str, Any] | None = None
-        self._pending_rows: deque[_PendingRow] = deque()
-        """The rows that were ended, in order, of which the first one waits for its loss."""
+        self._copy_is_due = False
+        """True if a row has ended and the next global batch has not begun."""
+        self._pending: deque[_PendingLine] = deque()
+        """Rows and means in the order of their steps, of which the first one has not arrived from
+        the GPU."""
+        self._has_lost_lines = False
+        """True if the device failed before means had arrived."""
         if self._is_main:
             on_warning.append(self._write_warning)
 
@@ -159,8 +171,11 @@ class Recorder(Extension):
             if self._num_steps > 0 and not device_may_hang:
                 number_of_last_step = self._step.number - 1
                 self._end_row(number_of_last_step)
-            self._finish_pending_rows(wait=not failed)
-            self._write({"end": "failed" if failed else "ok", "time": time.time()})
+            self._finish_pending(wait=not failed)
+            end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
+            if self._pending or self._has_lost_lines:
+                end["lost"] = True
+            self._write(end)
             close_rank_file(self._file)
 
     def step_finished(self, number: int) -> None:
@@ -204,31 +219,45 @@ class Recorder(Extension):
         """Writes down the choices that the run printed."""
         self._write({"choices": choices})
 
-    def means_logged(self, logged: LoggedMeans) -> None:
-        """Writes down the means of `world.log`: once per row, and at the end of a pass.
-
-        Means over all ranks are written by rank 0, those of one rank by each. Means of a pass that
-        goes on are only kept: those that were logged last are written when the present row ends.
-        """
-        is_over_all_ranks = logged.weights is None
-        if not logged.means or (is_over_all_ranks and not self._is_main):
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Writes down the means of the training that goes on, if a row has ended before."""
+        if not self._copy_is_due:
             return
-        line: dict[str, Any] = {
-            "logged": dict(logged.means),
-            "pass": logged.description,
-            "training": logged.training,
-            "step": self._step.number,
-            "complete": logged.complete,
-        }
-        if logged.weights is not None:
-            line["weights"] = dict(logged.weights)
-        if not logged.in_pass:
-            line["in_pass"] = False
-        if logged.complete:
-            self._logged = None
-            self._write(line)
-        else:
-            self._logged = line
+        self._copy_is_due = False
+        for open_pass in self._step.open_passes:
+            if open_pass.is_training and open_pass.sums is not None:
+                self._add_means(open_pass.sums, open_pass, is_complete=False)
+
+    def values_logged(self, sums: Any, open_pass: Any) -> None:
+        """Writes down what was given to `World.log` in a pass, or outside of any loop."""
+        if self._file is not None and not self._file.closed:
+            self._add_means(sums, open_pass, is_complete=True)
+            self._write()
+
+    def _add_means(self, sums: Any, open_pass: Any, *, is_complete: bool) -> None:
+        """Adds a line with what this rank has logged. On a GPU, copying it is only started.
+
+        Args:
+            sums: the `WeightedSums` of the values.
+            open_pass: the `OpenPass` that they belong to; None outside of any loop.
+            is_complete: False for a pass that goes on.
+        """
+        line: dict[str, Any] = {"logged": {}, "weights": {}, "step": self._step.number}
+        if open_pass is not None:
+            line["pass"] = open_pass.description
+            line["training"] = open_pass.is_training
+            line["complete"] = is_complete
+            loader, _, begun, number = open_pass.identity
+            line["loader"] = loader
+            line["begun"] = begun
+            line["number"] = number
+        try:
+            copy = sums.start_copy()
+        except RuntimeError:  # the device has failed; what the training does next there says so
+            self._has_lost_lines = True
+            return
+        self._pending.append(_PendingLine(copy.arrived, partial(_line_of_means, line, copy)))
+        self._finish_pending(wait=False)
 
     def path_beside(self, suffix: str) -> Path | None:
         """Returns the path of another file of this rank and start; None if the record has ended.
@@ -258,12 +287,10 @@ class Recorder(Extension):
         self._sum_up_losses()
         now_s = self._phase_times.phase_begin_s - self._begin_s
         row = self._make_row(number, now_s, phase_seconds)
-        self._pending_rows.append(self._start_copying_loss(row))
-        self._finish_pending_rows(wait=False)  # on the CPU the loss is there already
+        self._pending.append(self._start_copying_loss(row))
+        self._finish_pending(wait=False)  # on the CPU the loss is there already
         self._begin_next_row()
-        if self._logged is not None:
-            self._unwritten_lines.append(self._logged)
-            self._logged = None
+        self._copy_is_due = True
         if self._measures_gpu and now_s - self._gpu_measured_at_s >= self._gpu_interval_s:
             self._gpu_measured_at_s = now_s
             self._note_gpu_use(number, now_s)
@@ -321,7 +348,7 @@ class Recorder(Extension):
         if self._num_rows % ROWS_BEFORE_DOUBLING == 0:
             self._steps_per_row *= 2
 
-    def _start_copying_loss(self, row: list[Any]) -> _PendingRow:
+    def _start_copying_loss(self, row: list[Any]) -> _PendingLine:
         """Returns the row with the mean loss of its steps.
 
         If the loss is on a GPU, only its copy to the host is started, and not waited for.
@@ -330,34 +357,35 @@ class Recorder(Extension):
             row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
         """
         if self._num_losses == 0:
-            return _PendingRow(row, loss=None, copied=None)
+            return _PendingLine(None, partial(_row_with_loss, row, None))
         mean = self._loss_sum / self._num_losses
         if not isinstance(mean, Tensor):  # the losses were on the CPU
-            return _PendingRow(row, loss=mean, copied=None)
+            return _PendingLine(None, partial(_row_with_loss, row, mean))
         on_host = torch.empty((), dtype=mean.dtype, pin_memory=True)
         on_host.copy_(mean.reshape(()), non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(mean.device))
-        return _PendingRow(row, loss=on_host, copied=copied)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(mean.device))
+        return _PendingLine(arrived, partial(_row_with_loss, row, on_host))
 
-    def _finish_pending_rows(self, *, wait: bool) -> None:
-        """Puts the loss into each pending row whose loss has arrived, in the order of the rows.
-
-        These rows are then appended to `_unwritten_lines`, and are no longer pending.
+    def _finish_pending(self, *, wait: bool) -> None:
+        """Appends the pending lines that have arrived to `_unwritten_lines`, in their order.
 
         Args:
-            wait: wait for the copies that have not arrived, so that no row stays pending.
+            wait: wait for those that have not arrived, so that none stays pending.
         """
-        while self._pending_rows:
-            row = self._pending_rows[0]
-            if row.copied is not None:
-                has_arrived = row.copied.query()
-                if not has_arrived and not wait:
+        while self._pending:
+            pending = self._pending[0]
+            try:
+                if pending.arrived is not None and wait:
+                    pending.arrived.synchronize()
+                elif pending.arrived is not None and not pending.arrived.query():
                     return
-                row.copied.synchronize()
-            row.values[COLUMN_INDEX["loss"]] = None if row.loss is None else float(row.loss)
-            self._pending_rows.popleft()
-            self._unwritten_lines.append(row.values)
+            except RuntimeError:  # the device has failed; what the training does next there says so
+                return
+            self._pending.popleft()
+            line = pending.make_line()
+            if line is not None:
+                self._unwritten_lines.append(line)
 
     def _learning_rate(self) -> float | None:
         """Returns the learning rate of the first parameter group of the first optimizer.
@@ -411,13 +439,23 @@ def line_as_json(line: object) -> str:
     return json.dumps(line)
 
 
-@dataclass
-class _PendingRow:
-    """A row that is complete except for its loss, which may still be on its way from the GPU."""
+class _PendingLine(NamedTuple):
+    """A line that is complete except for numbers which may still be on their way from the GPU."""
 
-    values: list[Any]
-    """One value for each of `COLUMNS`; the loss is None until the row is finished."""
-    loss: float | Tensor | None
-    """None if the script gave no loss to `World.backward`."""
-    copied: Any
-    """A CUDA event that tells when `loss` has arrived; None if it is there already."""
+    arrived: Any
+    """A CUDA event that tells when they have arrived; None if they are there already."""
+    make_line: Callable[[], object]
+    """Returns the line when they have arrived; None if there is nothing to write."""
+
+
+def _row_with_loss(row: list[Any], loss: float | Tensor | None) -> list[Any]:
+    """Returns a row with its loss; None if the script gave no loss to `World.backward`."""
+    row[COLUMN_INDEX["loss"]] = None if loss is None else float(loss)
+    return row
+
+
+def _line_of_means(line: dict[str, Any], copy: SumsCopy) -> dict[str, Any] | None:
+    """Returns a line with the means that this rank has logged; None if there are none."""
+    line["logged"] = copy.means()
+    line["weights"] = copy.weights
+    return line if line["logged"] else None

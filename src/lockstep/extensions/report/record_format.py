@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.session.extension import PHASES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # A rank's file is named TIME-ID.rankN.record and a launcher's file TIME-ID.launcher.record, where
 # TIME is `time.time_ns()` and ID a random number. All ranks of a start have the same TIME and ID.
 RECORD_SUFFIX = ".record"
@@ -77,10 +77,10 @@ def _are_means(value: object) -> bool:
 
 
 def _are_weights(value: object) -> bool:
-    """Returns True for a dict from names to finite numbers, or None: there are no weights."""
-    return value is None or (
-        isinstance(value, dict) and all(_is_finite_number(weight) for weight in value.values())
-    )
+    """Returns True for a dict from names to positive numbers."""
+    if not isinstance(value, dict):
+        return False
+    return all(_is_finite_number(weight) and weight > 0 for weight in value.values())
 
 
 _Fields = dict[str, Callable[[object], bool]]
@@ -96,10 +96,8 @@ _FIELDS_BY_KEY: dict[str, _Fields] = {
     "choices": {"choices": _are_choices},
     "logged": {
         "logged": _are_means,
-        "training": _is_bool,
-        "pass": _is_text,
-        "step": _is_finite_number,
         "weights": _are_weights,
+        "step": _is_finite_number,
     },
     "warning": {"warning": _is_text, "step": _is_finite_number},
     "gpu": {
@@ -113,6 +111,17 @@ _FIELDS_BY_KEY: dict[str, _Fields] = {
 }
 """The fields that an object must have. The first of these keys that it has tells what it is:
 `record`, the first line of a rank; `kind`, a line of a launcher."""
+_FIELDS_OF_A_PASS: _Fields = {
+    "pass": _is_text,
+    "training": _is_bool,
+    "complete": _is_bool,
+    # What tells the pass from others, equal on all ranks that take part in it: the number of its
+    # loader, the steps before it, and its number among the passes over this loader at that step.
+    "loader": _is_finite_number,
+    "begun": _is_finite_number,
+    "number": _is_finite_number,
+}
+"""The fields that an object with logged values has besides, unless they belong to no pass."""
 _FIELDS_OF_A_LAUNCHER_START: _Fields = {
     "kind": _is_text,
     "text": _is_text,
@@ -166,6 +175,8 @@ def _is_known_object(value: dict[str, Any]) -> bool:
         # With this line a launcher starts the ranks. It has more fields than its other lines.
         if key == "kind" and value["kind"] == "start":
             fields = _FIELDS_OF_A_LAUNCHER_START
+        if key == "logged" and "loader" in value:
+            fields = {**fields, **_FIELDS_OF_A_PASS}
         return all(is_valid(value.get(name)) for name, is_valid in fields.items())
     return False
 

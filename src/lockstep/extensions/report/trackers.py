@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
-from lockstep.extensions.report.reading import Record, Start, kind_of_values
+from lockstep.extensions.report.reading import Record, Start
 from lockstep.wording import count_noun
 
 POLL_INTERVAL_S = 5.0
@@ -54,12 +54,10 @@ def scalars(start: Start) -> list[Scalar]:
         found.append(Scalar(int(step), "loss", float(loss), loss_time))
     for logged in start.logged:
         # The values get the time of the last row before the script logged them.
-        steps_before = [step for step in time_of_step if step <= logged["step"]]
+        steps_before = [step for step in time_of_step if step <= logged.step]
         logged_at = time_of_step[max(steps_before)] if steps_before else begin
-        for name, value in logged["logged"].items():
-            kind = kind_of_values(logged, name)
-            title = f"{kind}/{name}" if kind else name
-            found.append(Scalar(logged["step"], title, value, logged_at))
+        title = f"{logged.kind}/{logged.name}" if logged.kind else logged.name
+        found.append(Scalar(logged.step, title, logged.mean, logged_at))
     return sorted(found, key=lambda scalar: (scalar.step, scalar.name))
 
 
