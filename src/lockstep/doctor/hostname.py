@@ -18,9 +18,8 @@ MAX_LOOKUP_S = 1.0
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the name of this machine and its addresses, and measures how long a lookup takes.
-
-    What is looked up is the name of the machine's own address.
+    """Reads the name of this machine and its addresses, and measures how long it takes to look up
+    the name of its own address.
     """
     name = socket.gethostname()
     address = address_reaching() or LOOPBACK  # the address from which it reaches other machines

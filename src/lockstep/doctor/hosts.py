@@ -131,7 +131,7 @@ class _Examination:
         """Starts the process on each machine, and finds out the address of each.
 
         For each machine that answers, `facts` gets its address, and empty `links` and `checks`. A
-        machine without the working folder counts as failed.
+        machine without the working folder is regarded as failed.
         """
 
         async def connect(remote: Remote) -> dict[str, Any]:

@@ -315,12 +315,12 @@ async def relay(client: Streams, target: Streams) -> None:
     try:
         # The store's clients never close only one direction.
         await asyncio.wait([to_target, to_client], return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:  # the launcher ends, and nobody needs the unsent bytes
+    except asyncio.CancelledError:  # the launcher ends, and the unsent bytes are not needed
         client.writer.transport.abort()
         target.writer.transport.abort()
         raise
     finally:
         to_target.cancel()
         to_client.cancel()
-        client.writer.close()  # what was written before is still sent
+        client.writer.close()  # bytes that were written before are still sent
         target.writer.close()

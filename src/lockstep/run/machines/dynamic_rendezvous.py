@@ -50,7 +50,7 @@ class DynamicRendezvous(Rendezvous):
         return bool(self._parameters.min_nodes < self._parameters.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until the next round is decided and this node takes part in it.
+        """Waits until a new round is decided in which this node takes part.
 
         Raises:
             MissingRankError: too few nodes have come within the join timeout, or the server has
@@ -58,8 +58,10 @@ class DynamicRendezvous(Rendezvous):
         """
         round_number, participants = self._wait_for_round()
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
+
         rank = participants.index(self._peers.own_number)
         self._peers.update(rank=rank, started=round_number)
+
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         return self._make_info(store, rank, len(participants))
 

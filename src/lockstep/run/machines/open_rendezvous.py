@@ -379,16 +379,16 @@ class _MultiNodeOpener:
     def _make_rendezvous(
         self, peers: Peers, store: TCPStore, address: str, resources: ExitStack
     ) -> Rendezvous:
-        """Returns the rendezvous.
+        """Creates the rendezvous, which closes `resources` when it is closed.
 
         Args:
-            peers: the nodes.
-            store: a client of the server's store, or the store itself.
-            address: this machine's address, with which it reaches the server or is reached.
-            resources: what must be closed at the end; the rendezvous takes it over.
+            peers: the table of the nodes.
+            store: the server's store, or a client of it.
+            address: the address of this machine on its connection to the other nodes.
+            resources: stack with everything to close at the end. It is empty afterwards.
         """
-        # --local-addr names the address at which the others reach this machine, and so the
-        # interface that the ranks use. A value that is none of this machine's is ignored.
+        # With --local-addr, the user names the address at which the others reach this machine, and
+        # so the interface that the ranks use. It is ignored if it does not belong to this machine.
         if self._parameters.local_addr:
             for local_address in network.resolve(self._parameters.local_addr):
                 if network.is_here(local_address):

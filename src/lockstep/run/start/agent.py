@@ -988,7 +988,7 @@ class Agent(api.SimpleElasticAgent):
                 "are not kept there"
             )
 
-    # What the user asks for by signals
+    # Signals of the user
 
     def signal_ranks(self, number: int) -> None:
         """Sends a signal to the ranks that are running."""
@@ -1068,7 +1068,7 @@ class Agent(api.SimpleElasticAgent):
             return None
         return rank.pid
 
-    # What the launchers of the run tell each other
+    # Messages between the launchers of the run
 
     def _publish_report(self, attempt: Attempt) -> ExitReport:
         """Tells the other launchers how the ranks of this machine have ended so far.

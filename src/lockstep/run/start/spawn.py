@@ -543,22 +543,22 @@ def _process_name() -> str:
 
 
 def _run_call(call: FunctionCall, folder: Path) -> None:
-    """Calls the function and writes what it returns into the rank's folder."""
+    """Calls the function, and writes its return value into the rank's folder."""
     try:
         value = call()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-        value = None  # sys.exit() in the function counts as a return
+        value = None  # sys.exit() without an error ends the function like a return
 
-    # In a copy nothing runs at exit, so a World that the function left open is closed here.
+    # A copy of the launching process runs no functions of `atexit`, so a World that the function
+    # has left open is closed here.
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()
 
     folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary folders may have deleted it
-
     with open(folder / RESULT_NAME, "wb") as file:
-        # With plain pickle: multiprocessing's pickler would leave tensors in shared memory that is
-        # freed when this process ends.
+        # The pickler of multiprocessing is not used, as it would leave tensors in shared memory
+        # that is freed when this process ends.
         pickle.dump(value, file)

@@ -251,7 +251,7 @@ def _give_address_to_script_processes() -> None:
     store_elsewhere(free_port, launchers_port)
 
 
-# What a rank raises
+# Exceptions of a rank
 
 
 def run_recorded(

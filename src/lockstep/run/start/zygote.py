@@ -289,7 +289,7 @@ class FreshZygote(Zygote):
                 [*command, str(control)],
                 env=environment,
                 pass_fds=(control, *files),
-                process_group=0,  # out of the foreground: Ctrl-C is for the launcher
+                process_group=0,  # not in the foreground, as Ctrl-C is for the launcher
             )
 
         self.pid = self._process.pid

@@ -18,13 +18,14 @@ from typing import NamedTuple
 from lockstep.run.watch import stacks
 from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
 
-# The timeout that torch gives a group for which the program names none: that of NCCL only to a
-# group that has NCCL alone, not to one with Gloo for CPU tensors besides (`cpu:gloo,cuda:nccl`).
+# The timeouts that torch gives a group if the program chooses none. The second one is only for
+# groups with NCCL as their only backend, and not with Gloo for CPU tensors too
+# (`cpu:gloo,cuda:nccl`).
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_TIMEOUT_OF_NCCL_ALONE_S = 600.0
 
-# Every rank must bring the same number of elements to these operations. In all others sizes may
-# differ by rank, or are not recorded on every rank.
+# In these operations, all ranks must have the same number of elements. In all others, sizes may
+# differ between ranks, or are not recorded on every rank.
 _SAME_SIZE_OPS = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
 
 

@@ -143,25 +143,25 @@ def first_failure(
     earlier_failures: Collection[str] = (),
     folder: str = "",
 ) -> FirstFailure | None:
-    """Finds the root cause of a run's end, and what followed from it.
+    """Finds the failure that ended a run, and what followed from it.
 
     Args:
         exits: the ends of all ranks that have ended, on all hosts.
         hang: the verdict on a hang, if it was fatal.
-        interrupted: the signal that the launcher was sent.
-        lost_nodes: machines that have left the run, see `lost_node`.
-        earlier_failures: the keys of what failed first in earlier attempts.
+        interrupted: the signal that asked the launcher to end, if there was one.
+        lost_nodes: the failures of machines that have left the run, see `lost_node`.
+        earlier_failures: the keys of the first failures of earlier attempts.
         folder: the folder of logs and snapshots.
 
     Returns:
-        None if nothing failed.
+        The first failure, or None if nothing failed.
     """
     ends = _sort_ends(exits, interrupted)
     roots = [_root_of_exit(end) for end in ends.failed]
     roots += lost_nodes
 
     if hang is not None:
-        # A hang that was found after a failure is a consequence of it.
+        # A hang that was found after a failure is only a consequence of it.
         failed_before_hang = any(root.time <= hang.found_at + SAME_TIME_S for root in roots)
         if not failed_before_hang:
             roots += _roots_of_hang(hang, ends)
@@ -169,14 +169,14 @@ def first_failure(
     if interrupted is not None:
         roots.append(_root_of_interruption(interrupted))
 
-    # If no failure explains the lost peers, perhaps a rank has ended without an error.
+    # If no failure explains why ranks lost a peer, a rank may have ended without an error.
     if ends.followers and not any(_has_cause(end, roots) for end in ends.followers):
         roots += _roots_without_error(ends)
 
     explained = [end for end in ends.followers if _has_cause(end, roots)]
     unexplained = [end for end in ends.followers if not _has_cause(end, roots)]
 
-    # No rank was gone when these lost their connections: the connection itself is the failure.
+    # No rank was gone when these ranks lost their connections, so the connection itself failed.
     for end in unexplained:
         roots.append(_root_of_exit(end, no_peer_was_lost=True))
 
@@ -184,7 +184,9 @@ def first_failure(
         return None
 
     first = _first_of_roots(roots, explained)
-    if first.at_the_same_time:  # another failure may have been the first
+    if first.at_the_same_time:
+        # Another failure may have been the first, so this one cannot be recognized in a later
+        # attempt.
         first = replace(first, key="")
 
     given_up = _describe_given_up(exits)

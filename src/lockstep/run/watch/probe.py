@@ -69,8 +69,8 @@ class Probe:
         self._register_stack_signals()
         self._heartbeat = self._start_heartbeat()
 
-        # A process that the script has started imports torch itself, or is forked from one that has
-        # this hook.
+        # A process that the script has started itself does not need this: it imports torch itself,
+        # or is forked from a process that has this hook.
         if spawn_index is None:
             torch_compat.on_default_group(_groups_kept_alive.append)
 

@@ -44,7 +44,7 @@ def watch_script_processes(folder: Path) -> None:
     starter = _WatchedStarter(folder)
 
     def start(process: BaseProcess) -> None:
-        """Called as the method `Process.start`."""
+        """Replaces the method `Process.start`."""
         starter.start_process(process)
 
     replace_start_processes(starter.start_spawned)

@@ -1,4 +1,8 @@
-"""The verdict on a run whose ranks wait: what is wrong, which ranks it is about, what each does."""
+"""Defines the verdict on a run whose ranks wait: what is wrong, and what each rank does.
+
+A verdict has a *kind*, such as "deadlock", the ranks at fault, a headline, advice, and a *row* for
+each rank that says what the rank does.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +29,25 @@ VerdictKind = Literal[
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank does."""
+    """What one rank does, for a verdict."""
 
     rank: int
     host: str
     does: str
     """A text that begins with a verb, such as `waits in barrier`."""
     line: Frame | None
-    """The user's own line that it is at."""
+    """The line of the user's code that the rank is at."""
     for_s: float | None = None
-    """How long it has been doing that, if known."""
+    """How long the rank has been doing this, if known."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One verdict about a run."""
+    """The verdict on a run whose ranks wait."""
 
     kind: VerdictKind
     fatal: bool
-    """True if nothing that the run itself can do will end this."""
+    """True if the run cannot recover by itself."""
     ranks: tuple[int, ...]
     """The ranks that are at fault, or that the others wait for."""
     headline: str
@@ -51,6 +55,6 @@ class Verdict:
     mismatch: Mismatch | None = None
     advice: tuple[str, ...] = ()
     waited_s: float = 0.0
-    """How long nothing has moved."""
+    """The seconds for which the run has made no progress."""
     found_at: float = 0.0
-    """Wall-clock time at which the run was found to be unable to go on."""
+    """The wall-clock time at which it was found that the run cannot go on."""

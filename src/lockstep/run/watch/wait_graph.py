@@ -52,7 +52,7 @@ class WaitGraph:
         self.mismatched: set[int] = set()
         """The waiting ranks whose call is mismatched."""
         self.partners_unknown: set[int] = set()
-        """The waiting ranks for which it is not known which ranks they wait for."""
+        """The waiting ranks whose partners are unknown."""
         self._add_ranks(activities, table, excluded)
 
         self.awaited: set[int] = set()
