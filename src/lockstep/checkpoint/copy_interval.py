@@ -77,8 +77,12 @@ class CopyInterval:
         """
         if num_copies > NUM_COPIES and num_copies % NUM_COPIES > 0:
             return
+        # A few copies may have taken long for another reason, so their cost does not count yet.
+        own_cost_s = 0.0
+        if len(self._costs_s) >= NUM_COPIES // 2:
+            own_cost_s = statistics.median(self._costs_s)
         own = [
-            statistics.median(self._costs_s or [0.0]),
+            own_cost_s,
             # The first step may take long, so of two steps the shorter one counts.
             statistics.median_low(self._step_times_s),
             statistics.median(self._link_times_s or [expected_link_s]),
