@@ -32,10 +32,12 @@ from lockstep.checkpoint.kept_reading import (
     KeptStep,
     PartReport,
     choose_step,
+    describe_incomplete,
     read_random_state,
     read_step,
     report_parts,
 )
+from lockstep.checkpoint.layout import step_folder
 from lockstep.checkpoint.memory_area import Area
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.partner_copies import find_partners
@@ -150,6 +152,10 @@ def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
     # A part of another attempt makes no step complete.
     others = [report("a", 5, 1), report("b", 5, 0, attempt=2)]
     assert choose_step(others, ["folder"]) is None
+    lost = [report("a", 4, 0, size=4), report("b", 5, 1, size=4)]
+    what_is_missing = "step 50 in memory is incomplete: what ranks 0, 2-3 kept is missing"
+    assert describe_incomplete(lost, ["folder"]) == what_is_missing
+    assert describe_incomplete(lost, ["another folder"]) == "no step of it is in memory"
 
 
 def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
@@ -793,7 +799,7 @@ def train_variants(folder: str) -> list[Brief]:
     # Copies of one rank take 1 ms, then 0.05 ms.
     clock = Clock(0.001 if os.environ["RANK"] == "1" else 0.0001)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copy_interval, "NUM_COPIES", 4)
+        patched.setattr(copy_interval, "NUM_COPIES", 8)
         found.append(train_briefly(f"{folder}/7", clock=clock))
     return found
 
@@ -813,8 +819,8 @@ def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> Non
         assert seldom.kept == [1, 5, 10, 15, 20]
         assert insists.kept == list(range(1, 25))
         # Less often by and by; when copies get faster after step 100, each step is kept again.
-        assert changing.kept[:12] == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28]
-        assert changing.kept[12:] == [*range(30, 120, 6), *range(120, 201)]
+        assert changing.kept[:7] == list(range(1, 8))
+        assert changing.kept[7:] == [8, *range(12, 41, 4), *range(42, 132, 6), *range(132, 201)]
     short, _, seldom, insists, *_, changing = by_rank[0]
     assert "steps are not kept in memory: it takes" in short.said
     assert "every 5 steps, one is kept in memory from now on: that takes" in seldom.said
@@ -970,6 +976,67 @@ def test_a_loop_without_a_loader_keeps_its_steps(memory: dict[str, str], tmp_pat
     assert first[0] == 0
     assert second[0] == 3
     assert second[1].startswith("resumed from step 3 in memory")
+
+
+def train_after_losses(folder: str) -> list[str]:
+    """Returns what each start has said of where it goes on from."""
+    said: list[str] = []
+
+    def start(until: int, restarts: int, memory: bool | None = None) -> None:
+        """Trains until a step; saves step 1."""
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        with lockstep.init(seed=5, device="cpu") as world:
+            net = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net, optimizer = world.prepare(net, optimizer)
+            state = {"model": net, "optimizer": optimizer}
+            checkpoint = world.checkpoint(folder, memory=memory, **state)
+            checkpoint.resume()
+            said.append(checkpoint.last_resume_note)
+            while world.step < until:
+                world.backward(net(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+                if world.step == 1:
+                    checkpoint.save()
+
+    def lose() -> None:
+        for path in os.environ["LOCKSTEP_STEP_MEMORY"].split():
+            Area(path).break_seal()
+
+    start(0, restarts=0, memory=False)
+    start(0, restarts=1, memory=False)
+    start(0, restarts=2)
+    start(3, restarts=0)
+    start(0, restarts=1, memory=False)
+    start(0, restarts=2)
+    lose()
+    start(0, restarts=3)
+    start(0, restarts=0)
+    return said
+
+
+def test_a_restart_says_why_it_goes_on_from_the_disk(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    folder = tmp_path / "run"
+    (said,) = run_ranks(train_after_losses, 1, str(folder), environment=environment)
+    nothing = f"nothing to resume in {folder}"
+    assert said[:3] == [
+        nothing,
+        f"{nothing}; no steps are kept in memory",
+        f"{nothing}; no step of it is in memory",
+    ]
+    assert said[3] == nothing
+    on_disk = f"resumed {step_folder(folder, 1)} (epoch 0, step 1, strategy single, 1 rank)"
+    assert said[4] == f"{on_disk}; no steps are kept in memory"
+    assert said[5].startswith("resumed from step 3 in memory")
+    assert said[6] == f"{on_disk}; no step of it is in memory"
+    assert said[7] == on_disk
 
 
 def train_with_two_checkpoints(folder: str) -> list[tuple[int, str, str]]:

@@ -30,6 +30,7 @@ from lockstep.checkpoint.memory_area import Area
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError
+from lockstep.wording import format_ranks
 
 RANDOM = "random"
 """The name of the section with the random state of a rank."""
@@ -136,12 +137,8 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
             all ranks. Parts of which no path is among them belong to another checkpoint, and are
             left out.
     """
-    copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
-    for report in reports:
-        if not set(report.folders).isdisjoint(folders):
-            copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
     newest: KeptStep | None = None
-    for (attempt, serial), copies in copies_of_step.items():
+    for (attempt, serial), copies in _copies_of_steps(reports, folders).items():
         choices = _complete_sets(copies)
         if not choices:
             continue
@@ -150,6 +147,43 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept
     return newest
+
+
+def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str]) -> str:
+    """Says why no step in memory can be resumed, when `choose_step` has found none.
+
+    Args:
+        reports: as in `choose_step`.
+        folders: as in `choose_step`.
+
+    Returns:
+        A clause without a full stop.
+    """
+    copies_of_step = _copies_of_steps(reports, folders)
+    if not copies_of_step:
+        return "no step of it is in memory"
+    newest = max(copies_of_step.values(), key=lambda copies: (copies[0].step, copies[0].serial))
+    missing = set(range(newest[0].world_size)) - {copy.rank for copy in newest}
+    return (
+        f"step {newest[0].step} in memory is incomplete: what {format_ranks(missing)} kept is "
+        "missing"
+    )
+
+
+def _copies_of_steps(
+    reports: Sequence[PartReport], folders: Collection[str]
+) -> dict[tuple[int, int], list[PartReport]]:
+    """Returns the parts of each step of a checkpoint, by attempt and serial number.
+
+    Args:
+        reports: as in `choose_step`.
+        folders: as in `choose_step`.
+    """
+    copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
+    for report in reports:
+        if not set(report.folders).isdisjoint(folders):
+            copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
+    return copies_of_step
 
 
 def _complete_sets(copies: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:

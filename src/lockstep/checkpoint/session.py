@@ -51,6 +51,7 @@ from lockstep.checkpoint.kept_reading import (
     KeptStep,
     PartReport,
     choose_step,
+    describe_incomplete,
 )
 from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
 from lockstep.checkpoint.modules import PlainState, load_plain, plain_state_dict
@@ -501,14 +502,15 @@ class Checkpoint:
             self._kept = None
         kept = self._kept
         if kept is None:
-            return self._resume_from_disk()
+            is_restart = self._collectives.topology.restarts > 0
+            return self._resume_from_disk("; no steps are kept in memory" if is_restart else "")
         self._attach(kept)
         goes_back = self._has_resumed
         answers = gather_answers(
             self._collectives, RESUMING_FROM_MEMORY, lambda: self._report_memory(kept)
         )
         folders = sorted({answer["folder"] for answer in answers})
-        resumed, note = self._resume_kept_step(answers, folders)
+        resumed, note = self._resume_kept_step(answers, folders, goes_back=goes_back)
         found = resumed is not None or self._resume_from_disk(note)
         kept.start(int(answers[0]["attempt"]), folders, resumed)
         if goes_back:
@@ -532,6 +534,8 @@ class Checkpoint:
         check_views(self.folder, views)
         if chosen.name is None:
             self.last_resume_note = f"nothing to resume in {self.folder}{more}"
+            if more:  # ranks that were started again begin anew
+                self._announce_resumed(self.last_resume_note)
             return False
         path = self.folder / chosen.name
         # If any rank cannot read its states, no rank loads any.
@@ -572,24 +576,28 @@ class Checkpoint:
     # Steps in memory
 
     def _resume_kept_step(
-        self, answers: Sequence[Mapping[str, Any]], folders: Sequence[str]
+        self, answers: Sequence[Mapping[str, Any]], folders: Sequence[str], *, goes_back: bool
     ) -> tuple[KeptStep | None, str]:
         """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
 
         Args:
             answers: of all ranks, see `_report_memory`.
             folders: the paths of the folder of the checkpoints, see `choose_step`.
+            goes_back: True if the run has resumed before, so that memory is not looked at.
 
         Returns:
-            The step that was resumed, or None; and if there was one that was not resumed, the end
-            of a sentence that says why.
+            The step that was resumed, or None. If none was, also the end of a sentence that says
+            why; empty where nothing could be expected in memory.
         """
         reports = []
         for answer in answers:
             reports += [PartReport(**part) for part in answer["parts"]]
         chosen = choose_step(reports, folders)
         if chosen is None:
-            return None, ""
+            is_first_start = self._collectives.topology.restarts == 0
+            if goes_back or (is_first_start and not reports):
+                return None, ""
+            return None, f"; {describe_incomplete(reports, folders)}"
         step_on_disk, epoch_on_disk = answers[0]["disk"]
         # Of one step there may be two states: before and after what a loop does after an epoch.
         if (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch):

@@ -45,6 +45,7 @@ NUM_JOB_PORTS = 16384
 
 OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE")
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 # What `Topology.source` says where no launcher has numbered the processes.
@@ -95,6 +96,8 @@ class Topology:
     memory: tuple[str, ...] = ()
     """Files in memory that the launcher keeps open: AREAS_PER_RANK for each rank that it has
     started on this machine, in the order of their local ranks."""
+    restarts: int = 0
+    """How many times the launcher has started the ranks of the run before."""
     keeps_every_step: bool = False
     """True if the user has asked the launcher that each step is kept in memory."""
     unknown: frozenset[str] = frozenset()
@@ -257,6 +260,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=source,
         memory=tuple(environ.get("LOCKSTEP_STEP_MEMORY", "").split()),
+        restarts=_number(environ, RESTART_COUNT) if environ.get(RESTART_COUNT) else 0,
         keeps_every_step=environ.get("LOCKSTEP_KEEP_EVERY_STEP") == "1",
         unknown=frozenset(unknown),
     )
