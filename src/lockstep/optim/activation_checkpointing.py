@@ -89,9 +89,11 @@ def checkpoint_activations(
         chosen = _choose_by_budget(module, blocks, budget, example)
     else:
         chosen = blocks[::every]
+
     for block in chosen:
         if not _recomputes(block):
             block.forward = _RecomputedForward(block)
+
     return len(chosen)
 
 
@@ -103,6 +105,7 @@ def _check_policy(every: int, budget: int | str | None, example: Example | None)
     check_whole_number(f"checkpoint_activations(..., every={every!r})", every)
     if budget is None and example is None:
         return
+
     if budget is None or example is None:
         given = "budget=...)" if example is None else "example=...)"
         raise SettingError(
@@ -110,12 +113,14 @@ def _check_policy(every: int, budget: int | str | None, example: Example | None)
             "the budget is met by measuring an example, so the two go together",
             "give both: budget='2GiB', example=((images,), {})",
         )
+
     if every != 1:
         raise SettingError(
             f"checkpoint_activations(..., every={every}, budget={budget!r})",
             "each of them says how many blocks recompute",
             "give one of the two",
         )
+
     is_pair = isinstance(example, tuple) and len(example) == 2
     if not is_pair or not isinstance(example[0], tuple) or not isinstance(example[1], Mapping):
         raise SettingError(
@@ -140,12 +145,14 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
     else:
         selected = repeated_blocks(module)
+
     if not selected:
         raise SettingError(
             "checkpoint_activations(model)",
             "no block repeats in it",
             f"choose among: {candidates(module)}",
         )
+
     return [block for _, block in selected]
 
 
@@ -165,6 +172,7 @@ def _choose_by_budget(
             "it is measured by a forward pass, and this one would involve the other ranks",
             "call it before world.prepare",
         )
+
     max_bytes = _free_bytes(module) if budget == "auto" else parse_bytes(budget)
     if max_bytes is None:
         raise SettingError(
@@ -172,6 +180,7 @@ def _choose_by_budget(
             "it is no amount of memory",
             "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
         )
+
     # The forward pass changes random streams and buffers. They are restored when the contexts are
     # left: torch's streams by `fork_rng`, all others by `_StateBefore`.
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
@@ -189,6 +198,7 @@ def _choose_by_budget(
             f"{peaks[0]:,} are kept as it is",
             "make the example (and micro_batch_size) smaller, or choose other submodules",
         )
+
     return [blocks[number] for number in sorted(recomputed)]
 
 
@@ -217,9 +227,11 @@ def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes
             if peak < lowest_peak:
                 best = number
                 lowest_peak = peak
+
         remaining.remove(best)
         recomputed.add(best)
         peaks.append(lowest_peak)
+
     return peaks
 
 
@@ -240,9 +252,12 @@ def _free_bytes(module: nn.Module) -> int:
             f"the model is on {device.type}, whose free memory says little",
             "move it to the GPU first (model.to(world.device)), or give bytes",
         )
+
     free, _ = torch.cuda.mem_get_info(device)
+
     # Torch keeps memory of freed tensors, which counts as used.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
     still_needed = 0
     for parameter in parameters:
         if not parameter.requires_grad:
@@ -251,9 +266,11 @@ def _free_bytes(module: nn.Module) -> int:
         if parameter.grad is not None:  # the gradient is in memory already
             num_tensors -= 1
         still_needed += num_tensors * parameter.nbytes
+
     available = torch.tensor([int(SHARE_OF_FREE_MEMORY * free) - still_needed], device=device)
     if dist.is_initialized():
         dist.all_reduce(available, dist.ReduceOp.MIN)
+
     return int(available)
 
 
@@ -312,6 +329,7 @@ class _StateBefore:
         """Copies of the buffers from when this object was created."""
         for buffer in _changing_buffers(module):
             self._before.append(buffer._replace(tensor=buffer.tensor.clone()))
+
         self._streams_before = _random_states()
         self._current: list[_Buffer] = []
         """The buffers outside of the context, while it is entered."""

@@ -171,33 +171,41 @@ class Recording:
         written = [t for t in written_arguments(operation, args, kwargs) if _is_meta(t)]
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_meta(leaf)]
         keys_of_arguments = {storage_key(argument) for argument in arguments}
+
         outputs: list[View] = []
         for leaf in pytree.tree_leaves(result):
             # What is in the memory of an argument is a view of it, or the argument itself.
             if _is_meta(leaf) and storage_key(leaf) not in keys_of_arguments:
                 outputs.append(View.of(leaf))
+
         if not written and not outputs:
             return
+
         name = operation.overloadpacket.__name__
         if name in OPERATIONS_WITHOUT_VALUES:
             return
+
         is_random = torch.Tag.nondeterministic_seeded in operation.tags
         if is_random:
             self._follow_seed()
+
         overwrites: set[int] = set()
         if name in OPERATIONS_THAT_OVERWRITE:
             for tensor in written:
                 if View.of(tensor).fills_memory():
                     overwrites.add(storage_key(tensor))
+
         reads: set[int] = set()
         for argument in arguments:
             is_target = any(argument is tensor for tensor in written)
             if not (is_target and storage_key(argument) in overwrites):
                 reads.add(storage_key(argument))
+
         writes = {storage_key(tensor) for tensor in written}
         for tensor in [*arguments, *pytree.tree_leaves(result)]:
             if _is_meta(tensor):
                 self._storages[storage_key(tensor)] = tensor.untyped_storage()
+
         kept_args, kept_kwargs = pytree.tree_map(self._keep, (args, kwargs))
         self.calls.append(
             _Call(
@@ -242,10 +250,12 @@ class Recording:
             return leaf.detach().clone()
         if leaf == META and isinstance(leaf, torch.device):
             return CPU
+
         if isinstance(leaf, torch.Generator):
             if id(leaf) not in self._copies_of_generators:
                 self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
             return _GeneratorOfUser(id(leaf))
+
         return leaf
 
     # Replaying
@@ -278,11 +288,13 @@ class Recording:
         """
         if states is None:
             states = self.generator_states()
+
         remaining_states = list(states)
         needed = self._needed_calls(keys)
         needed_elsewhere = self._needed_calls(keys_filled_otherwise - keys)
         runs: list[bool] = []
         stream_is_needed = False
+
         # From the end: the stream only has to advance up to the last draw that is needed of it.
         for number in reversed(range(len(self.calls))):
             call = self.calls[number]
@@ -291,12 +303,15 @@ class Recording:
                 if remaining_states.pop() is not None:
                     stream_is_needed = False
                 continue
+
             if call.is_random and needed[number]:
                 stream_is_needed = True
+
             is_left_out = not keys_filled_otherwise.isdisjoint(call.writes)
             is_left_out = is_left_out or needed_elsewhere[number]
             only_advances_stream = call.is_random and stream_is_needed and not is_left_out
             runs.append(needed[number] or only_advances_stream)
+
         runs.reverse()
         _Replay(self, keys, needed, runs, deliver, states).run()
 
@@ -312,6 +327,7 @@ class Recording:
                 live -= {view.key for view in call.outputs}
                 live |= call.reads
             needed.append(is_needed)
+
         needed.reverse()
         return needed
 
@@ -380,6 +396,7 @@ class _Replay:
             used = call.reads | call.writes
             last_use[number] = [key for key in used if key not in used_later]
             used_later |= used
+
         return last_use
 
     def run(self) -> None:
@@ -419,8 +436,10 @@ class _Replay:
                         bytes_of_leaf.zero_()
                     memory[leaf.key] = bytes_of_leaf.untyped_storage()
                 return leaf.in_memory(memory[leaf.key])
+
             if isinstance(leaf, _GeneratorOfUser):
                 return self._generators[leaf.identifier]
+
             return leaf
 
         is_leaf = lambda leaf: isinstance(leaf, View)  # noqa: E731 - it is a tuple
@@ -428,6 +447,7 @@ class _Replay:
         result = call.operation(*args, **kwargs)
         if not is_needed or not call.outputs:
             return
+
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for view, tensor in zip(call.outputs, _new_tensors(made, args, kwargs), strict=True):
             same_layout = tuple(tensor.stride()) == view.stride
@@ -515,11 +535,14 @@ def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
     source: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
     if source is not None and source.shape != tuple(tensor.shape):  # the tensor is another one
         source = None
+
     if isinstance(source, FileSource):
         return source
+
     # Where the tensor itself is known, nothing has replaced it, such as weights tied later.
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
+
     return source
 
 
@@ -579,8 +602,10 @@ def deferred_init() -> Iterator[None]:
     if _is_recording:
         yield
         return
+
     if _latest_recording is None:
         _latest_recording = Recording()
+
     recording = _latest_recording
     recording.begin_context()
     num_calls_before = len(recording.calls)
@@ -611,9 +636,11 @@ def deferred_init() -> Iterator[None]:
         _is_recording = False
         for hook in hooks:
             hook.remove()
+
     for module in list(modules):
         for part in module.modules():
             _note_sources(part, recording)
+
     if any(isinstance(c, _Call) and c.is_random for c in recording.calls[num_calls_before:]):
         # What is drawn next must not be the numbers that the model will be drawn from.
         number = int(torch.empty((), dtype=torch.int64).random_())
@@ -662,21 +689,26 @@ class _OnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == IS_META:
             return False
+
         if func == GET_DEVICE:
             device = func(*args, **kwargs)
             return CPU if device == META else device
+
         # `world.prepare` chooses the device.
         if func in (torch.Tensor.cpu, torch.Tensor.cuda) and _is_meta(args[0]):
             return args[0]
+
         if func is torch.Tensor.to and _is_meta(args[0]):
             args = tuple(META if _is_device(arg) else arg for arg in args)
             if kwargs.get("device") is not None:
                 kwargs = {**kwargs, "device": META}
             return func(*args, **kwargs)
+
         if func is torch.Tensor.new_tensor and _is_meta(args[0]):
             like, *args = args
             func = torch.tensor
             kwargs = {"dtype": like.dtype, **kwargs, "device": CPU}
+
         makes_tensor = func in device_constructors()
         is_for_cpu = _is_cpu(kwargs.get("device"))
         is_for_default_device = makes_tensor and kwargs.get("device") is None
@@ -686,6 +718,7 @@ class _OnMeta(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": META})
         if args and isinstance(args[0], Tensor):
             return func(*args, **{**kwargs, "device": args[0].device})
+
         requires_grad = kwargs.pop("requires_grad", False)
         tensor = func(*args, **{**kwargs, "device": CPU})
         return tensor.to(META).requires_grad_(requires_grad)
@@ -717,12 +750,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _is_recording:
             return func(*args, **kwargs)
+
         if reads_number(func):
             # Such as `x.item()` for x of `torch.linspace(0, rate, depth)`.
             args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
+
         is_copy_to_cpu = func is COPY and _is_cpu(kwargs.get("device"))
         if is_copy_to_cpu and self._recording.knows(args[0]):  # `x.tolist()`, for example
             return self._recording.compute(args[0]).to(kwargs.get("dtype"))
+
         result = func(*args, **kwargs)
         self._recording.add(func, args, kwargs, result)
         return result

@@ -77,6 +77,7 @@ class _LayerwiseOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         for group in self.param_groups:
             with_ratio: list[Tensor] = []
             without_ratio: list[Tensor] = []
@@ -87,15 +88,18 @@ class _LayerwiseOptimizer(Optimizer, ABC):
                     with_ratio.append(parameter)
                 else:
                     without_ratio.append(parameter)
+
             decay = group["weight_decay"]
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
+
             # The others are biases and the like, which get no weight decay either. Only with
             # adapt=False are all parameters without a ratio, and all of them get weight decay.
             no_tensor_gets_ratio = group["adapt"] is False
             decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
             for parameters in _group_by_sharding(without_ratio):
                 self._update(group, parameters, use_ratio=False, weight_decay=decay_without_ratio)
+
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,18 +219,22 @@ class LARS(_LayerwiseOptimizer):
 
         for index, parameter in enumerate(parameters):
             weight = weights[index]
+
             # step = ratio * (g + weight_decay * w)
             step = gradients[index]
             if weight_decay:
                 step = step.add(weight, alpha=weight_decay)
+
             step_is_gradient_itself = not weight_decay
             if use_ratio and step_is_gradient_itself:
                 step = step.mul(ratios[index])  # makes a new tensor: the gradient must not change
             elif use_ratio:
                 step.mul_(ratios[index])
+
             # v = momentum * v + step
             if group["momentum"]:
                 step = self._add_momentum(group, parameter, step)
+
             # w = w - lr * v
             weight.sub_(step, alpha=group["lr"])
 
@@ -320,6 +328,7 @@ class LAMB(_LayerwiseOptimizer):
         if weight_decay:
             for weight, step in zip(weights, steps, strict=True):
                 step.add_(weight, alpha=weight_decay)
+
         # u = ratio * u, with ratio = |w| / |u|
         if use_ratio:
             weight_norms, step_norms = _norms_of_whole(parameters, weights, steps)
@@ -328,6 +337,7 @@ class LAMB(_LayerwiseOptimizer):
                 step_norm = step_norms[index]
                 ratio = weight_norm / step_norm
                 step.mul_(_valid_ratio(ratio, weight_norm, step_norm, group["max_ratio"]))
+
         # w = w - lr * u
         for weight, step in zip(weights, steps, strict=True):
             weight.sub_(step, alpha=group["lr"])
@@ -345,15 +355,19 @@ class LAMB(_LayerwiseOptimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, as torch's Adam
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+
         state["step"] += 1
         num_steps = state["step"].item()
         beta1, beta2 = group["betas"]
+
         # m = beta1 * m + (1 - beta1) * g
         mean = to_local(state["exp_avg"])
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+
         # v = beta2 * v + (1 - beta2) * g * g
         mean_of_squares = to_local(state["exp_avg_sq"])
         mean_of_squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
         # Both began at 0. After t steps their weights add up to 1 - beta**t, not 1, so they are
         # divided by that.
         denominator = mean_of_squares.div(1 - beta2**num_steps).sqrt_().add_(group["eps"])
@@ -373,12 +387,14 @@ def _check_options(group: dict[str, Any], name: str) -> None:
         if key == "max_ratio" and group[key] is None:  # no limit
             continue
         _check_number(name, key, group[key], allowed)
+
     if "betas" in group:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise SettingError(f"{name}(betas={betas!r})", "Adam has two of them", "give a pair")
         for beta in betas:
             _check_number(name, "beta", beta, _FRACTION)
+
     # Compared by `is`, because 0 == False and 1 == True.
     if not any(group["adapt"] is value for value in (None, True, False)):
         raise SettingError(
@@ -386,6 +402,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
             "it says which tensors get a trust ratio",
             "None: those of two or more dimensions; True: all; False: none",
         )
+
     if group.get("nesterov") and not group["momentum"]:
         raise SettingError(f"{name}(nesterov=True)", "momentum=0", "give a momentum above 0")
 
@@ -425,6 +442,7 @@ def _group_by_sharding(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         if key not in groups:
             groups[key] = []
         groups[key].append(parameter)
+
     return list(groups.values())
 
 
@@ -450,9 +468,11 @@ def _local_gradient(parameter: Any) -> Tensor:
             "LARS and LAMB compare the norms of dense real tensors",
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )
+
     # A gradient may be sharded in another way, for example not yet summed over the ranks.
     if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
+
     return to_local(gradient)
 
 
@@ -481,19 +501,23 @@ def _norms_of_whole(
         for step, parameter in zip(steps, parameters, strict=True):
             whole_steps.append(_like_parameter(step, parameter))
         return norms_of_tensors(parameters), norms_of_tensors(whole_steps)
+
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
     mesh = getattr(first, "device_mesh", None)
     if mesh is None:
         return weight_norms, step_norms
+
     # The square of the norm of a whole tensor is the sum of the squares of its shards' norms:
     # |w|**2 = |w_0|**2 + |w_1|**2 + ... Shape (2, number of parameters): weights, then steps.
     norms = torch.stack([torch.stack(weight_norms), torch.stack(step_norms)])
     squares = norms.double().square()
+
     # Parameters may be offloaded to the CPU, but the ranks communicate on the device of the mesh.
     squares = squares.to(mesh.device_type)
     for dimension in _sharded_dimensions(first):
         dist.all_reduce(squares, group=mesh.get_group(dimension))
+
     norms_of_whole = squares.to(first.device).sqrt()
     return list(norms_of_whole[0]), list(norms_of_whole[1])
 
@@ -502,6 +526,7 @@ def _like_parameter(step: Tensor, parameter: Any) -> Tensor:
     """Returns a step, of which this rank may have a shard, as a DTensor if its parameter is one."""
     if not is_sharded(parameter):
         return step
+
     sharded: Tensor = DTensor.from_local(
         step,
         parameter.device_mesh,

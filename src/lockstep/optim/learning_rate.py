@@ -74,8 +74,10 @@ def scale_learning_rate(
     """
     for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
         check_whole_number(f"{name}={size!r}", size)
+
     if rule not in SCALING_RULES:
         raise unknown_choice_error(f"rule={rule!r}", rule, "the rules", SCALING_RULES)
+
     factor = SCALING_RULES[rule](batch_size / base_batch_size)
     if isinstance(optimizer_or_lr, Optimizer):
         # Torch's schedulers note in each group the rate that they begin with.
@@ -85,15 +87,20 @@ def scale_learning_rate(
                 "it already has a scheduler, which would go on from the rates before scaling",
                 "call scale_learning_rate before building the scheduler",
             )
+
         for group in optimizer_or_lr.param_groups:
             group["lr"] *= factor  # a rate that is a tensor stays the same object
+
         return optimizer_or_lr
+
     advice = "pass an optimizer, or a finite learning rate from 0 up"
     if not is_real_number(optimizer_or_lr):
         kind = type(optimizer_or_lr).__name__
         raise SettingError("scale_learning_rate", with_article(kind), advice)
+
     if not 0 <= optimizer_or_lr < math.inf:
         raise SettingError("scale_learning_rate", str(optimizer_or_lr), advice)
+
     return optimizer_or_lr * factor
 
 
@@ -130,9 +137,11 @@ def warmup(
             "it is the fraction of the learning rate in the first step",
             "choose a number above 0 and at most 1",
         )
+
     if isinstance(scheduler_or_optimizer, Optimizer):
         # After `total_iters` steps LinearLR leaves the rate as it is.
         return lr_scheduler.LinearLR(scheduler_or_optimizer, start, total_iters=steps)
+
     scheduler = scheduler_or_optimizer
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
         raise SettingError(
@@ -140,16 +149,19 @@ def warmup(
             describe_type(scheduler),
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
+
     was_set = f"warm-up followed by {type(scheduler).__name__}"
     for kind, reason in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
             raise SettingError(was_set, "it cannot begin after a warm-up", reason)
+
     if scheduler.last_epoch != 0:  # torch's name for the number of steps made
         raise UsageError(
             was_set,
             f"the scheduler has already made {scheduler.last_epoch} steps",
             "build it, wrap it in warmup, and only then load a saved state or step",
         )
+
     # The rate grows from `start` times the optimizer's rate to that rate; then the schedule begins.
     ramp = lr_scheduler.LinearLR(scheduler.optimizer, start, total_iters=steps)
     return lr_scheduler.SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])

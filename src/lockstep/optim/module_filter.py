@@ -44,17 +44,20 @@ def select_modules(
     for name, submodule in module.named_modules(remove_duplicate=False):
         if name and _has_forward(submodule) and matches(name, submodule):
             matching[name] = submodule
+
     selected: dict[int, tuple[str, nn.Module]] = {}
     for name, submodule in _outermost(matching):
         # A module that stands in several places is selected once, by its first name.
         if id(submodule) not in selected:
             selected[id(submodule)] = (name, submodule)
+
     if not selected:
         raise SettingError(
             setting.format(_describe(choice)),
             "no submodule matches",
             f"choose among: {candidates(module)}",
         )
+
     return list(selected.values())
 
 
@@ -72,6 +75,7 @@ def candidates(module: nn.Module) -> str:
             if class_name not in names_of_class:
                 names_of_class[class_name] = []
             names_of_class[class_name].append(name)
+
     by_frequency = sorted(
         names_of_class.items(), key=lambda class_and_names: len(class_and_names[1]), reverse=True
     )
@@ -80,6 +84,7 @@ def candidates(module: nn.Module) -> str:
         for class_name, names in by_frequency[:MAX_CANDIDATES]:
             descriptions.append(f"{class_name} ({len(names)}, such as {names[0]!r})")
         return ", ".join(descriptions)
+
     classes_of_children = dict.fromkeys(type(child).__name__ for child in module.children())
     return ", ".join(classes_of_children) or "none"
 
@@ -96,6 +101,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     """
     if isinstance(submodules, str):
         return lambda name, _: fnmatchcase(name, submodules)
+
     # A class, or a tuple of classes.
     classes: tuple[Any, ...] = submodules if isinstance(submodules, tuple) else (submodules,)
     are_module_classes = all(
@@ -103,6 +109,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     )
     if classes and are_module_classes:
         return lambda _, module: isinstance(module, classes)
+
     # A function, but not what can be called and is a mistake: another class, or a module itself.
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
@@ -110,6 +117,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
             f"{describe_type(submodules)} does not choose submodules",
             "pass a class of modules, a tuple of such, a name pattern, or a function of a module",
         )
+
     return lambda _, module: submodules(module)
 
 
@@ -154,6 +162,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         parent_name = name.rpartition(".")[0]
         if _is_container(modules[parent_name]):
             in_containers[name] = submodule
+
     # Modules that are attributes are considered only if no blocks in containers repeat.
     for considered in (in_containers, possible):
         num_of_kind = Counter(_kind(submodule) for submodule in considered.values())
@@ -163,6 +172,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 repeated[name] = submodule
         if repeated:
             return list(_outermost(repeated))
+
     return []
 
 

@@ -71,6 +71,7 @@ class Precision:
                 f"{torch.cuda.get_device_name(device)} has no bfloat16 arithmetic",
                 "use precision='fp16'",
             )
+
         self.name = name
         self.device = device
         self.dtype = _DTYPES[name]
@@ -96,12 +97,14 @@ class Precision:
         """
         if self.dtype is None:
             return  # fp32: nothing is to be done
+
         # Not the object that `torch.compile` returned: copies of it do not have its hooks.
         module = without_compile(module)
         if self.dtype == torch.float64:
             module.double()
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
+
         self._replace_forward(module, autocast)
         self._half_modules.append((weakref.ref(module), autocast))
 
@@ -163,12 +166,14 @@ class Precision:
         """
         if self.scaler is None:
             return optimizer.step(closure), False
+
         if closure is not None:
             raise SettingError(
                 "precision='fp16' with an optimizer that takes a closure",
                 "a scaled step evaluates the loss once",
                 "use precision='bf16' or 'fp32'",
             )
+
         # Torch does not say whether the scaler has skipped the step. If gradients are not finite,
         # it does not call the optimizer. A fused optimizer is always called, and decides on the GPU
         # by its attribute `found_inf`, which is 1.0 if they are not.
@@ -183,9 +188,11 @@ class Precision:
 
         with optimizer.register_step_post_hook(note_call):
             result = self.scaler.step(optimizer)
+
         self._used = True
         if not was_called:
             return result, True
+
         return result, found_inf is not None and bool(found_inf.item())
 
     def update_scale(self) -> None:
@@ -236,6 +243,7 @@ class HalfForward:
         if self.own is None and not isinstance(of_class, FunctionType):
             # It is no plain method, as in a scripted module: take what the object gives.
             self.own = module.forward
+
         self.device_type = device_type
         self.dtype = dtype
         self.autocast = autocast
@@ -265,6 +273,7 @@ class HalfForward:
             to_half = partial(_in_half, dtype=self.dtype)
             args = tuple([_change_tensors(value, to_half) for value in args])
             kwargs = {name: _change_tensors(value, to_half) for name, value in kwargs.items()}
+
         with context:
             if self.own is not None:
                 output = self.own(*args, **kwargs)
@@ -272,6 +281,7 @@ class HalfForward:
                 output = _called(type(self.module).forward, self.module, *args, **kwargs)
             else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
+
         return _change_tensors(output, partial(_in_fp32, dtype=self.dtype))
 
 

@@ -52,6 +52,7 @@ class Activations:
         kept = dict(self.outside)
         total = sum(kept.values())  # of `kept`
         peak = total
+
         # In the order of the forward pass: before each block, `kept` is what those before it keep.
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
@@ -61,8 +62,10 @@ class Activations:
                 kept_by_block = inputs
             else:
                 kept_by_block = kept_inside
+
             total += _bytes_not_in(kept, kept_by_block)
             kept |= kept_by_block
+
         return max(peak, total)
 
     def total(self, recomputed: set[int]) -> int:
@@ -115,6 +118,7 @@ def measure(
             stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
             stack.enter_context(block.register_forward_hook(counter.leave_block, always_call=True))
         module(*args, **kwargs)
+
     return counter.activations
 
 

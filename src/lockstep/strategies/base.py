@@ -89,6 +89,7 @@ class StrategyPlan:
         """
         if not isinstance(per_device, int) or per_device < 1:
             return per_device
+
         if self.device_shares is None:
             raise SettingError(
                 f"micro_batch_size={per_device} and shares='auto' over several devices of a "
@@ -96,6 +97,7 @@ class StrategyPlan:
                 "how many samples that is over all devices depends on shares not yet known",
                 "set micro_batch_size='auto' too, or give the shares",
             )
+
         return per_device * sum(self.device_shares) // max(self.device_shares)
 
 
@@ -155,6 +157,7 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
     number = run.settings.virtual_ranks
     if number is None:
         return None
+
     num_ranks = len(shares)
     numbers_of_ranks = part_sizes(number, shares)
     if 0 in numbers_of_ranks:
@@ -164,6 +167,7 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
             found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
             error = SettingError(error.was_set, found, error.do)
         raise error
+
     return VirtualRanks(count=number, train_copies=False)
 
 
@@ -284,14 +288,17 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
         return
     if isinstance(error, LockstepError):
         return
+
     rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
     if not rank_has_no_samples:
         return
+
     found = f"has none of the {micro_batch.global_samples} samples of this batch"
     if micro_batch.left_out:
         found = (
             f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
         )
+
     add_note_once(
         error,
         _EMPTY_PART_NOTE,
@@ -312,9 +319,11 @@ def move_to_device(module: nn.Module, device: torch.device) -> list[Choice]:
     for parameter in module.parameters():
         if parameter.device.type == "cuda":
             gpus.add(str(parameter.device))
+
     if len(gpus) < 2:
         module.to(device)
         return []
+
     reason = "the model is spread over them; left as it is"
     return [Choice("devices", ", ".join(sorted(gpus)), reason)]
 
@@ -399,6 +408,7 @@ def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
     """Returns a module as it is prepared if there is one process: nothing is sent."""
     if run.settings.virtual_ranks is None:
         return PreparedModule(module=module)
+
     # These modules need what is defined above.
     from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
     from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree

@@ -34,6 +34,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
         real = tensor.detach()
         if real.is_complex():  # its elements may have 16 bytes, and no integer has as many
             real = torch.view_as_real(real)
+
         # The same bits, read as integers of the same size.
         integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
         if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
@@ -42,8 +43,10 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
             chunks = torch.split(integers.view(-1), CHUNK_SIZE)
             sums_of_chunks = [chunk.sum(dtype=torch.int64) for chunk in chunks]
             sums.append(torch.stack(sums_of_chunks).sum())
+
     if not sums:
         return torch.empty(0)
+
     return torch.stack(_on_first_device(sums))
 
 
@@ -55,11 +58,14 @@ def _on_first_device(numbers: list[Tensor]) -> list[Tensor]:
     places_of_device: dict[torch.device, list[int]] = {}
     for place, number in enumerate(numbers):
         places_of_device.setdefault(number.device, []).append(place)
+
     if len(places_of_device) == 1:
         return numbers
+
     on_first_device = list(numbers)
     for places in places_of_device.values():
         moved = torch.stack([numbers[place] for place in places]).to(numbers[0].device)
         for place, number in zip(places, moved.unbind(), strict=True):
             on_first_device[place] = number
+
     return on_first_device

@@ -99,6 +99,7 @@ class DDP(base.Strategy):
             raise unknown_choice_error(
                 f"compress={self.compress!r}", self.compress, "compressions", known
             )
+
         check_whole_number(f"powersgd_rank={self.powersgd_rank}", self.powersgd_rank)
         check_whole_number(f"powersgd_start={self.powersgd_start}", self.powersgd_start, 0)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
@@ -107,6 +108,7 @@ class DDP(base.Strategy):
                 "a bucket holds something",
                 "give MiB above 0",
             )
+
         check_whole_number(f"check_every={self.check_every}", self.check_every, 0)
 
     def plan(self, run: Run) -> base.StrategyPlan:
@@ -142,16 +144,20 @@ class DDP(base.Strategy):
                 "DDP averages gradients on devices of one type",
                 "move all its parameters to GPUs",
             )
+
         if run.topology.size == 1:
             return replace(base.on_one_process(module, run), choices=choices)
+
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
+
         compress = self._compression(module, run)
         device_ids = None
         if run.device.type == "cuda" and not is_on_several_gpus:
             device_ids = [run.device.index]
+
         wrapped = ExactDDP(
             module,
             run,
@@ -169,11 +175,13 @@ class DDP(base.Strategy):
         reason = "averaged in buckets during backward, in place"
         choices.append(Choice("gradients", format_bytes(num_bytes), reason))
         choices.append(self._bucket_choice(num_bytes))
+
         if compress is not None:
             sent = f"gradients {describe_peers(run.device)}"
             choices.append(
                 Choice("compression", compress, f"{sent}; not the numbers of one device")
             )
+
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
         left_out: Sequence[str] = ()
@@ -185,6 +193,7 @@ class DDP(base.Strategy):
             left_out = buffers.combined
             # Buffers are combined before those that are left are taken from rank 0.
             extensions = [wrapped.virtual_ranks, buffers]
+
         moving_buffers = MovingBuffers(
             module,
             run.step,
@@ -215,9 +224,11 @@ class DDP(base.Strategy):
         except RuntimeError as error:
             if "Expected sparse gradient to be defined" not in str(error):
                 raise
+
             sparse: list[str] = []
             for module in modules:
                 sparse += sparse_weights(getattr(module, "module", module))
+
             raise UsageError(
                 "a backward pass that does not use every embedding with sparse gradients",
                 f"on this rank the loss does not use all of {join_first(sparse)}, and torch cannot "
@@ -235,6 +246,7 @@ class DDP(base.Strategy):
         """
         if self.compress is None or run.settings.uncompressed:
             return None
+
         base.refuse_virtual_ranks(
             run, f"ddp:compress={self.compress}", "what compression loses depends on the ranks"
         )
@@ -245,12 +257,14 @@ class DDP(base.Strategy):
                 "otherwise",
                 "use precision='bf16', or compress='bf16'",
             )
+
         if any(getattr(part, "sparse", False) for part in module.modules()):
             raise SettingError(
                 f"compress={self.compress!r} of a model with sparse gradients",
                 "they are sent as they are, and others are not there to be compressed",
                 "make its embeddings without sparse=True, or leave compress out",
             )
+
         return self.compress
 
     def _bucket_choice(self, num_bytes: int) -> Choice:
@@ -289,15 +303,18 @@ class _BucketAverager:
             work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
+
         if self._shared is not None and self._shared.across is None:  # a single machine
             self._shared.all_reduce(gradients, scale=self._scale)
             averages = torch.futures.Future[Tensor]()
             averages.set_result(gradients)
             return averages
+
         if self._shared is None:
             wait = routing.start_all_reduce(gradients.mul_(self._scale))
         else:
             wait = self._shared.start_all_reduce(gradients, scale=self._scale)
+
         return self._pending.add(bucket, wait)
 
 
@@ -329,6 +346,7 @@ class _ForwardGuard:
         """Raises UsageError for a training forward pass that did not go through the wrapper."""
         if self.is_allowed or module is not self._module():
             return
+
         if torch.is_grad_enabled() and module.training:
             raise UsageError(
                 "a training forward pass through .module",
@@ -370,12 +388,14 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._trained.append((name, parameter))
+
         self._trained_by_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """The parameters of `_trained` that an optimizer has, by the optimizer's id."""
         self.by_choice = ""
         """An option that changes results and that `verify` therefore switches off, in words."""
         if options.compress is not None and run.settings.uncompressed:
             self.by_choice = f"gradients are sent as {options.compress}"
+
         self.compressed: CompressedMeans | None = None
         self.virtual_ranks: VirtualRankGradients | None = None
         """Keeps the gradients of virtual ranks apart, if there are any."""
@@ -383,6 +403,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self.virtual_ranks = VirtualRankGradients(
                 list(module.parameters()), make_virtual_rank_tree(run), run.step
             )
+
         self._averager: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
         """Becomes DDP's communication hook in the first forward pass, unless the user registers
         another hook before."""
@@ -400,10 +421,12 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             is_measured = run.link is not None or run.settings.report is not None
             if shared is not None or is_measured:
                 self._averager = _BucketAverager(shared)
+
         self._bytes_per_backward = 0
         """What torch's own reduction sends in a backward pass. Our hooks count for themselves."""
         if self._averager is None:
             self._bytes_per_backward = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
+
         self._is_initialized = True
 
     @never_compiled  # compiled code would keep the process group after the run
@@ -411,6 +434,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Runs the forward pass of the module; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+
         was_allowed = self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -438,6 +462,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "the process group is closed, so gradients cannot be averaged",
                 "close at the very end, or evaluate under torch.no_grad()",
             )
+
         outer = enclosing_ddp()
         if outer is not None and not isinstance(outer, ExactDDP):
             raise UsageError(
@@ -445,10 +470,12 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "both average the gradients, so they would come out too small",
                 "leave DistributedDataParallel out: call the object that world.prepare returned",
             )
+
         if self._averager is not None:
             # A lambda without annotations, because torch refuses annotations that are strings, as
             # all of this file are (`from __future__ import annotations`).
             self.register_comm_hook(self._averager, lambda averager, bucket: averager(bucket))
+
         micro_batch = self.run.step.micro_batch
         if self.options.static_graph and not micro_batch.last:
             raise SettingError(
@@ -456,8 +483,10 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "torch then needs to communicate in every backward pass",
                 "leave static_graph or micro_batch_size out",
             )
+
         if self.require_backward_grad_sync is not micro_batch.last:
             self.require_backward_grad_sync = micro_batch.last
+
         self._guard.num_forwards += 1
         was_allowed = self._guard.is_allowed
         self._guard.is_allowed = True
@@ -525,11 +554,13 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         guard.num_forwards_at_backward = guard.num_forwards
         if not self.require_backward_grad_sync:
             return
+
         traffic.sent += self._bytes_per_backward
         module_was_never_called = guard.num_forwards == 0
         reducer_is_prepared = forwards_since_backward == 1
         if module_was_never_called or reducer_is_prepared:
             return
+
         looks_for_unused = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if looks_for_unused else [])
 
@@ -545,12 +576,14 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "either sends the gradients in a way of its own",
                 "leave one of them out",
             )
+
         if self.virtual_ranks is not None and not isinstance(state, BucketTreeSum):
             raise UsageError(
                 "register_comm_hook of a model that is prepared with virtual_ranks",
                 "the sum over virtual ranks is such a hook, and another one would give other bits",
                 "leave one of them out",
             )
+
         self._averager = None
         self._bytes_per_backward = 0
         super().register_comm_hook(state, hook)
@@ -586,6 +619,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         has_no_gradient = len(missing) == len(trained)
         if has_no_gradient:  # the loss has not used this module, and nothing was to be averaged
             return
+
         if not has_run_forward:
             raise UsageError(
                 "a backward pass whose forward pass did not go through the prepared model",
@@ -593,6 +627,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "call the object that world.prepare returned, not its .module or a method of it",
                 code="LS302",
             )
+
         if missing:
             self._check_missing(trained, missing)
 
@@ -620,12 +655,15 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         for name, parameter in trained:
             if parameter.grad is None and id(parameter) not in ids_in_module:
                 replaced.append(name)
+
         if replaced:
             raise base.changed_parameters_error(
                 f"{join_first(replaced)} replaced; their gradients are not averaged over the ranks"
             )
+
         if self.options.find_unused_parameters or self.options.static_graph:
             return
+
         sparse = [name for name in sparse_weights(self.module) if name in missing]
         raise UsageError(
             "an optimizer step while some parameters have no gradient",

@@ -101,10 +101,12 @@ class DeferredModel(Extension):
         self._run = run
         keys_of_resets = _record_resets(module)
         self._tensors = _find_tensors(module, keys_of_resets)
+
         self._group_of_name: dict[str, DeferredTensor] = {}
         for tensor in self._tensors:
             for name in tensor.names:
                 self._group_of_name[name] = tensor
+
         self._states: dict[int, list[Tensor | None]] = {}
         """By the id of a recording, its `generator_states` on rank 0."""
         self._loaded: set[str] = set()
@@ -138,6 +140,7 @@ class DeferredModel(Extension):
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         targets = {name: buffers[name] for name in self._group_of_name if name in buffers}
         self._read_files(targets)
+
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
             source = self._group_of_name[name].source
@@ -145,6 +148,7 @@ class DeferredModel(Extension):
             if isinstance(source, RecordedSource):
                 if not source.recording.draws([source.view.key]):
                     computable[name] = target
+
         self._compute(computable)
 
     def give_memory(self, device: torch.device) -> None:
@@ -166,21 +170,26 @@ class DeferredModel(Extension):
             is_here = name in present and not present[name].is_meta
             if is_here and name not in self._computed:
                 targets[name] = present[name]
+
         self._read_files(targets)
+
         # Files are read on all ranks, so this is what all ranks have loaded, other stages included.
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 self._loaded.update(tensor.names)
+
         for name, target in targets.items():
             if name not in self._loaded:
                 self._targets[name] = target
                 self._write_counts[name] = write_counts([target])[0]
+
         self._watch(wrapped.module)
         if self._processors_differ:
             self.fill()
             for equal in wrapped.equal_tensors():
                 tensors = [*equal.parameters.values(), *equal.buffers.values()]
                 take_from_first([t for t in tensors if not t.is_meta], equal.group)
+
         return self._choices()
 
     # While it waits
@@ -201,11 +210,14 @@ class DeferredModel(Extension):
         """
         if not self._handles:  # done
             return
+
         self._check_sources()
+
         missing: dict[str, Tensor] = {}
         for name, target in self._targets.items():
             if name not in self._loaded and not self._was_written(name, target):
                 missing[name] = target
+
         self._end_waiting()
         self._compute(missing)
 
@@ -234,10 +246,12 @@ class DeferredModel(Extension):
                 name = f"{path}.{own_name}" if path else own_name
                 if name in self._group_of_name:
                     own_names[own_name] = name
+
             if own_names:
                 parts.add(part)
                 note = _NoteLoaded(self._note_loaded, own_names)
                 self._handles.append(part.register_load_state_dict_pre_hook(note))
+
         for part in parts:
             self._handles.append(part.register_forward_pre_hook(fill, prepend=True))
             before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
@@ -275,11 +289,13 @@ class DeferredModel(Extension):
         local = to_local(target)
         if not local.is_floating_point() or not local.numel():
             return write_counts([target])[0] != self._write_counts[name]
+
         is_nan = local.isnan()
         if not is_nan.any():
             return True
         if is_nan.all() and write_counts([target])[0] == self._write_counts[name]:
             return False
+
         raise UsageError(
             f"a change of {name} between world.prepare and its first use",
             "it had no values yet, because the model was built on the meta device",
@@ -311,11 +327,13 @@ class DeferredModel(Extension):
             self._computed.add(name)
             if id(target) in done:  # tied
                 continue
+
             done.add(id(target))
             identifier = id(source.recording)
             recordings[identifier] = source.recording
             by_key = targets_of_key.setdefault(identifier, {})
             by_key.setdefault(source.view.key, []).append((source, target))
+
         for identifier, recording in recordings.items():
             by_key = targets_of_key[identifier]
             deliver = _Deliver(by_key)
@@ -342,8 +360,10 @@ class DeferredModel(Extension):
         for tensor in self._tensors:
             if tensor.recorded is not None:
                 recordings[id(tensor.recorded.recording)] = tensor.recorded.recording
+
         if self._run.collectives.single_process or not recordings:
             return
+
         states_of_recordings: list[list[str]] = []
         for recording in recordings.values():
             states: list[str] = []
@@ -353,10 +373,12 @@ class DeferredModel(Extension):
                 else:
                     states.append(state.numpy().tobytes().hex())
             states_of_recordings.append(states)
+
         processor = torch.backends.cpu.get_cpu_capability()
         reports = self._run.collectives.exchange([processor, states_of_recordings])
         self._processors_differ = any(report[0] != processor for report in reports)
         counts_of_ranks = [[len(states) for states in report[1]] for report in reports]
+
         if any(counts != counts_of_ranks[0] for counts in counts_of_ranks):
             raise RanksDifferError(
                 "world.prepare of a model on the meta device",
@@ -364,6 +386,7 @@ class DeferredModel(Extension):
                 f"often: {counts_of_ranks}",
                 "build the same models in the same contexts on every rank",
             )
+
         for identifier, states_on_main in zip(recordings, reports[0][1], strict=True):
             self._states[identifier] = []
             for text in states_on_main:
@@ -380,6 +403,7 @@ class DeferredModel(Extension):
         for tensor in self._tensors:
             if tensor.source is None and not tensor.is_in_state:
                 names.append(tensor.names[0])
+
         if names:
             raise UsageError(
                 f"world.prepare of {with_article(self._class_name)} on the meta device",
@@ -401,6 +425,7 @@ class DeferredModel(Extension):
             elif tensor.is_reset and tensor.is_parameter:
                 is_reset.append(tensor.names[0])
                 shapes.append(tensor.source.shape)
+
         what = (
             f"the first use of {with_article(self._class_name)} that was built on the meta device"
         )
@@ -411,6 +436,7 @@ class DeferredModel(Extension):
                 f"load them: lockstep.load_weights(model, folder) or checkpoint.resume(); or "
                 f"{DEFERRED_INIT_ADVICE}, which draws them as on the CPU",
             )
+
         own_method = _own_init_method(self._module)
         if is_reset and own_method is not None:
             raise UsageError(
@@ -429,6 +455,7 @@ class DeferredModel(Extension):
                 f"{DEFERRED_INIT_ADVICE}; then copy.deepcopy(model) and AveragedModel(model) begin "
                 "with the values of the model, and a model that is built anew with its own",
             )
+
         self._drawn_shapes.append(shapes)
 
     def _choices(self) -> list[Choice]:
@@ -437,6 +464,7 @@ class DeferredModel(Extension):
         num_recorded = 0
         num_reset = 0
         num_unknown = 0
+
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 num_from_files += 1
@@ -446,6 +474,7 @@ class DeferredModel(Extension):
                 num_reset += 1
             else:
                 num_recorded += 1
+
         choices: list[Choice] = []
         for number, reason in (
             (num_from_files, "read from files, by each rank its part"),
@@ -455,6 +484,7 @@ class DeferredModel(Extension):
         ):
             if number:
                 choices.append(Choice("values", count_noun(number, "tensor"), reason))
+
         return choices
 
 
@@ -555,10 +585,12 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
     names_in_state = set(module.state_dict())
     tensor_of_id: dict[int, Tensor] = {}
     names_of_id: dict[int, list[str]] = {}
+
     for name, tensor in _named_tensors(module):
         if tensor.is_meta:
             tensor_of_id[id(tensor)] = tensor
             names_of_id.setdefault(id(tensor), []).append(name)
+
     found: list[DeferredTensor] = []
     for identifier, names in names_of_id.items():
         source = _source_of_any(module, names, tensor_of_id[identifier])
@@ -572,6 +604,7 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
                 is_reset=is_reset,
             )
         )
+
     return found
 
 
@@ -608,21 +641,26 @@ def _record_resets(module: nn.Module) -> set[int]:
     for name, tensor in _named_tensors(module):
         if tensor.is_meta and _source_of_any(module, [name], tensor) is None:
             lacking[id(tensor)] = tensor
+
     if not lacking:
         return set()
+
     with deferred_init(), torch.no_grad():
         for part in _children_first(module, set()):
             tensors = [*part.parameters(), *part.buffers()]
             method = reset_method(part)
             if method is None or not any(id(tensor) in lacking for tensor in tensors):
                 continue
+
             # A tensor that has values already gets them back.
             others = [tensor for tensor in tensors if id(tensor) not in lacking]
             values = [tensor.detach().clone() for tensor in others]
             method()
             for tensor, value in zip(others, values, strict=True):
                 tensor.copy_(value)
+
         _recompute_buffers(module, lacking)
+
     return {storage_key(tensor) for tensor in lacking.values()}
 
 
@@ -635,6 +673,7 @@ def _recompute_buffers(module: nn.Module, lacking: Mapping[int, Tensor]) -> None
         compute = getattr(model, "_init_weights", None)
         if not callable(compute):
             continue
+
         for part in model.modules():
             own = members(part)
             has_parameters = any(parameter is not None for parameter in own.parameters.values())

@@ -47,23 +47,28 @@ def parse_strategy(text: str) -> Strategy:
     name, _, options_text = text.partition(":")
     if name not in strategies.CLASS_OF_NAME:
         raise unknown_choice_error(was_set, name, "strategies", strategies.CLASS_OF_NAME)
+
     options_class = getattr(strategies, strategies.CLASS_OF_NAME[name])
     annotations = typing.get_type_hints(options_class)
     known_options = [option.name for option in fields(options_class)]
+
     values: dict[str, Any] = {}
     for option_text in options_text.split(","):
         if not option_text:
             continue
+
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
             what = f"options of {name}"
             # The message says "options of single are ..." and lists them; a strategy may have none.
             shown_options = known_options or ["not there"]
             raise unknown_choice_error(was_set, option, what, shown_options)
+
         try:
             values[option] = parse_option(value_text, annotations[option])
         except ValueError as error:
             raise SettingError(was_set, f"{option} is {error}", "correct it") from None
+
     strategy: Strategy = options_class(**values)
     return strategy
 
@@ -82,10 +87,12 @@ def parse_option(text: str, annotation: Any) -> Any:
     alternatives: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
+
     # `Sequence[int]` or `Sequence[int] | None`: a list, which is written "2:3".
     if typing.get_origin(alternatives[0]) is Sequence:
         (type_of_part,) = typing.get_args(alternatives[0])
         return [parse_option(part, type_of_part) for part in text.split(":")]
+
     # The first of int, float and bool that the annotation allows.
     for kind, description in DESCRIPTION_OF_TYPE.items():
         if kind not in alternatives:
@@ -94,6 +101,7 @@ def parse_option(text: str, annotation: Any) -> Any:
             return _parse_bool(text) if kind is bool else kind(text)
         except ValueError:
             raise ValueError(description) from None
+
     return text
 
 

@@ -138,12 +138,14 @@ class FSDP(Strategy):
                 found,
                 "leave cpu_offload out, or use several GPUs",
             )
+
         if run.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise SettingError(
                 f"strategy={self.name!r} on the CPU",
                 f"torch {torch.__version__} cannot do that",
                 "use strategy='ddp', or torch 2.8 or later",
             )
+
         if self.find_unused_parameters:
             refuse_virtual_ranks(
                 run,
@@ -151,6 +153,7 @@ class FSDP(Strategy):
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
             )
+
         torch_finds_unused = hasattr(
             torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"
         )
@@ -160,12 +163,14 @@ class FSDP(Strategy):
                 f"torch {torch.__version__} cannot do that",
                 "use every parameter on every rank, or torch 2.13 or later",
             )
+
         if self.accumulate_shards:
             refuse_virtual_ranks(
                 run,
                 f"{self.name}:accumulate_shards=true",
                 "whole gradients of virtual ranks are added up before they are sent",
             )
+
         if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
             refuse_virtual_ranks(
                 run,
@@ -173,6 +178,7 @@ class FSDP(Strategy):
                 f"torch {torch.__version__} cannot do that",
                 "use torch 2.9 or later, or strategy='ddp'",
             )
+
         return replace(super().plan(run), evaluation_is_collective=True)
 
     def computes_in_half(self, module: nn.Module, run: Run) -> bool:
@@ -210,18 +216,22 @@ class FSDP(Strategy):
             prepared = on_one_process(module.to(run.device), run)
             choices = self._precision_choices(module, run)
             return replace(prepared, may_unfreeze=True, choices=choices)
+
         if next(module.parameters(), None) is None:
             _take_from_first(list(module.buffers()), run.device)
             nothing = Choice(self.name, "not sharded", "no parameters")
             return PreparedModule(module=module, choices=[nothing], may_unfreeze=True)
+
         check_parameters(module)
         parameters_before = dict(module.named_parameters())
         check_hooks(parameters_before)
         blocks = find_blocks(module, self.blocks)
+
         # The whole model comes last: fully_shard takes the parameters that no block has taken.
         units = {**dict(blocks.found), "": module}
         check_dtypes(list(units.values()))
         num_bytes = sum(parameter.nbytes for parameter in parameters_before.values())
+
         # Before sharding, because torch then changes the names of the blocks' classes.
         choices = [self._units_choice(blocks), self._shards_choice(run, num_bytes)]
         choices += self._precision_choices(module, run)
@@ -229,14 +239,17 @@ class FSDP(Strategy):
         half_dtype = HALF_DTYPES[run.settings.precision] if in_half else None
         _take_from_first(list(module.buffers()), run.device)
         mesh = self._make_mesh(run)
+
         outputs_of_units: list[UnitOutputs] = []
         for unit in units.values():
             inner_units = [block for _, block in blocks.found] if unit is module else []
             outputs = UnitOutputs(unit, inner_units)
             outputs_of_units.append(outputs)
+
             # Forward hooks are called in the order in which they are registered. Torch's own is
             # registered by `fully_shard`, between these two.
             unit.register_forward_hook(outputs.before_torch)
+
             # Inputs of the whole model are converted by `Precision.attach`, in any container.
             policy = MixedPrecisionPolicy(
                 param_dtype=half_dtype,
@@ -245,13 +258,16 @@ class FSDP(Strategy):
             )
             self._shard(unit, mesh, run, policy)
             unit.register_forward_hook(outputs.after_torch)
+
         device = torch.device("cpu") if self.cpu_offload else run.device
         if any(parameter.is_meta for parameter in module.parameters()):
             convert_tensors(module, lambda tensor: with_memory(tensor, device))
+
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
         left_out: Sequence[str] = ()
         gradient_bits = None
+
         if run.settings.virtual_ranks is not None:
             tree = make_virtual_rank_tree(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
@@ -260,6 +276,7 @@ class FSDP(Strategy):
             sharded_virtual_ranks = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
             gradient_bits = sharded_virtual_ranks.gradient_bits
             extensions = [sharded_virtual_ranks, buffers]
+
         moving_buffers = MovingBuffers(
             module, run.step, average=average, left_out=left_out, strategy=type(self).__name__
         )
@@ -275,10 +292,13 @@ class FSDP(Strategy):
         )
         for outputs in outputs_of_units:
             outputs.on_double_backward = sharded.begin_double_backward
+
         if isinstance(module, AveragedModel):
             average_shards_separately(module)
+
         if callable(getattr(module, "save_pretrained", None)):
             save_pretrained_whole(module, run)
+
         shards = dict(module.named_parameters())
         return PreparedModule(
             module=module,
@@ -309,12 +329,14 @@ class FSDP(Strategy):
             all_ranks = dist.group.WORLD
             assert all_ranks is not None  # it is open while there is a run
             return DeviceMesh.from_group(all_ranks, device_type, mesh_dim_names=("shard",))
+
         # Shape (copies of the model, shards): a row has the ranks that share a copy, a column those
         # with the same shard. `open_group` makes a group of each row.
         ranks = torch.arange(run.topology.size).view(shape)
         if "shard" not in run.groups:  # all models of a run use the same groups
             open_group(run, "replicate", ranks.T)
             open_group(run, "shard", ranks)
+
         groups = [run.groups["replicate"], run.groups["shard"]]
         return DeviceMesh.from_group(
             groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
@@ -331,6 +353,7 @@ class FSDP(Strategy):
             # By default torch frees a unit after its forward pass, but not the root: backward
             # begins with it.
             options["reshard_after_forward"] = False
+
         fully_shard(
             unit,
             mesh=mesh,
@@ -370,6 +393,7 @@ class FSDP(Strategy):
         precision = run.settings.precision
         if precision not in HALF_DTYPES:
             return []
+
         value = f"{precision} under autocast"
         reason = self._reason_for_autocast(module, run)
         if run.topology.size == 1:
@@ -383,6 +407,7 @@ class FSDP(Strategy):
             reason = (
                 "also norms, softmax and losses in the model; gradients averaged, outputs in fp32"
             )
+
         return [Choice("precision", value, reason)]
 
     def _units_choice(self, blocks: Blocks) -> Choice:
@@ -390,11 +415,14 @@ class FSDP(Strategy):
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
             return Choice("units", "the whole model", reason)
+
         reason = "each gathered for its own forward and backward; the rest at once"
         if not self.reshard_after_forward:
             reason = "each gathered for its forward and kept until the last backward"
+
         if blocks.tied:
             reason += f"; not {', '.join(blocks.tied)}: shares a parameter with what is outside"
+
         return Choice("units", str(blocks), reason)
 
 
@@ -432,12 +460,14 @@ class HSDP(FSDP):
                 f"ranks 0 to {size - 1} have {', '.join(shard_size_of_rank)} ranks a group",
                 "start equally many processes on every machine, or set shard_size",
             )
+
         if size % shard_size != 0:
             raise SettingError(
                 f"HSDP(shard_size={self.shard_size})",
                 f"{size} ranks cannot be cut into groups of {shard_size}",
                 "give a shard_size that divides the number of ranks",
             )
+
         if shard_size == 1:
             refuse_virtual_ranks(
                 run,
@@ -445,6 +475,7 @@ class HSDP(FSDP):
                 "every process has the whole model, as under ddp, and torch then sums gradients in "
                 "an order of its own",
             )
+
         return super().plan(run)
 
     def _ranks_per_group(self, run: Run) -> int:

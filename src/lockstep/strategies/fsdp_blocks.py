@@ -46,9 +46,11 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
         candidates = repeated_blocks(module)
     else:
         candidates = select_modules(module, chosen, "blocks={}")
+
     times_in_model: Counter[int] = Counter()  # in how many places each submodule stands, by its id
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1
+
     uses_in_model = _count_uses(module)
     found: list[tuple[str, nn.Module]] = []
     tied: list[str] = []
@@ -60,10 +62,12 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
             # the block itself may stand in several places of it.
             if uses_in_model[parameter_id] != uses * times_in_model[id(block)]:
                 is_tied = True
+
         if is_tied:
             tied.append(name)
         elif uses_in_block:  # a block without parameters has nothing to shard
             found.append((name, block))
+
     return Blocks(found, tied)
 
 

@@ -33,6 +33,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
         """Gathers the weights on rank 0, which writes them. Returns what the original returns."""
         if options.get("state_dict") is not None:  # the caller has gathered the weights
             return original(save_directory, *args, **options)
+
         state = plain_state_dict(module)
         gather_on_main(state, run.collectives)  # in place: whole weights on rank 0
 

@@ -28,6 +28,7 @@ def check_parameters(module: nn.Module) -> None:
         if problem is not None:
             found, advice = problem
             raise UsageError(f"world.prepare of the parameter {name!r}", found, advice)
+
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -66,12 +67,14 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
             if parameter.requires_grad and id(parameter) not in ids_in_earlier_units:
                 name_of_dtype[parameter.dtype] = name
                 ids_in_unit.add(id(parameter))
+
         if len(name_of_dtype) > 1:
             raise UsageError(
                 f"world.prepare of {describe_type(unit)} with parameters of several dtypes",
                 ", ".join(f"{name} is {dtype}" for dtype, name in name_of_dtype.items()),
                 "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
             )
+
         ids_in_earlier_units |= ids_in_unit
 
 
@@ -86,6 +89,7 @@ def check_hooks(parameters: Mapping[str, Tensor], *, num_own_hooks: int = 0) -> 
     for name, parameter in parameters.items():
         if torch_compat.gradient_hooks(parameter) > num_own_hooks:
             hooked.append(name)
+
     if hooked:
         raise UsageError(
             "hooks on the gradients of a sharded model's parameters",
@@ -140,6 +144,7 @@ def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> N
     """
     if not isinstance(error, RuntimeError | ValueError) or isinstance(error, LockstepError):
         return
+
     if _ABOUT_DTYPES.search(str(error)):
         add_note_once(
             error,

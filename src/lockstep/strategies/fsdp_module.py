@@ -83,12 +83,14 @@ class ShardedModule(Extension):
         torch_compat.make_fsdp_root(root)
         for unit in self._units:
             torch_compat.set_dtypes_of_frozen_unit(unit)
+
         self._shards: dict[str, DTensor] = dict(root.named_parameters())
         self._unused: UnusedParameters | None = None
         if find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
             whole_parameters = [self.whole_parameters[name] for name in self._shards]
             self._unused = UnusedParameters(list(root.parameters()), whole_parameters)
+
         self._storages = {name: shard.untyped_storage() for name, shard in self._shards.items()}
         """The storages of the shards. If the user sets `parameter.data`, it is another object."""
         self._names_with_hook: set[str] = set()
@@ -121,9 +123,11 @@ class ShardedModule(Extension):
         """Sets torch for this micro-batch. Raises UsageError for a loss made of shards."""
         if isinstance(weighted_loss, DTensor):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
+
         self._follow_micro_batch()
         if self._unused is not None:
             self._unused.before_backward()
+
         if self._half_dtype is not None and micro_batch.last and not micro_batch.first:
             for unit in self._units:
                 self._late_gradients += torch_compat.accumulate_late_gradients(
@@ -149,14 +153,18 @@ class ShardedModule(Extension):
             self._step_key = step.key
             if not self._averages_gradients:
                 self._drop_unfinished_gradients()
+
         is_last = step.micro_batch.last
+
         # Gradients of virtual ranks are handed on when each of them has ended.
         averages_gradients = is_last or step.micro_batch.virtual_rank_ends
         if self._keep_gathered and is_last is not self._frees_after_backward:
             self._frees_after_backward = is_last
             self._root.set_reshard_after_backward(is_last)
+
         if averages_gradients is self._averages_gradients:
             return
+
         self._averages_gradients = averages_gradients
         self._root.set_is_last_backward(averages_gradients)
         if not self._accumulate_shards:
@@ -182,6 +190,7 @@ class ShardedModule(Extension):
         """Lets units be freed again, if a backward pass was differentiated and kept them."""
         if not self._is_double_backward:
             return
+
         self._is_double_backward = False
         frees_after_backward = self._frees_after_backward
         self._root.set_reshard_after_backward(frees_after_backward)
@@ -190,6 +199,7 @@ class ShardedModule(Extension):
             # pass, because the backward pass begins with them.
             for unit in self._units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
+
         if frees_after_backward:
             self._reshard()
 
@@ -207,6 +217,7 @@ class ShardedModule(Extension):
         """
         if self._root not in modules:
             return
+
         self._check_failed()
         self._end_double_backward()
         self._reshard()
@@ -214,10 +225,12 @@ class ShardedModule(Extension):
         if self._half_dtype is not None:
             for unit in self._units:
                 ids_with_gradients.update(map(id, torch_compat.with_accumulated_gradients(unit)))
+
         not_averaged: list[str] = []
         for name, parameter in self.whole_parameters.items():
             if parameter.grad is not None or id(parameter) in ids_with_gradients:
                 not_averaged.append(name)
+
         if not_averaged:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
@@ -226,8 +239,10 @@ class ShardedModule(Extension):
                 "compute the loss of every micro-batch from what the model returns, in tensors, "
                 "tuples, lists or dicts",
             )
+
         if self._unused is not None:
             self._unused.before_step()
+
         if check_due(self._run.step.number + 1):
             self._refuse_autograd_gradients()
             self._check_shards()
@@ -261,6 +276,7 @@ class ShardedModule(Extension):
         for name, shard in self._shards.items():
             if shard.untyped_storage() is not self._storages[name]:
                 replaced.append(name)
+
         if replaced:
             raise UsageError(
                 "parameter.data = ... of a sharded model",
@@ -301,6 +317,7 @@ class ShardedModule(Extension):
                     "do it before world.prepare, or choose precision= in lockstep.init",
                     code="LS303",
                 )
+
         return self._root
 
     def _before_load(
@@ -312,6 +329,7 @@ class ShardedModule(Extension):
             loaded = state.get(prefix + name)
             if isinstance(loaded, Tensor) and not isinstance(loaded, DTensor):
                 whole.append(name)
+
         if whole:
             raise UsageError(
                 "load_state_dict of a sharded model with the state of a whole one",
@@ -337,6 +355,7 @@ class ShardedModule(Extension):
                 "its parameters are on all ranks, and the process group is closed",
                 "evaluate before closing; world.checkpoint keeps whole weights",
             )
+
         self._run.collectives.check_not_in_main_process_first("a forward pass of a sharded model")
         self._check_failed()
         if torch.is_grad_enabled():
@@ -346,6 +365,7 @@ class ShardedModule(Extension):
             # The user may have frozen whole parameters, which have stayed in the model.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards()
+
         self._forward_is_running = True
 
     @torch_compat.outside_compiled_code
@@ -353,6 +373,7 @@ class ShardedModule(Extension):
         """Frees parameters after an evaluation, and resets torch if the forward pass has raised."""
         was_running = self._forward_is_running
         self._forward_is_running = False
+
         # Torch also calls this hook, without output, if the forward pass has raised.
         error = sys.exception() if output is None else None
         if error is None:
@@ -361,11 +382,14 @@ class ShardedModule(Extension):
                 # out of date.
                 self._reshard()
             return
+
         if not was_running:
             return
+
         note_empty_part(error, self._run.step.micro_batch)
         if self._half_dtype is not None:
             note_mixed_dtypes(error, self._half_dtype)
+
         # Without a reset torch would go on as if this pass still ran, with its old parameters.
         reset = getattr(self._root, "reset_iter_state", None)
         if reset is None:
@@ -390,4 +414,5 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
                 whole_parameters[name] = parameter
         unit.reshard()
         return_free_memory()  # of the whole unit, if it was on the CPU
+
     return whole_parameters

@@ -40,11 +40,13 @@ class UnitOutputs:
         ids_in_inner_units: set[int] = set()
         for inner_unit in inner_units:
             ids_in_inner_units.update(id(module) for module in inner_unit.modules())
+
         self._attributes: list[dict[str, Any]] = []
         """The attributes of the unit's modules."""
         for module in unit.modules():
             if id(module) not in ids_in_inner_units and may_set_attributes(module):
                 self._attributes.append(vars(module))
+
         self.on_double_backward: Callable[[], None] | None = None
         """Called in a backward pass that will itself be differentiated (`create_graph=True`)."""
 
@@ -61,15 +63,18 @@ class UnitOutputs:
         """
         if not torch.is_grad_enabled():
             return output
+
         leaves, structure = torch_compat.pytree.tree_flatten(output)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
                 leaves[index] = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+
         ids_in_output = {id(leaf) for leaf in leaves}
         hidden_tensors = [t for t in self._hidden_tensors(leaves) if id(t) not in ids_in_output]
         for tensor in [*leaves, *hidden_tensors]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
+
         return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
 
     @torch_compat.outside_compiled_code
@@ -89,11 +94,13 @@ class UnitOutputs:
         tensors: list[Tensor] = []
         for leaf in leaves:
             _collect_tensors(leaf, tensors, search_objects=True)
+
         in_attributes: list[Tensor] = []
         for attributes in self._attributes:
             for name, value in attributes.items():
                 if name not in MODULE_ATTRIBUTES:
                     _collect_tensors(value, in_attributes, search_objects=False)
+
         for tensor in in_attributes:
             if _SHOWN_BY not in vars(tensor):
                 vars(tensor)[_SHOWN_BY] = set()
@@ -102,6 +109,7 @@ class UnitOutputs:
             if id(self) not in shown_by:
                 shown_by.add(id(self))
                 tensors.append(tensor)
+
         return tensors
 
     def _notice_double_backward(self, gradient: Tensor) -> None:
@@ -126,8 +134,10 @@ def _collect_tensors(
         if value.grad_fn is not None:
             tensors.append(value)
         return
+
     if depth == 0:
         return
+
     children: Sequence[Any] = ()
     if isinstance(value, Mapping):
         children = list(value.values())
@@ -138,6 +148,7 @@ def _collect_tensors(
     elif search_objects and not isinstance(value, nn.Module | type):
         # An object without a `__dict__`, such as a number, has nothing to search.
         children = list(getattr(value, "__dict__", {}).values())
+
     for child in children:
         _collect_tensors(child, tensors, search_objects=search_objects, depth=depth - 1)
 

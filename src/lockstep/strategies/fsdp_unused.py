@@ -76,6 +76,7 @@ class UnusedParameters:
             was_there_before = reference is not None and reference() is shard.grad
             if not was_there_before:
                 shard.grad = None
+
         self.forget_round()
 
     def forget_round(self) -> None:

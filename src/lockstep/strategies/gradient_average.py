@@ -53,6 +53,7 @@ class GradientAverage:
         buckets: list[_Bucket] = []
         for bucket_parameters in make_buckets(trained[::-1], attrgetter("device", "dtype")):
             buckets.append(_Bucket(bucket_parameters, self._group))
+
         self._buckets += buckets
         unsent = iter(buckets)
         next_bucket = next(unsent, None)
@@ -74,6 +75,7 @@ class GradientAverage:
                     handle = register(hook)
                     hooks.callback(handle.remove)
             yield
+
         while next_bucket is not None:  # it has parameters without a gradient
             next_bucket.send()
             next_bucket = next(unsent, None)
@@ -86,15 +88,19 @@ class GradientAverage:
         """
         if not self._buckets:
             return
+
         marks: list[int] = []
         for bucket in self._buckets:
             marks.append(int(bucket.has_changed))
             marks += [int(parameter.grad is not None) for parameter in bucket.parameters]
+
         sums_of_marks = torch.tensor(marks, dtype=torch.int32)
         wait_for_marks = routing.start_all_reduce(sums_of_marks, self._group)
+
         # Sums are waited for in the order in which they were started.
         for bucket in self._buckets:
             bucket.wait()
+
         wait_for_marks()
         remaining_marks = iter(sums_of_marks.tolist())
         num_ranks = dist.get_world_size(self._group)
@@ -104,6 +110,7 @@ class GradientAverage:
                 bucket.wait()
             has_gradient = [next(remaining_marks) > 0 for _ in bucket.parameters]
             bucket.write_mean(num_ranks, has_gradient)
+
         self._buckets = []
 
 
@@ -150,13 +157,16 @@ class _Bucket:
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
+
             if gradient.layout != torch.strided:
                 raise UsageError(
                     "an average of sparse gradients over pipelines, or over the ranks of a replica",
                     "a layer was built with sparse=True",
                     "leave sparse=True out, or use one pipeline, or no more ranks than replicas",
                 )
+
             gradients.append(gradient.reshape(-1))
+
         flat = torch.cat(gradients)
         self._message = flat.to(carrier_device(flat.device, self._group))
         self._wait = routing.start_all_reduce(self._message, self._group)
@@ -179,6 +189,7 @@ class _Bucket:
         gradients: list[Tensor] = []
         sources: list[Tensor] = []
         sizes = [parameter.numel() for parameter in self.parameters]
+
         for parameter, mean, is_there in zip(
             self.parameters, torch.split(means, sizes), has_gradient, strict=True
         ):
@@ -188,6 +199,7 @@ class _Bucket:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
             sources.append(mean.view_as(parameter))
+
         if gradients:
             torch_compat.copy_to_each(gradients, sources)
 

@@ -49,15 +49,18 @@ class MicroBatchBuffers(Extension):
         self._module = module
         self._step = step
         self._pipelined = pipelined
+
         batchnorm_ids: set[int] = set()
         for layer in module.modules():
             if isinstance(layer, BatchNorm):
                 batchnorm_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+
         self._names: list[str] = []
         """The names of the buffers that are compared."""
         for name, buffer in module.named_buffers():
             if buffer.numel() and not buffer.is_meta and id(buffer) not in batchnorm_ids:
                 self._names.append(name)
+
         self._num_changes = dict.fromkeys(self._names, 0)
         self._values_at_first: dict[str, _BufferValue] = {}
         """The buffers when the first micro-batch of `_compared_step` began."""
@@ -68,10 +71,12 @@ class MicroBatchBuffers(Extension):
         # There is nothing to compare, or the warning was given.
         if micro_batch.num_micro_batches == 1 or not self._names:
             return
+
         # The step that this micro-batch belongs to is not finished yet.
         number_when_finished = self._step.number + 1
         if not check_due(number_when_finished):
             return
+
         if micro_batch.opens:
             self._compared_step = self._step.key
             self._values_at_first = self._values()
@@ -103,10 +108,12 @@ class MicroBatchBuffers(Extension):
                 continue  # another buffer, not a statistic that is updated
             if value.sum_of_bits != value_at_first.sum_of_bits:
                 self._num_changes[name] += 1
+
         changing: list[str] = []
         for name, num_changes in self._num_changes.items():
             if num_changes >= MIN_CHANGES_BEFORE_WARNING:
                 changing.append(name)
+
         if changing:
             self._names = []  # compare no more: it warns once
             self._warn(changing, num_micro_batches)
@@ -119,6 +126,7 @@ class MicroBatchBuffers(Extension):
         )
         if not self._pipelined:
             advice += "; without micro-batches there is one update"
+
         warn(
             "buffers that change in the forward pass, and a global batch in micro-batches",
             f"{join_first(names)} changed from one micro-batch to the next: they are updated "

@@ -68,16 +68,19 @@ class MovingBuffers:
         self._averaged: list[str] = []
         self._watched: list[str] = []
         """The names of buffers that are averaged, and of those that may move."""
+
         for name, buffer in module.named_buffers():
             if buffer.numel() == 0 or buffer.is_meta or id(buffer) in synchronised_ids:
                 continue
             if name in left_out:
                 continue
+
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
             if is_chosen and buffer.is_floating_point():
                 self._averaged.append(name)
             else:
                 self._watched.append(name)
+
         self._first_sums = self._bit_sums()
         """The bits of the watched buffers before the training."""
         self.moving: list[str] = []
@@ -102,6 +105,7 @@ class MovingBuffers:
         """
         sums = self._bit_sums()  # one number for each watched buffer
         has_changed = (sums != self._first_sums).to(torch.int64)
+
         # One maximum over the ranks gives three results for each buffer: 1 if it has changed on any
         # rank, the largest sum, and the smallest one, as the maximum of the negative values.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
@@ -110,11 +114,13 @@ class MovingBuffers:
             # This rank has no samples, so its buffers are as they were: it does not take part in
             # the comparison.
             maxima[1:] = torch.iinfo(torch.int64).min
+
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
         changed_anywhere, largest, negative_smallest = maxima.tolist()
         buffers = dict(self._module.named_buffers())
         moving: list[str] = []
         different: list[str] = []
+
         for index, name in enumerate(self._watched):
             # A buffer that has moved once may have got its first value back.
             if changed_anywhere[index] or name in self.moving:
@@ -122,6 +128,7 @@ class MovingBuffers:
             is_equal = largest[index] == -negative_smallest[index]
             if not is_equal and id(buffers[name]) not in self._batchnorm_ids:
                 different.append(name)
+
         self.moving = moving
         if different and not self._has_warned:
             self._has_warned = True
@@ -135,6 +142,7 @@ class MovingBuffers:
                 "; running means over samples can be averaged after each step instead: "
                 f"{self._strategy}(average_buffers={list(names[:1])!r})"
             )
+
         warn(
             "buffers that change in the forward pass",
             f"the values of {join_first(names)} differ between ranks, as each rank changes its "
@@ -147,13 +155,16 @@ class MovingBuffers:
     def _average(self) -> None:
         """Replaces buffers by their mean over the ranks, weighted by the samples of each rank."""
         micro_batch = self._step.micro_batch
+
         # The ranks count equally if it is not known how many samples each of them had: without a
         # prepared loader, or in several micro-batches, of which this is only the last one.
         weight = 1.0
         if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
             weight = float(micro_batch.local_rows)
+
         buffers = dict(self._module.named_buffers())
         averaged = [buffers[name] for name in self._averaged]
+
         # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. Each buffer has a
         # weight of its own dtype and device.
         sums: list[Tensor] = []
@@ -166,6 +177,7 @@ class MovingBuffers:
             else:
                 sums.append(buffer.to(dtype) * weight)
             total_weights.append(torch.full((), weight, dtype=dtype, device=buffer.device))
+
         wait = start_sum([*sums, *total_weights], self._group)  # over the ranks, in place
         wait()
         for buffer, total, total_weight in zip(averaged, sums, total_weights, strict=True):

@@ -34,13 +34,16 @@ class PendingBuckets:
         if bucket.index() == 0:
             # If a backward pass has raised, its buckets are still here.
             self._pending.clear()
+
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future = torch.futures.Future[Tensor](devices=devices)
         self._pending.append((wait, future, buffer))
+
         if bucket.is_last():
             for wait_for_bucket, future_of_bucket, buffer_of_bucket in self._pending:
                 wait_for_bucket()
                 future_of_bucket.set_result(buffer_of_bucket)
             self._pending.clear()
+
         return future

@@ -132,9 +132,11 @@ class _PlaceholderHooks:
             return None
         if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
+
         self._placeholders.report_inputs((args, kwargs))
         if not self._placeholders.rank_has_no_samples:  # tensors without rows of the user's own
             return None
+
         self._placeholder = Placeholder(self._placeholders.sample_tensors)
         new_args, new_kwargs = self._placeholder.add_to((args, kwargs))
         context = _without_side_effects(module)
@@ -143,6 +145,7 @@ class _PlaceholderHooks:
         sync_batchnorm.placeholder.computed = True
         if torch.is_grad_enabled():
             self._placeholders.was_computed = True
+
         return new_args, new_kwargs
 
     @never_compiled
@@ -169,8 +172,10 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
             synchronised_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
         elif isinstance(layer, NormBase) and layer.training:
             normalisation_layers.append(layer)
+
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
     values = [buffer.detach().clone() for buffer in buffers]
+
     # Torch counts the writes to each tensor. Only buffers that were written to are restored: the
     # backward pass would fail if autograd has saved a tensor that is written to afterwards.
     write_counts_before = write_counts(buffers)
@@ -180,6 +185,7 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(sorted(gpus), enabled=bool(gpus)))
         for layer in normalisation_layers:
             layer.training = False
+
         try:
             yield
         finally:

@@ -48,15 +48,19 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
                 f"{tensor.layout}, and only dense ones are made equal on all ranks",
                 "register its indices and its values as buffers, or keep it as a plain attribute",
             )
+
         if _is_expanded(tensor):
             tensor.data = tensor.data.contiguous()
+
         if tensor.numel():
             filled.append(tensor.detach())
+
     for bucket in make_buckets(filled, attrgetter("device")):
         tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
         message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
         routing.broadcast(message, group=group)
         received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
+
         for tensor, as_bytes in zip(bucket, received, strict=True):
             if as_bytes.data_ptr() == tensor.data_ptr():
                 continue  # the message was received in the memory of the tensor
@@ -148,15 +152,18 @@ def norm_over_ranks(
     result_dtype = dtypes.pop()
     for dtype in dtypes:
         result_dtype = torch.promote_types(result_dtype, dtype)
+
     # torch refuses the largest element of an empty tensor.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         local_norm = torch.nn.utils.get_total_norm(filled, norm_type)
     else:
         local_norm = torch.tensor(math.inf if norm_type < 0 else 0.0)
+
     local_norm = local_norm.double().to(carrier_device(device, group))
     if math.isinf(norm_type):
         return _extreme_over_ranks(local_norm, norm_type, group).to(device, result_dtype)
+
     power = local_norm.pow(norm_type)
     routing.all_reduce(power, group=group)
     return power.div(copies).pow(1.0 / norm_type).to(device, result_dtype)
@@ -181,5 +188,6 @@ def make_buckets(
             bucket_bytes = 0
         bucket.append(tensor)
         bucket_bytes += tensor.nbytes
+
     if bucket:
         yield bucket

@@ -43,6 +43,7 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         if code is not None:
             advice += f"; {DRAW_BEFORE_PREPARE}"
         raise RanksDifferError(call, "; ".join(ranks), advice, code=code)
+
     for loader in objects:
         if isinstance(loader, Loader):
             check_samples(loader.source, loader.seed, run.collectives)
@@ -65,8 +66,10 @@ def describe(thing: Any) -> str:
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
         num_elements = sum(parameter.numel() for parameter in thing.parameters())
         return f"{type(thing).__name__} of {num_elements:,} parameters (shapes {digest})"
+
     if isinstance(thing, Loader):
         return thing.source.description
+
     return type(thing).__name__
 
 
@@ -83,6 +86,7 @@ def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) ->
     counts = {len(descriptions) for descriptions in descriptions_by_rank}
     if len(counts) > 1:
         return None
+
     only_checksums_differ = True
     for descriptions_of_object in zip(*descriptions_by_rank, strict=True):
         if len(set(descriptions_of_object)) == 1:
@@ -93,4 +97,5 @@ def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) ->
         without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
         if len(without_checksum) > 1:
             only_checksums_differ = False
+
     return "LS105" if only_checksums_differ else "LS104"

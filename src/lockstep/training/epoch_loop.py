@@ -29,11 +29,14 @@ def epochs_of_loop() -> int | None:
         if loops_of_frame is None:
             return None
         loops += [(loop, frame) for loop in loops_of_frame]
+
     if len(loops) != 1:
         return None
+
     loop, frame = loops[0]
     if isinstance(loop, ast.While):
         return None
+
     return _count(loop.iter, frame)
 
 
@@ -44,8 +47,10 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
         tree = ast.parse("".join(lines))
     except SyntaxError:
         return None
+
     if not lines:
         return None
+
     loops = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
@@ -54,6 +59,7 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
         last_line = node.body[-1].end_lineno or 0
         if is_of_function and node.body[0].lineno <= frame.f_lineno <= last_line:
             loops.append(node)
+
     return loops
 
 
@@ -64,19 +70,23 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
     """
     if not isinstance(iterated, ast.Call) or not iterated.args:
         return None
+
     called = iterated.func
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     if name in ("tqdm", "track"):  # a progress bar
         return _count(iterated.args[0], frame)
+
     numbers = [_evaluate(argument, frame) for argument in iterated.args]
     if name == "epochs" and len(numbers) == 1:
         return numbers[0]
     if name not in NAMES_OF_RANGE or len(numbers) > 2:
         return None
+
     stop = numbers[-1]
     if len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant):
         start = numbers[0]
         return None if start is None or stop is None else stop - start
+
     return stop
 
 
@@ -88,9 +98,11 @@ def _evaluate(node: ast.expr, frame: FrameType) -> int | None:
         if left is None or right is None:
             return None
         return left + right if isinstance(node.op, ast.Add) else left - right
+
     values = list(_look_up(node, frame))
     if len(values) != 1 or type(values[0]) is not int:
         return None
+
     return values[0]
 
 

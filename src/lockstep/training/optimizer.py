@@ -62,6 +62,7 @@ def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
     """
     if torch.__version__ >= "2.11" or not isinstance(optimizer, torch.optim.Adafactor):
         return
+
     if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
         kind = type(optimizer).__name__
         raise UsageError(
@@ -153,11 +154,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             # World.backward, which finds out what the loss came from, was not called; the user may
             # have called `loss.backward()`.
             self._step.source_of_loss()
+
         micro_batch = self._step.micro_batch
         if closure is None:
             self._check_backward()
         else:
             _check_closure_sees_whole_batch(micro_batch)
+
         self._check_learning_rates()
         self._step_called_in = self._step.key
         if not micro_batch.closes:
@@ -165,11 +168,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 self._early_call_at = user_location()
             self._early_calls += 1
             return None
+
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
             if len(self._states) == micro_batch.virtual_rank.number_on_process:
                 # All virtual ranks have a state, so the one that they began with is not needed.
                 self._states.pop(None, None)
+
         return self._take_step(closure, micro_batch)
 
     def _take_step(self, closure: Callable[[], Any] | None, micro_batch: MicroBatch) -> Any:
@@ -186,10 +191,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         key = self._step.key
         self._step.enter_phase("optimizer")
         evaluate = None
+
         if closure is None:
             extensions.before_step(self.inner, self.modules)
         else:  # there are no gradients before the closure is evaluated
             evaluate = partial(self._evaluate_closure, closure)
+
         self.stepping = True
         try:
             result, self.skipped = self._precision.step(self.inner, evaluate)
@@ -200,12 +207,15 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             raise
         finally:
             self.stepping = False
+
         self._stepped_in = key
         if micro_batch.last:
             self._step.mark_stepped()
+
         extensions.after_step(self.inner, self.modules)
         if micro_batch.last:
             extensions.global_batch_trained()
+
         self._step.enter_phase("other")
         return result
 
@@ -221,6 +231,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return None
         if not any(is_sharded(parameter) for parameter in parameters_of(self.inner)):
             return None
+
         kind = type(self.inner).__name__
         first_line = str(error).strip().splitlines()[0]
         first_sentence = first_line.split(". ")[0]
@@ -246,10 +257,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         except Exception as error:
             self._error_of_closure = error
             raise
+
         if self._collectives is None or self._collectives.single_process:
             return loss
         if not isinstance(loss, Tensor | float):  # the closure returns no loss, such as None
             return loss
+
         scale = self._step.micro_batch_of_loss.scale
         has_samples = scale != 0.0  # the loss of no samples may be NaN
         return self._collectives.mean(loss * scale if has_samples else 0.0)
@@ -264,6 +277,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if key is not None and key != self._stepped_in and self._step.is_unfinished(key):
             self._clearing_postponed_in = key
             return
+
         if set_to_none and self._has_plain_zero_grad:
             # This is what torch's own does, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -301,6 +315,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
         if not 0 < self._early_calls < num_micro_batches - 1:
             return
+
         self._warned_of_missed_step = True
         warn(
             "optimizer.step() in some micro-batches of a global batch",
@@ -332,14 +347,18 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             # The inner optimizer holds the state of one virtual rank, and `_states` of the others.
             other_numbers = [number for number in self._states if number is not None]
             self._activate_state_of(min([*other_numbers, self._active_virtual_rank]))
+
         state: dict[str, Any] = self.inner.state_dict()
         if self.places is None:
             return state
+
         # By the number of a parameter on this rank: its number on one device.
         number_on_one_device = list(chain(*self.places))
+
         entries = {}
         for number_here, entry in state["state"].items():
             entries[number_on_one_device[number_here]] = entry
+
         return _with_groups_of(state, entries, self.num_parameters_of_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,11 +389,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._states.clear()
         if self.places is None:
             return state_dict
+
         saved_entries = state_dict["state"]
+
         entries = {}
         for number_here, number_on_one_device in enumerate(chain(*self.places)):
             if number_on_one_device in saved_entries:
                 entries[number_here] = saved_entries[number_on_one_device]
+
         num_parameters_here = [len(places_of_group) for places_of_group in self.places]
         return _with_groups_of(state_dict, entries, num_parameters_here)
 
@@ -401,12 +423,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """
         if number == self._active_virtual_rank:
             return
+
         self._states[self._active_virtual_rank] = self.inner.state
         if number not in self._states:
             state: dict[Any, Any] = defaultdict(dict)
             for parameter, entry in self._states.get(None, {}).items():
                 state[parameter] = copy.deepcopy(entry)
             self._states[number] = state
+
         self.inner.state = self._states.pop(number)
         self._active_virtual_rank = number
 
@@ -437,6 +461,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "use lockstep.init(precision='fp16') instead, or leave micro_batch_size out",
                 code="LS406",
             )
+
         return unscales_gradients(self.inner)
 
     def _check_backward(self) -> None:
@@ -447,6 +472,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return  # World.backward was called
         if micro_batch.plain and self._precision.scaler is None:
             return  # an unweighted loss gives the same gradients
+
         if training_pass.step_left_out:
             raise UsageError(
                 "optimizer.step() after another batch was fetched",
@@ -455,6 +481,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "call optimizer.step() before the next batch is fetched; num_workers= and "
                 "prefetch_factor= of the loader read ahead without a change to the loop",
             )
+
         if micro_batch.plain:
             reason = f"the precision is {self._precision.name}, whose loss is scaled"
             code = None
@@ -464,6 +491,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "samples, so its mean counts as much as others only when weighted"
             )
             code = "LS206"
+
         raise UsageError(
             "loss.backward() before optimizer.step()",
             reason,
@@ -484,13 +512,16 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._learning_rates = rates
         if self._step_called_in is None:
             return  # this is the first call of `step()`
+
         # A rate that is a tensor is changed in place, so it never differs from itself here.
         if rates == rates_before:
             return
+
         training_pass, global_batch, _ = self._step.key
         training_pass_before, global_batch_before, _ = self._step_called_in
         if training_pass is not training_pass_before:
             return  # a scheduler that steps between two epochs is right as it is
+
         old = _format_rates(rates_before)
         new = _format_rates(rates)
         if global_batch == global_batch_before and not self._step.micro_batch.first:
@@ -500,8 +531,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
+
         if not self._step.in_training_loop or self.has_prepared_scheduler:
             return
+
         # Rates may also be set by hand. Torch's schedulers replace the method `step` of the
         # optimizer that they drive by one of their own, on the object.
         is_driven_by_scheduler = "step" in vars(self.inner) or "step" in vars(self)
@@ -625,6 +658,7 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
             "the closure would be evaluated on the part of one virtual rank",
             "leave virtual_ranks out, or use an optimizer without closures",
         )
+
     if not (micro_batch.first and micro_batch.last):
         raise UsageError(
             "optimizer.step(closure) with micro-batches",
@@ -641,6 +675,7 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     """
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
+
     # An optimizer with any of these flags is left as the user has set it.
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
@@ -652,14 +687,18 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
         settings = [group.get("lr"), *group.get("betas", ())]
         if any(isinstance(setting, torch.Tensor) for setting in settings):
             return None
+
     sizes = [parameter.numel() for parameter in parameters_of(optimizer)]
     if len(sizes) < FOREACH_MIN_TENSORS:
         return None
+
     mean_size = sum(sizes) / len(sizes)
     if mean_size > FOREACH_MAX_MEAN_ELEMENTS:
         return None
+
     for group in optimizer.param_groups:
         group["foreach"] = True
+
     return "updates all tensors in one call; the same bits as one at a time"
 
 

@@ -103,10 +103,12 @@ class Preparer:
         self.sizes: FindsSizes
         """Set by `World` before anything is prepared."""
         self.virtual_ranks: VirtualRankStates | None = None
+
         if plan.virtual_ranks is not None and plan.virtual_ranks.train_copies:
             self.virtual_ranks = VirtualRankStates(
                 plan.virtual_ranks.count, run.topology.is_main, self.wrapped, self.optimizers
             )
+
         self._plan = plan
         self._returned: list[list[Any]] = []
         """What each call of `prepare` has returned."""
@@ -127,12 +129,14 @@ class Preparer:
         if run.settings.virtual_ranks is not None:
             self.streams = VirtualRankStreams(run.settings.seed, run.device, run.step)
             run.extensions.add(self.streams, Place.PREPARED_OBJECT)
+
         self.schedule_lengths = ScheduleLengths(self.schedulers, self.loaders)
         run.extensions.add(self.schedule_lengths, Place.PREPARED_OBJECT)
         run.extensions.add(ForwardWatch(run.step, self.wrapped.keys()), Place.PREPARED_OBJECT)
         run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             run.extensions.add(ForwardsSetLater(self.precision), Place.OBSERVER)
+
         self._stop_memory_advice = add_memory_advice_at_end(run.step, self.add_notes)
 
     def add_notes(self, error: BaseException | None) -> None:
@@ -161,31 +165,39 @@ class Preparer:
         """
         for thing in objects:
             self._check_kind(thing)
+
         # By the id of an object what is returned for it: at first the object itself. An object that
         # was given twice is prepared once.
         prepared = {id(thing): thing for thing in objects}
         for thing in objects:
             if isinstance(thing, DataLoader):
                 prepared[id(thing)] = self._make_loader(make_source(thing))
+
         loaders = [thing for thing in prepared.values() if isinstance(thing, Loader)]
         self._loaders_of_this_call = loaders
         self.run.examples[:] = [loader.example for loader in loaders]
         check_equal_on_ranks("world.prepare", list(prepared.values()), self.run)
+
         # Modules come before the optimizers of their parameters, and these before their schedulers.
         # An object for which `prepared` has something else was given twice, and is prepared.
         for thing in objects:
             if isinstance(thing, nn.Module) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_module(thing)
+
         for thing in objects:
             if isinstance(thing, Optimizer) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_optimizer(thing)
+
         for thing in objects:
             if isinstance(thing, LRScheduler) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_scheduler(thing)
+
         self.loaders += loaders
+
         self._loaders_of_this_call = []
         for deferred in self._deferred_of_this_call:
             deferred.watch_parameters()
+
         self._deferred_of_this_call = []
         results = [prepared[id(thing)] for thing in objects]
         self._returned.append(results)
@@ -222,11 +234,13 @@ class Preparer:
         micro_batch = step.source_of_loss()
         extensions.before_backward(loss, micro_batch)
         self._check_accumulation()
+
         if self.precision.scaler is not None and self.wrapped and not self.optimizers:
             raise _optimizer_not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
             )
+
         phase_before = step.enter_phase("backward")
         weighted_loss = step.weigh_loss(loss)
         try:
@@ -243,6 +257,7 @@ class Preparer:
             raise
         finally:
             step.enter_phase(phase_before)
+
         extensions.after_backward(loss, micro_batch)
         step.training_pass.num_backwards += 1
 
@@ -258,17 +273,20 @@ class Preparer:
                 "it takes a module, whose gradients may be spread over the ranks",
                 "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
             )
+
         parameters = list(module.parameters())
         parameters_of_module = set(parameters)
         for optimizer in self.optimizers:
             updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
             if updates_module:  # under fp16 its gradients are multiplied by the scale of the loss
                 self.precision.unscale([optimizer.inner])
+
         if self.run.settings.virtual_ranks is None:
             norm = self.strategy.total_norm(parameters, norm_type)
         else:
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = ordered_norm.total_norm(gradients, norm_type)
+
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -286,15 +304,18 @@ class Preparer:
         if not step.in_training_loop and step.pass_of_loss is not None:
             training_pass = step.pass_of_loss
             loss = _last_loss(training_pass)
+
         if loss is None:
             raise UsageError(
                 "world.loss()",
                 "world.backward was not given a loss of this micro-batch",
                 "call it after world.backward(loss)",
             )
+
         num_virtual_ranks = self.run.settings.virtual_ranks
         if num_virtual_ranks is not None:
             return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
+
         mean: float = self.run.collectives.mean(float(loss))
         return mean
 
@@ -321,6 +342,7 @@ class Preparer:
         micro_batch = training_pass.micro_batch
         if micro_batch.opens and micro_batch.closes:
             return  # nothing is accumulated: the optimizer steps after each micro-batch
+
         if training_pass.num_backwards and len(self.optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
@@ -328,15 +350,18 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
+
         if micro_batch.begins_gradients or training_pass.num_backwards:
             return  # there was no earlier micro-batch, or this one has been checked already
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
             return  # the gradients are not in `parameter.grad`, where this looks for them
+
         if self.wrapped and not self.optimizers and not self._has_gradients():
             raise _optimizer_not_prepared(
                 "the gradients of the micro-batches before are gone: it steps and clears them "
                 "in each micro-batch, not once in a global batch"
             )
+
         for optimizer in self.optimizers:
             optimizer.check_gradients_are_there()
 
@@ -371,6 +396,7 @@ class Preparer:
         settings = self.run.settings
         if settings.virtual_ranks is not None:
             _check_loader_of_virtual_ranks(shares, micro_batch_size)
+
         check_micro_batches(num_micro_batches, micro_batch_size)
         min_micro_batches = plan.num_micro_batches
         if num_micro_batches is not None:
@@ -380,13 +406,16 @@ class Preparer:
         elif settings.num_micro_batches is not None:
             # This loader has a size of its own, so the number is meant for the other loaders.
             min_micro_batches = settings.min_micro_batches
+
         request = self.sizes.request(shares, micro_batch_size)
         shares_until_found = plan.shares
         if shares is not None:
             shares_until_found = initial_shares(shares, len(plan.shares))
+
         check_devices = settings.check_devices
         if self.run.collectives.single_process:  # there is no other process to compare with
             check_devices = None
+
         loader = make_loader(
             source,
             plan=MicroBatchPlan(
@@ -413,6 +442,7 @@ class Preparer:
         self.choices.append(loader.choice(number))
         if loader.micro_batches > 1 or is_auto(micro_batch_size):
             self._batchnorm_notes.loader_cuts(number, loader.micro_batches, micro_batch_size)
+
         return loader
 
     # Modules
@@ -426,6 +456,7 @@ class Preparer:
         deferred = self._find_deferred(module)
         if any(isinstance(part, BatchNorm) for part in module.modules()):
             self._prepare_batchnorm(module)
+
         autocast = not self.strategy.computes_in_half(module, self.run)
         self.precision.attach(module, autocast=autocast)
         if self.precision.name == "fp64":
@@ -433,10 +464,12 @@ class Preparer:
         elif self.precision.dtype is not None and autocast:
             name = type(without_compile(module)).__name__
             self._choose("autocast", name, "outputs come back in fp32")
+
         let_compile_again(module)
         parameters_before = list(module.parameters())
         shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
+
         # The strategy comes first: it may know a reason why the module cannot be prepared at all.
         if shared_parameters and not self.run.collectives.single_process:
             raise UsageError(
@@ -445,26 +478,32 @@ class Preparer:
                 "prepared module too, and each would average their gradients",
                 "prepare one module that holds both, and call them in its forward",
             )
+
         self.choices += wrapped.choices
         if deferred is not None and not self.strategy.needs_values:
             self.run.extensions.add(deferred, Place.PREPARED_OBJECT)
             self.choices += deferred.put_off(wrapped)
             self._deferred_of_this_call.append(deferred)
+
         self.wrapped[wrapped.module] = wrapped
         self._remember_parameters(parameters_before, wrapped)
         self.run.prepared.append(weakref.ref(wrapped.module))
         for extension in wrapped.extensions:
             self.run.extensions.add(extension, Place.STRATEGY)
+
         if self.run.settings.virtual_ranks is not None:
             earlier_gradients = EarlierGradients(list(wrapped.module.parameters()))
             self.run.extensions.add(earlier_gradients, Place.STRATEGY)
+
         watches_buffers = self.run.settings.virtual_ranks is None
+
         # Under a pipeline all stages are rank 0 of the plan: each of them has other buffers.
         if watches_buffers and self._plan.rank.rank == 0:
             watch = MicroBatchBuffers(
                 module, self.run.step, pipelined=wrapped.gradients_after_backward
             )
             self.run.extensions.add(watch, Place.STRATEGY)
+
         self.run.extensions.module_prepared(wrapped)
         return wrapped.module
 
@@ -476,13 +515,16 @@ class Preparer:
         """
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             return None
+
         deferred = DeferredModel(module, self.run, self._drawn_shapes)
         deferred.fill_buffers(self.run.device)
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
+
         if self.strategy.needs_values:
             self.choices += deferred.put_off(PreparedModule(module=module))
             deferred.fill()
+
         return deferred
 
     def _remember_parameters(
@@ -543,6 +585,7 @@ class Preparer:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
             return
+
         group = self.run.groups.get(self._plan.statistics_group)
         converted = sync_batchnorm.convert(module, group)
         if self._plan.virtual_ranks is not None:
@@ -551,6 +594,7 @@ class Preparer:
             statistics_of = "each micro-batch over all ranks, not of the global batch"
         else:
             statistics_of = "the global batch, as on one device"
+
         self.choices += converted.choices(computed_by="rank", samples=statistics_of)
 
     def _may_use_micro_batches(self) -> bool:
@@ -579,6 +623,7 @@ class Preparer:
         reason = choose_foreach(optimizer, self.run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
+
         prepared = PreparedOptimizer(
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
@@ -586,6 +631,7 @@ class Preparer:
         if some_are_on_other_ranks:  # saved states number the parameters as on one device
             prepared.places = places
             prepared.num_parameters_of_groups = num_parameters_of_groups
+
         self.optimizers.append(prepared)
         self.run.extensions.add(prepared.as_extension, Place.PREPARED_OBJECT)
         self.run.extensions.optimizer_prepared(prepared, modules)
@@ -606,6 +652,7 @@ class Preparer:
                 num_unknown += 1
             elif module not in modules:
                 modules.append(module)
+
         if num_unknown:
             raise UsageError(
                 f"world.prepare of {type(optimizer).__name__}",
@@ -613,6 +660,7 @@ class Preparer:
                 "build the optimizer from model.parameters() of the very model you prepare, and "
                 "give both to world.prepare(model, optimizer)",
             )
+
         return modules
 
     def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
@@ -634,8 +682,10 @@ class Preparer:
                 if new is not None:  # None: the parameter lives on other ranks
                     parameters_here.append(new)
                     numbers_here.append(number)
+
             places.append(numbers_here)
             group["params"][:] = parameters_here  # in place: LBFGS holds this very list
+
         return places
 
     def _replace_state(
@@ -655,6 +705,7 @@ class Preparer:
                 "prepare the model first, then an optimizer of its new parameters; "
                 "world.checkpoint takes up a training",
             )
+
         del optimizer.state[old]
         if new is not None:
             optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
@@ -672,6 +723,7 @@ class Preparer:
                 )
                 self.schedulers.append(prepared)
                 return prepared
+
         raise UsageError(
             f"world.prepare of {type(scheduler).__name__}",
             "the optimizer it drives is not prepared",
@@ -705,9 +757,11 @@ class Preparer:
                 for name, tensor in unsent.items():
                     if name.startswith(prefix):
                         state_by_rank[rank][name.removeprefix(prefix)] = tensor
+
             own_state = state_by_rank.get(self.run.topology.rank, {})
             if not compressed.load_state_dict(own_state, list(state_by_rank.values())):
                 everything_fits = False
+
         if unsent_by_rank and not everything_fits:
             warn(
                 "resuming with DDP(compress=...)",
@@ -732,7 +786,9 @@ class Preparer:
                 "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
+
         known: list[Any] = list(self.wrapped)
+
         # A wrapper such as DistributedDataParallel has the user's module in `module`.
         known += [getattr(module, "module", module) for module in self.wrapped]
         known += [optimizer.inner for optimizer in self.optimizers]
@@ -743,6 +799,7 @@ class Preparer:
                 "preparing it again would cut, average or step twice",
                 "call world.prepare once for each object and use what it returns",
             )
+
         if isinstance(thing, nn.Module):
             check_model(thing, self.run.topology.size)
 
@@ -765,6 +822,7 @@ def check_model(module: nn.Module, num_processes: int) -> None:
                 "twice, and not weighted",
                 "leave DistributedDataParallel out: world.prepare wraps the plain model",
             )
+
         is_on_several_gpus = isinstance(part, nn.DataParallel) and len(part.device_ids) > 1
         if is_on_several_gpus and num_processes > 1:
             raise UsageError(
@@ -774,6 +832,7 @@ def check_model(module: nn.Module, num_processes: int) -> None:
                 "leave it out: world.prepare wraps the plain model for one GPU per process; "
                 "one process for several GPUs is lockstep run --strategy dp",
             )
+
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UsageError(
@@ -803,6 +862,7 @@ def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
             "they say which virtual ranks a process computes, and that is one thing in a run",
             "set them for the run: lockstep.init(shares=...)",
         )
+
     if is_auto(micro_batch_size):
         raise SettingError(
             "micro_batch_size='auto' with virtual_ranks",

@@ -61,9 +61,11 @@ class ScheduleLengths(Extension):
         """Compares the schedules when a loader was trained on twice."""
         if not self._schedulers:
             return
+
         for loader in self._loaders:
             if loader in self._compared or loader.trained == 0:
                 continue
+
             end = _EndOfPass(
                 user_stack(),
                 {scheduler: scheduler.last_epoch for scheduler in self._schedulers},
@@ -78,9 +80,11 @@ class ScheduleLengths(Extension):
         """Checks the schedulers that have stepped once for each global batch of an epoch."""
         if first.stack != second.stack:
             return
+
         num_epochs = epochs_of_loop()
         if num_epochs is None:
             return
+
         for scheduler, steps in second.steps_of_scheduler.items():
             steps_in_epoch = steps - first.steps_of_scheduler.get(scheduler, steps)
             if steps_in_epoch == loader.steps:
@@ -96,14 +100,17 @@ class ScheduleLengths(Extension):
         """
         if loader.length_asked_at is None or loader.steps is None or scheduler in self._warned_of:
             return
+
         length_of_epoch = loader.num_micro_batches_of_epoch()
         if length_of_epoch == loader.steps:
             return
+
         length = num_epochs * length_of_epoch
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
             if state.get(name) != length:
                 continue
+
             self._warned_of.add(scheduler)
             steps = num_epochs * loader.steps
             warn(
@@ -127,6 +134,7 @@ class ScheduleLengths(Extension):
             return
         if scheduler.state_dict()["T_max"] != num_epochs:
             return
+
         self._warned_of.add(scheduler)
         warn(
             f"CosineAnnealingLR with T_max={num_epochs} in a training of {num_epochs} epochs",

@@ -42,13 +42,17 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
     """
     if frame is None or len(objects) < 2 or not is_user_file(frame.f_code.co_filename):
         return
+
     targets = _find_targets(frame)
     if len(targets) != len(objects):
         return
+
     held_objects = [_value_of(target, frame) for target in targets]
+
     names_by_id = {}
     for target, held in zip(targets, held_objects, strict=True):
         names_by_id[id(held)] = ast.unparse(target)
+
     given_ids = {id(thing) for thing in objects}
     for thing, held in zip(objects, held_objects, strict=True):
         if held is not thing and id(held) in given_ids:
@@ -87,6 +91,7 @@ def _find_targets(frame: FrameType) -> list[ast.expr]:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
     except SyntaxError:
         return []
+
     targets: list[ast.expr] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
@@ -94,6 +99,7 @@ def _find_targets(frame: FrameType) -> list[ast.expr]:
         is_running = node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
         if is_running and _calls_prepare(node.value) and isinstance(node.targets[0], ast.Tuple):
             targets = node.targets[0].elts
+
     return targets
 
 
@@ -112,10 +118,12 @@ def _value_of(target: ast.expr, frame: FrameType) -> Any:
         return frame.f_locals.get(target.id, frame.f_globals.get(target.id))
     if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
         return None
+
     owner = _value_of(target.value, frame)
     attributes = dict(getattr(owner, "__dict__", {}))
     if isinstance(owner, nn.Module):  # which keeps the modules that are its attributes apart
         attributes.update(owner.named_children())
+
     return attributes.get(target.attr)
 
 
@@ -131,6 +139,7 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
     not_iterable = NOT_ITERABLE.match(message)
     for used in results:
         others = [other for other in results if other is not used]
+
         # A wrapper passes on to the user's object what it has not itself.
         names = {type(used).__name__, type(_without_wrapper(used)).__name__}
         if missing is not None and missing[1] in names:
@@ -142,6 +151,7 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
         elif not_iterable is not None and not_iterable[1] in names:
             if any(isinstance(other, Loader) for other in others):
                 return True
+
     return False
 
 

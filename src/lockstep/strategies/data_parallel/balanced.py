@@ -62,6 +62,7 @@ class BalancedDataParallel(DataParallel):
                 "the first device computes a whole number of samples, at least 0",
                 "give the samples of one forward pass on the first device",
             )
+
         super().__init__(
             module, device_ids, output_device, dim, replicas=replicas, sync_batchnorm=sync_batchnorm
         )
@@ -71,6 +72,7 @@ class BalancedDataParallel(DataParallel):
                 "no device is left to compute anything",
                 "give more device_ids, or a gpu0_bsz above 0",
             )
+
         self.gpu0_bsz: int | None = int(gpu0_bsz)
         self._looks_for_short_batches = True
         self._short_batch_size: int | None = None
@@ -108,6 +110,7 @@ class BalancedDataParallel(DataParallel):
                 f"the batches that are trained on have {batch_size} samples",
                 "give fewer than a batch has; with accumulation, than a micro-batch has",
             )
+
         if batch_size < gpu0_bsz:
             self._short_batch_size = batch_size
         else:

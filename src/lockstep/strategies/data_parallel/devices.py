@@ -38,12 +38,14 @@ def parse_device_ids(
         return [], replicas
 
     num_visible = torch.cuda.device_count()
+
     # Without the argument these are all visible GPUs, so none on a machine without GPUs.
     given: Any = range(num_visible) if device_ids is None else device_ids
     is_list = not isinstance(given, int | str | torch.device)  # else one device was given
     devices: list[torch.device] = []
     if is_list:
         devices = [_to_device(device) for device in given]
+
     # torch keeps an index in one byte: 900 becomes a negative number, which is no visible GPU.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
@@ -53,6 +55,7 @@ def parse_device_ids(
             f"they name GPUs, each once, and {num_visible} are visible here",
             "give a list of numbers below that; replicas=N computes on one device of any kind",
         )
+
     num_replicas = max(1, len(devices))  # without GPUs, one on the module's own device
     return devices, num_replicas
 
@@ -70,8 +73,10 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
         return None
     if output_device == -1:
         return torch.device("cpu")
+
     device = _to_device(output_device)
     num_visible = torch.cuda.device_count()
+
     # `torch.device("cuda")` has no index.
     if device.type == "cuda" and (device.index or 0) not in range(num_visible):
         raise SettingError(
@@ -79,6 +84,7 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
             f"{num_visible} GPUs are visible here",
             "give a number below that, or leave it out: the first of device_ids",
         )
+
     return device
 
 

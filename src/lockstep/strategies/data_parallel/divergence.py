@@ -33,6 +33,7 @@ def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
     descriptions = describe_sample_lists(batch, num_samples)
     if not descriptions:
         return
+
     warn(
         f"inputs of a module on {num_replicas} replicas",
         f"{descriptions[0]}, beside tensors of {num_samples} samples: it is not split, so every "
@@ -51,6 +52,7 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         if batch.shape[:1] == (num_samples,):
             return [f"an array of shape {batch.shape}"]
         return []
+
     if isinstance(batch, list | tuple) and len(batch) == num_samples:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
             return [f"{describe_type(batch)} of {num_samples}"]
@@ -61,9 +63,11 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         values = list(batch.values())
     elif isinstance(batch, list | tuple):
         values = batch
+
     descriptions: list[str] = []
     for value in values:
         descriptions += describe_sample_lists(value, num_samples)
+
     return descriptions
 
 
@@ -82,14 +86,17 @@ def forward_state(module: nn.Module) -> ForwardState:
     for path, part in module.named_modules():
         if isinstance(part, BatchNorm):
             continue
+
         prefix = f"{path}." if path else ""
         for name, buffer in part.named_buffers(recurse=False):
             state[prefix + name, 0] = buffer
+
         for name, value in vars(part).items():
             if name in MODULE_ATTRIBUTES:
                 continue
             for index, term in enumerate(_loss_terms(value)):
                 state[prefix + name, index] = term
+
     return state
 
 
@@ -123,6 +130,7 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
         values = [state.get(key) for state in state_of_replica]
         first = values[0]
         differs = not all(_may_be_equal(first, value) for value in values[1:])
+
         # A list or dictionary that existed before the pass is one object in all replicas, so they
         # all show the same entry, although each of them has added its own. Such an entry does not
         # differ, but it is new.
@@ -131,8 +139,10 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
         if differs or is_new_in_shared:
             name, _ = key
             names[name] = None
+
     if not names:
         return
+
     warn(
         f"a module on {len(modules)} replicas that keeps {join_first(list(names), 4)}",
         "each replica makes its own from its samples, and only that of the first replica stays; a "

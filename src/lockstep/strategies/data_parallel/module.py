@@ -98,6 +98,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self._output_device = parse_output_device(output_device)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
+
         self.dim = dim
         self.set_shares(shares)
         self.module = module
@@ -107,6 +108,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """True if the last forward pass returned a mean with a gradient, joined from replicas."""
         self.batchnorms = BatchNormNames([], [])
         """The layers that take their statistics over all replicas, and those that cannot."""
+
         if self.num_replicas > 1:
             self._check_not_nested()
             if sync_batchnorm:
@@ -137,6 +139,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """
         if self._gpus:
             return self._gpus
+
         device = torch.device("cpu")
         if state:
             device = state[0].device
@@ -144,6 +147,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             inputs = tensors(batch)
             if inputs:
                 device = inputs[0].device
+
         return [device] * self.num_replicas
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
@@ -188,11 +192,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
         in the module. The first training pass on several replicas warns if others left other state.
         """
         replicas = self._make_replicas((inputs, kwargs))
+
         # The first replica that runs is the module itself, or a copy if the first device gets no
         # samples. What the forward pass leaves in a copy must be copied to the module.
         first = replicas[0]
         is_copy = first.module is not self.module
         attributes_before = attributes(first.module) if is_copy else {}
+
         # Once, in the first training pass on several replicas.
         checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
         state_before = forward_state(first.module) if checks_state else {}
@@ -202,9 +208,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
         home = first.home
         if is_copy:
             copy_state_back(self.module, first.module, attributes_before, home)
+
         if checks_state:
             self._has_checked_state = True
             warn_of_state([replica.module for replica in replicas], state_before)
+
         output_device = home if self._output_device is None else self._output_device
         return self._join_outputs(replicas, outputs, output_device)
 
@@ -219,6 +227,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         home = devices[0]  # where the parameters are
         self._check_is_on(home, state)
         num_samples = count_samples(batch, self.dim, self.num_replicas)
+
         if num_samples > 0:
             sizes = self.sizes(num_samples)
             numbers = [number for number, size in enumerate(sizes) if size > 0]
@@ -230,6 +239,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(numbers) > 1 and not self._has_checked_inputs:
             self._has_checked_inputs = True
             warn_of_lists(len(numbers), batch, num_samples)
+
         replicas: list[Replica] = []
         for number, module in zip(numbers, modules, strict=True):
             device = devices[number]
@@ -237,12 +247,15 @@ class DataParallel(nn.DataParallel[nn.Module]):
             end = begin + sizes[number]
             args, kwargs = scatter(batch, self.dim, num_samples, begin, end, device)
             error_note = ""
+
             if num_samples > 0 and self.num_replicas > 1:
                 error_note = (
                     f"lockstep: in replica {number} on {device}, "
                     f"which has {sizes[number]} of {num_samples} samples"
                 )
+
             replicas.append(Replica(module, device, home, sizes[number], args, kwargs, error_note))
+
         return replicas
 
     def _modules_of_replicas(
@@ -305,12 +318,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.returned_mean = False
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
+
         # A replica may return a parameter or buffer. All replicas have these in the same order, so
         # the index shows whether they returned the same one.
         index_of_state: list[dict[int, int]] = []  # for each replica, by the `id` of the tensor
         for replica in replicas:
             state = parameters_and_buffers(replica.module)
             index_of_state.append({id(tensor): index for index, tensor in enumerate(state)})
+
         join_leaf = partial(
             gather_leaf,
             sizes=[replica.num_samples for replica in replicas],
@@ -324,6 +339,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             is_parameter = tensor.is_leaf
             if is_loss_term(tensor) and not is_parameter:
                 self.returned_mean = True
+
         return output
 
 

@@ -51,11 +51,13 @@ class ReplicaBarrier:
         """What the first replica that failed has raised."""
         self._arrivals: dict[int, Arrival] = {}
         self._results: list[Any] = []
+
         # Called by the last replica to arrive, before the others go on. It is a function and not a
         # method: else the barrier would be in a reference cycle, and all results would stay in
         # memory until the next garbage collection.
         end_meeting = partial(_end_meeting, self._arrivals, self._results)
         self._barrier = threading.Barrier(num_replicas, end_meeting)
+
         # A replica's semaphore is released when the replica before it waits. The first replica
         # never has to wait for its turn.
         self._turns: list[threading.Semaphore] = []
@@ -135,6 +137,7 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
             "call the same BatchNorm layers in the same order whatever the samples are, or let "
             "each replica take statistics of its own with sync_batchnorm=False",
         )
+
     combine = in_order[0].combine
     if combine is None:
         results.clear()
@@ -197,6 +200,7 @@ def parallel_apply(
         futures = []
         for position in range(1, len(calls)):
             futures.append(pool.submit(copy_context().run, run_replica, position))
+
         results = [run_replica(0)]
         try:
             for future in futures:
@@ -208,6 +212,7 @@ def parallel_apply(
     barrier.error = None  # as below: the error refers to frames that refer to the barrier
     if failure is None:
         return results
+
     try:
         raise failure
     finally:
@@ -227,14 +232,17 @@ def _mode_factories_of_this_thread(
     for device in devices:
         if device.type == "cuda":
             factories.append(partial(torch.cuda.stream, torch.cuda.current_stream(device)))
+
     factories.append(partial(torch.inference_mode, torch.is_inference_mode_enabled()))
     factories.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     cache_enabled = torch.is_autocast_cache_enabled()
     device_types = {"cpu"} | {device.type for device in devices}
+
     for device_type in sorted(device_types):
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             factories.append(
                 partial(torch.autocast, device_type, dtype, cache_enabled=cache_enabled)
             )
+
     return factories

@@ -65,6 +65,7 @@ def replicate(
         tensors_of_copies = [_with_cloned_buffers(tensors) for _ in devices]
     else:
         tensors_of_copies = copy_to_devices(tensors, devices)
+
     copies: list[nn.Module] = []
     for new_tensors in tensors_of_copies:
         # By the id of the tensor of `module` whose place the new one takes.
@@ -72,6 +73,7 @@ def replicate(
         for tensor, new_tensor in zip(tensors, new_tensors, strict=True):
             new_tensor_by_id[id(tensor)] = new_tensor
         copies.append(copy_module(module, new_tensor_by_id))
+
     return copies
 
 
@@ -93,15 +95,19 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
     for name, part in module.named_modules():
         _check_can_be_copied(name, part)
         copy_of[part] = shallow_copy(part)
+
     for part, new_part in copy_of.items():
         _copy_slots(part, new_part)
         old = members(part)
+
         children: dict[str, nn.Module | None] = {}
         for name, child in old.modules.items():
             children[name] = None if child is None else copy_of[child]
+
         buffers: dict[str, Tensor | None] = {}
         for name, buffer in old.buffers.items():
             buffers[name] = None if buffer is None else new_tensor_by_id[id(buffer)]
+
         # Not by `setattr`: `Module.__setattr__` takes longer than the copy itself. The dictionary
         # of the parameters is filled below; that of the new part is the same object.
         parameters: dict[str, Any] = {}
@@ -110,14 +116,18 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
             new_parameter: Any = None
             if parameter is not None:
                 new_parameter = new_tensor_by_id[id(parameter)]
+
             if new_parameter is not parameter:
                 # A plain tensor; by `setattr`, with which an RNN updates its list of weights.
                 setattr(new_part, name, new_parameter)
+
             # The tensor is put there too, so that `next(self.parameters()).device` is the device of
             # the copy.
             parameters[name] = new_parameter
+
         if "forward" in vars(part):  # set on the object, so it refers to the original
             new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)
+
     return copy_of[module]
 
 
@@ -135,8 +145,10 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
     forward = vars(part).get("forward")
     if isinstance(forward, HalfForward):
         forward = forward.own
+
     # A function may refer to the module in its closure, where it cannot be replaced.
     is_function = isinstance(forward, FunctionType | partial)
+
     # `_rebind` replaces the module in the attributes of an object; a method of a C class has none.
     has_no_attributes = forward is not None and not hasattr(forward, "__dict__")
     if is_compiled(part):
@@ -147,6 +159,7 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
         reason = "a forward set on the object"
     else:
         return
+
     raise UsageError(
         f"several replicas of {describe_type(part)}",
         f"{name or 'the module'} is {reason}, which is bound to one object on one device",
@@ -182,15 +195,19 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
         if value.__self__ is original:
             return MethodType(value.__func__, new_module)
         return value  # a method of another object
+
     new_value = copy.copy(value)
+
     # Autocast wraps the `forward` that was set before it, if there was one.
     if isinstance(value, HalfForward) and value.own is not None:
         new_value.own = _rebind(value.own, original, new_module)
+
     for name, inner in vars(value).items():
         if inner is original:
             setattr(new_value, name, new_module)
         elif isinstance(inner, MethodType | BatchNormOverReplicas):
             setattr(new_value, name, _rebind(inner, original, new_module))
+
     return new_value
 
 
@@ -200,16 +217,20 @@ def copy_to_devices(
     """Returns differentiable copies of the tensors, one list for each of the devices."""
     if not devices or not tensors:  # there is nothing to copy
         return [[] for _ in devices]
+
     # torch's broadcast takes no complex tensors.
     real_tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
     # The copies of all tensors for the first device, then those for the next one, and so on.
     flat_copies = Broadcast.apply(list(devices), *real_tensors)  # type: ignore[no-untyped-call]
+
     copies_of_device: list[list[Tensor]] = []
     for start in range(0, len(flat_copies), len(tensors)):
         copies: list[Tensor] = []
         for tensor, copied in zip(tensors, flat_copies[start : start + len(tensors)], strict=True):
             copies.append(torch.view_as_complex(copied) if tensor.is_complex() else copied)
         copies_of_device.append(copies)
+
     return copies_of_device
 
 
@@ -229,6 +250,7 @@ class Broadcast(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[1:]  # of each tensor; the first argument is a list
         copies: list[Tensor] = []
         without_gradient: list[Tensor] = []
+
         # torch's function broadcasts from the first device, for which it returns the tensors
         # themselves.
         lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])[1:]
@@ -237,6 +259,7 @@ class Broadcast(torch.autograd.Function):
                 copies.append(copied)
                 if not needed:
                     without_gradient.append(copied)
+
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(copies)
 
@@ -270,9 +293,11 @@ def sum_gradients(
     for index, gradients in enumerate(gradients_of_tensors):
         if not gradients:
             continue
+
         if any(gradient.layout != torch.strided for gradient in gradients):  # sparse ones
             sums[index] = _sum_from_device_to_device(gradients).to(home)
             continue
+
         devices = tuple(gradient.device for gradient in gradients)
         key = (devices, gradients[0].dtype)
         bucket = buckets.setdefault(key, [])
@@ -280,8 +305,10 @@ def sum_gradients(
         if sum(gradients_of_tensors[member][0].nbytes for member in bucket) >= BUCKET_BYTES:
             _sum_bucket(gradients_of_tensors, bucket, home, sums)
             del buckets[key]
+
     for bucket in buckets.values():
         _sum_bucket(gradients_of_tensors, bucket, home, sums)
+
     return sums
 
 
@@ -304,6 +331,7 @@ def _sum_bucket(
     for copy_index in range(num_copies):
         parts = [gradients_of_tensors[index][copy_index].reshape(-1) for index in bucket]
         flat_gradients.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+
     total = _sum_from_device_to_device(flat_gradients).to(home)
     shapes = [gradients_of_tensors[index][0].shape for index in bucket]
     pieces = torch.split(total, [shape.numel() for shape in shapes])
@@ -357,6 +385,7 @@ def copy_state_back(
             # An attribute that still is the same object needs no copy.
             if is_new or attributes_before[name] is not value:
                 vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
+
     with torch.no_grad():
         for path, original_part in module.named_modules():
             original_buffers = members(original_part).buffers

@@ -37,8 +37,10 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
             _check_can_be_split(leaf, num_replicas)
         if _is_splittable_tensor(leaf) and has_dimension(leaf, dim):
             sizes.add(leaf.shape[dim])
+
     if len(sizes) > 1:
         sizes.discard(1)  # tensors that belong to every sample
+
     if len(sizes) > 1 and num_replicas > 1:
         shown = ", ".join(str(size) for size in sorted(sizes))
         raise DataError(
@@ -46,6 +48,7 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
             f"their sizes there are {shown}",
             "give all the same size, or size 1 where it is for every sample",
         )
+
     return min(sizes, default=0)
 
 
@@ -66,6 +69,7 @@ def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
         # An opaque object has tensors inside, since it has `.to`, but cannot be looked into. A
         # module has `.to` as well, but holds no samples.
         can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
+
     if not can_be_split:
         raise DataError(
             f"{with_article(kind)} as input of a module on {num_replicas} devices",
@@ -137,6 +141,7 @@ def gather_leaf(
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):
             return _concatenate(leaves, dim, device)
+
         # Tensors without the dimension of samples, such as counters, must be equal. They can only
         # be compared on one device.
         leaves = [leaf.to(device) for leaf in leaves]
@@ -149,6 +154,7 @@ def gather_leaf(
     # Anything else must be equal on all replicas.
     if all(_are_equal(leaf, first) for leaf in leaves):
         return first
+
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
     raise UsageError(
         f"{describe_type(first)}{shape} returned by a module on {len(leaves)} devices",
@@ -206,6 +212,7 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
             other_dimensions.add(tensor.movedim(dim, 0).shape[1:])
         else:
             other_dimensions.add(None)
+
     if len(other_dimensions) > 1:
         shown = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UsageError(
@@ -214,10 +221,12 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
             "return the same shape whatever the samples are: squeeze named dimensions alone, as a "
             "part may be one sample, and pad to a length that does not depend on the part",
         )
+
     if device.type == "cuda" and all(tensor.is_cuda for tensor in tensors):
         # torch's `gather` writes the parts directly to their places; `cat` would copy them twice.
         output: Tensor = gather(tensors, device, dim=dim)
         return output
+
     return torch.cat([tensor.to(device) for tensor in tensors], dim)
 
 
@@ -229,6 +238,7 @@ def _are_equal(value: Any, other: Any) -> bool:
         return True
     if type(value) is not type(other):
         return False
+
     try:
         return bool(value == other)
     except (TypeError, ValueError, RuntimeError):  # arrays compare item by item

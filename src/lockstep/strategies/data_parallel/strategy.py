@@ -59,6 +59,7 @@ class DP(Strategy):
             SettingError: there are several processes, or devices or shares that do not fit.
         """
         check_number_of_processes(self.name, run.topology.size)
+
         # A trial on a module without parameters: it checks the devices and the shares.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
@@ -68,6 +69,7 @@ class DP(Strategy):
                 "the loss is computed from the joined outputs of all devices, not from the part of "
                 "each virtual rank",
             )
+
         device_ids = example.device_ids
         if device_ids and device_ids[0] != run.device.index:
             raise SettingError(
@@ -75,9 +77,11 @@ class DP(Strategy):
                 f"the first of them holds the parameters, and batches arrive on {run.device}",
                 f"begin with {run.device.index}, or set device='cuda:{device_ids[0]}'",
             )
+
         device_shares: tuple[int, ...] | None = tuple(example.shares)
         if is_auto(run.settings.shares) and example.num_replicas > 1:
             device_shares = None  # to be measured
+
         return StrategyPlan(
             rank=DataParallelRank(0, 1),  # the only rank, which has each batch as a whole
             shares=(1,),
@@ -103,6 +107,7 @@ class DP(Strategy):
                 "the strategy wraps the module itself",
                 "prepare the bare module and set shares, or use strategy='single'",
             )
+
         data_parallel = self._make_data_parallel(module.to(run.device), run)
         _seed_gpu_streams(data_parallel, run)
         return PreparedModule(
@@ -125,6 +130,7 @@ class DP(Strategy):
                 # The run's own GPU first, because batches arrive there.
                 other_gpus = set(range(torch.cuda.device_count())) - {run.device.index}
                 device_ids = [run.device.index, *sorted(other_gpus)]
+
         return DataParallel(
             module,
             device_ids,
@@ -144,15 +150,18 @@ class DP(Strategy):
             reason = f"on GPUs {gpus}; outputs and loss on one"
         else:
             reason = "no GPU; strategy=lockstep.strategies.DP(replicas=2) computes on two replicas"
+
         choices = [Choice("replicas", str(data_parallel.num_replicas), reason)]
         if len(set(data_parallel.shares)) > 1:
             shares = ":".join(str(share) for share in data_parallel.shares)
             choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
+
         has_batchnorm = any(isinstance(m, BatchNorm) for m in data_parallel.module.modules())
         has_replicas = data_parallel.num_replicas > 1
         if has_batchnorm and has_replicas and not run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
+
         choices += data_parallel.batchnorms.choices(
             computed_by="device", samples="the samples of all devices, as on one"
         )
@@ -178,6 +187,7 @@ class WeightedMeanWarning(Extension):
         """Warns once if the model's last forward pass returned a mean, and samples have weights."""
         if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
             return
+
         self._has_warned = True
         warn(
             f"a mean computed inside of a model on {self._module.num_replicas} devices, and a "

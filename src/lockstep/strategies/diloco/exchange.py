@@ -54,6 +54,7 @@ class Exchange:
         """
         num_ranks = self._run.topology.size
         end_sum = start_sum(sums) if num_ranks > 1 else None
+
         # A virtual rank that several ranks compute together is in the sum once for each of them:
         # with 2 virtual ranks on 6 ranks, 3 times.
         num_summands = max(self._num_virtual_ranks, num_ranks)
@@ -91,11 +92,13 @@ class Exchange:
         padding = -length % BLOCK  # up to a multiple of BLOCK
         if length == 0:  # `encode` needs at least one block
             padding = BLOCK
+
         # Shape (virtual ranks of this process, length + padding).
         values = F.pad(torch.stack([*vectors]), (0, padding))
         for row, error in zip(values, errors, strict=True):
             if error is not None:
                 row += error  # the row is a view, so this changes `values`
+
         # `encode` fills them with what it loses.
         rounding_errors = None if method == "bf16" else torch.empty_like(values)
         finish_gather = self._start_gather(encode(values, method, rounding_errors))
@@ -107,6 +110,7 @@ class Exchange:
             rows = finish_gather().to(total.device)
             for row in torch.split(rows, 1):
                 total += decode(row, method, decoded)
+
             # A process with a virtual rank less than others has sent a row of zeros, too. That adds
             # nothing, and the mean is over virtual ranks, not over rows.
             mean = total[0, :length].div_(self._num_virtual_ranks)
@@ -116,6 +120,7 @@ class Exchange:
 
         if rounding_errors is None:
             return errors, wait
+
         return [*rounding_errors], wait  # one row for each virtual rank
 
     def _start_gather(self, rows: Tensor) -> Callable[[], Tensor]:
@@ -134,8 +139,10 @@ class Exchange:
         across = self._run.groups.get(ACROSS_VIRTUAL_RANKS)
         if across is None or dist.get_world_size(across) == 1:
             return lambda: rows  # this process has the rows of all virtual ranks
+
         num_columns = rows.shape[1]
         num_peers = dist.get_world_size(across)
+
         # Every process sends equally many rows, so some add rows of zeros at the end.
         rows_per_peer = ceil_div(self._num_virtual_ranks, num_peers)
         sent = F.pad(rows, (0, 0, 0, rows_per_peer - len(rows)))
@@ -197,9 +204,11 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
             f"the model has {count_noun(num_tensors, 'parameter')} to train",
             "use fewer fragments",
         )
+
     # size_before[i]: the number of elements of all tensors before tensor i.
     size_before = [0, *itertools.accumulate(sizes)]
     total = size_before[-1]
+
     # A bound is the index of a fragment's first tensor. Each is chosen as near as possible to where
     # the tensors would be cut if they could be.
     bounds = [0]
@@ -210,5 +219,6 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
         highest = num_tensors - (num_fragments - number_of_bound)
         candidates = range(lowest, highest + 1)
         bounds.append(min(candidates, key=lambda bound: abs(size_before[bound] - ideal)))
+
     bounds.append(num_tensors)
     return [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]

@@ -45,6 +45,7 @@ class DiLoCoOptions:
         for option, minimum in minimums.items():
             value = getattr(self, option)
             check_whole_number(f"DiLoCo({option}={value!r})", value, minimum)
+
         maximums = {"fragments": self.every, "delay": self.every - 1}
         for option, maximum in maximums.items():
             value = getattr(self, option)
@@ -55,11 +56,13 @@ class DiLoCoOptions:
                     "and has come, before it is sent again",
                     "choose a smaller one, or a larger every",
                 )
+
         methods = get_args(Method)
         if self.compress is not None and self.compress not in methods:
             raise unknown_choice_error(
                 f"DiLoCo(compress={self.compress!r})", self.compress, "compressions", methods
             )
+
         lr_is_valid = self.outer_lr > 0
         momentum_is_valid = 0 <= self.outer_momentum < 1
         if not lr_is_valid or not momentum_is_valid:

@@ -106,6 +106,7 @@ class OuterOptimizer:
         """
         shared = self._weights.values(SHARED)
         weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
+
         # At first the sums over this process's virtual ranks. The exchange replaces them by the
         # means over all virtual ranks.
         pseudo_gradients: list[Tensor] = []
@@ -114,6 +115,7 @@ class OuterOptimizer:
             for weights in weights_of_virtual_ranks:
                 total += shared[index] - weights[index]
             pseudo_gradients.append(total)
+
         return pseudo_gradients, self._exchange.start_means(pseudo_gradients)
 
     def _start_quantized_means(
@@ -126,14 +128,17 @@ class OuterOptimizer:
         """
         indices = self._fragments[fragment]  # of the parameters of the fragment
         shared = self._weights.values(SHARED)
+
         # The differences of each virtual rank form one vector.
         vectors: list[Tensor] = []
         for number in self._virtual_ranks:
             weights = self._weights.values(number)
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
+
         # What quantization lost the last time, which is sent now; None: nothing was sent yet.
         errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
+
         # They are filled with the means when the vectors of all virtual ranks have come.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
@@ -142,6 +147,7 @@ class OuterOptimizer:
         for number, error in zip(self._virtual_ranks, new_errors, strict=True):
             if error is not None:
                 self._quantization_errors[number][fragment] = error
+
         return pseudo_gradients, wait
 
     def due_fragments(self, step: int) -> list[int]:
@@ -164,6 +170,7 @@ class OuterOptimizer:
         in_flight.wait()
         shared = self._weights.values(SHARED)
         indices = self._fragments[fragment]
+
         for index, gradient in zip(indices, in_flight.pseudo_gradients, strict=True):
             update = gradient
             if self._momentum:
@@ -171,6 +178,7 @@ class OuterOptimizer:
                     self._velocity[index] = torch.zeros_like(gradient)
                 velocity = self._velocity[index].mul_(self._momentum).add_(gradient)  # in place
                 update = gradient.add(velocity, alpha=self._momentum)
+
             shared[index].sub_(update, alpha=self._learning_rate)
             for number in self._virtual_ranks:
                 weight = self._weights.values(number)[index]

@@ -80,12 +80,14 @@ class DiLoCo(DiLoCoOptions, Strategy):
                 f"start at most {self.replicas} processes, or a multiple of it; the numbers depend "
                 "on replicas alone",
             )
+
         if run.settings.precision == "fp16":
             raise SettingError(
                 "strategy='diloco' with precision='fp16'",
                 "its loss scaler would skip steps of one replica and not of the others",
                 "use precision='bf16', which needs none",
             )
+
         if num_ranks > 1:
             ranks_per_group = max(1, num_ranks // self.replicas)
             # Each row has the ranks that compute the same virtual ranks: one rank, or several that
@@ -94,6 +96,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
             open_group(run, SAME_VIRTUAL_RANKS, ranks)
             if self.compress:
                 open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)
+
         run.step.num_common_steps = self.start
         return replace(
             super().plan(run),
@@ -117,9 +120,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
         _set_statistics_group(module, run)
         if run.topology.size > 1:
             take_from_first([*module.parameters(), *module.buffers()])
+
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # Nothing is trained, so there is nothing to exchange.
             return PreparedModule(module=module, choices=choices)
+
         self._warn_of_statistics(module)
         untyped: Any = module  # for attributes and methods without types
         options = self
@@ -128,12 +133,14 @@ class DiLoCo(DiLoCoOptions, Strategy):
             if self.compress is not None:
                 # `lockstep verify` compares without compression, and says so.
                 untyped.by_choice = f"differences of replicas are sent as {self.compress}"
+
         training = DiLoCoTraining(module, run, options)
         module.register_forward_pre_hook(ModuleHook(training.before_forward))
         untyped.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
         untyped.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
         size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
         choices += options._choices(run.topology.size, size_bytes)
+
         return PreparedModule(
             module=module,
             choices=choices,
@@ -158,13 +165,17 @@ class DiLoCo(DiLoCoOptions, Strategy):
             if fewest != most:
                 number = f"{fewest} or {most} replicas"
             where = f"{number} on each process, in turn"
+
         exchanged = format_bytes(size_bytes)
         if self.compress is not None:
             exchanged += f" as {self.compress}"
+
         if self.fragments > 1:
             exchanged += f" in {self.fragments} fragments"
+
         if self.delay > 0:
             exchanged += f", applied {count_noun(self.delay, 'step')} later"
+
         rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
         return [
             Choice("replicas", str(self.replicas), f"train apart; {where}"),
@@ -184,6 +195,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         )
         if weights_are_means or not has_statistics:
             return
+
         warn(
             f"DiLoCo(outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}) of a "
             "model with BatchNorm",

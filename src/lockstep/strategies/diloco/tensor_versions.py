@@ -46,11 +46,14 @@ class TensorVersions:
         """Puts the values of a version into the module, and stores those that are there."""
         if version == self.in_module:
             return
+
         new_values = self.values(version)
+
         # The memory that the module has now, which is not copied: the module gets other memory.
         self._stored[self.in_module] = self.values(self.in_module)
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value
+
         self._stored.pop(version, None)  # it is in the module now
         self.in_module = version
 

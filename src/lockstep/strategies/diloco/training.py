@@ -62,8 +62,10 @@ class DiLoCoTraining(Extension):
         self._moving_buffers: MovingBuffers | None = None
         if num_ranks // num_virtual_ranks > 1:
             self._group = run.groups.get(SAME_VIRTUAL_RANKS)
+
         if self._group is not None:
             self._moving_buffers = MovingBuffers(module, run.step, self._group)
+
         self._exchange = Exchange(run, num_virtual_ranks)
 
         self._parameter_names: list[str] = []
@@ -73,6 +75,7 @@ class DiLoCoTraining(Extension):
             if parameter.requires_grad:
                 self._parameter_names.append(name)
                 self.parameters.append(parameter)
+
         self._weights = TensorVersions(lambda: self.parameters)
         self._buffer_names = [name for name, _ in module.named_buffers()]
         self._buffer_places = [_owner_and_attribute(module, name) for name in self._buffer_names]
@@ -130,10 +133,13 @@ class DiLoCoTraining(Extension):
                     "leave the loop where world.is_last_micro_batch is true, or by what changes "
                     "once per global batch, such as world.step",
                 )
+
             self._finish_global_batch()
+
         self._last_virtual_rank_began = micro_batch.last
         if micro_batch.opens:  # the first micro-batch of an optimizer step
             self._stepped_optimizers.clear()
+
         self._put_present_values()
 
     def before_forward(self) -> None:
@@ -191,6 +197,7 @@ class DiLoCoTraining(Extension):
         """
         if self._module not in modules:  # an optimizer of another module
             return
+
         if id(optimizer) in self._stepped_optimizers:
             raise UsageError(
                 f"several steps of {type(optimizer).__name__} in a global batch",
@@ -198,11 +205,13 @@ class DiLoCoTraining(Extension):
                 "makes one step in it",
                 "call optimizer.step() once for each batch of the loader",
             )
+
         self._put_present_values()
         if self._trains_one_model and not self._global_batch_is_unfinished:
             # One step for all virtual ranks, whose forward passes have changed their own buffers.
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
+
         self._global_batch_is_unfinished = True
         self._stepped_optimizers.add(id(optimizer))
 
@@ -238,13 +247,16 @@ class DiLoCoTraining(Extension):
         """
         if self._step.virtual_rank is None:  # outside of a training loop
             return
+
         number = self._step.virtual_rank.number
         self._buffers.put_in_module(number)
         if self._trains_one_model:
             return
+
         if self._weights.in_module is SHARED and self._weights.exists(number):
             # The virtual rank goes on from its own weights, so changed shared ones would be lost.
             self._check_shared_weights_are_unchanged()
+
         self._weights.put_in_module(number)
         if number != self._owner_of_gradients:
             self._swap_gradients(number)
@@ -275,6 +287,7 @@ class DiLoCoTraining(Extension):
         """Raises UsageError if the user has written to the shared weights: that would be lost."""
         if not self._writes_to_shared:  # no counts were taken since the virtual ranks began anew
             return
+
         if self._writes_to_shared != write_counts(self.parameters):
             raise UsageError(
                 "weights changed by hand under strategy='diloco'",
@@ -301,6 +314,7 @@ class DiLoCoTraining(Extension):
         self._global_batch_is_unfinished = False
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)
+
         # Steps since the virtual ranks have ended training one model; nothing is sent before.
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
@@ -309,6 +323,7 @@ class DiLoCoTraining(Extension):
                 self._outer_optimizer.send(fragment, due_step)
                 if self._options.delay == 0:  # it is due in this step
                     self._apply(fragment)
+
         self.put_shared_values()
 
     def _fragments_to_send(self, steps_apart: int) -> list[int]:
@@ -341,6 +356,7 @@ class DiLoCoTraining(Extension):
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
+
         # new shared = shared - mean over all virtual ranks of (shared - buffer of the virtual rank)
         # If all buffers are equal, the differences are exactly 0 and the bits stay. A mean of the
         # buffers themselves might be rounded.
@@ -357,13 +373,16 @@ class DiLoCoTraining(Extension):
             else:
                 buffer.copy_(buffers_of_virtual_ranks[0][index])
                 taken_from_first.append(buffer)
+
         wait = self._exchange.start_means(sums_of_differences)
         wait()
         mean_differences = sums_of_differences  # the sums were replaced in place
         for buffer, mean_difference in zip(averaged, mean_differences, strict=True):
             buffer.sub_(mean_difference)
+
         if taken_from_first and self._run.topology.size > 1:
             take_from_first(taken_from_first)
+
         for buffers in buffers_of_virtual_ranks:
             for index, buffer in enumerate(shared):
                 buffers[index].copy_(buffer)
@@ -378,12 +397,14 @@ class DiLoCoTraining(Extension):
         """
         if self._run.topology.size == 1:
             return
+
         shared_weights = self._weights.values(SHARED)
         shared_buffers = self._buffers.values(SHARED)
         yield EqualTensors(
             parameters=dict(zip(self._parameter_names, shared_weights, strict=True)),
             buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
+
         # With a group, this rank computes one virtual rank, together with the others of the group.
         number = self.own[0]
         if self._group is not None and self._weights.exists(number):
@@ -439,20 +460,24 @@ class DiLoCoTraining(Extension):
         if failed:
             self._outer_optimizer.drop_in_flight()
             return
+
         self._outer_optimizer.wait()
         self._outer_optimizer.drop_in_flight()
         every = self._options.every
         delay = self._options.delay
         steps_apart = self._step.number - self._options.start
+
         # The last fragment of a round is applied `delay` steps after the end of the round.
         num_applied_rounds = max(0, steps_apart - delay) // every
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds
+
         # True if the last round is complete, and only its delay has passed since; or if no round
         # has begun.
         all_steps_are_exchanged = steps_left <= delay
         if all_steps_are_exchanged:
             return
+
         delay_option = f", delay={delay}" if delay > 0 else ""
         warn(
             f"DiLoCo(every={every}{delay_option}) for {count_noun(steps_apart, 'step')}",

@@ -38,6 +38,7 @@ def signature(arguments: Arguments) -> Any:
     args, kwargs = arguments
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # nearly always; this is fast
         return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
+
     leaves, spec = pytree.tree_flatten(arguments)
     key: list[Any] = [str(spec)]
     for leaf in leaves:
@@ -47,6 +48,7 @@ def signature(arguments: Arguments) -> Any:
             key.append(leaf)
         else:  # nothing is known of its type: two equal ones may lead to other shapes
             return None
+
     return tuple(key)
 
 

@@ -88,6 +88,7 @@ class PipelinedModule(ModuleWrapper):
         self._moving_buffers = None
         if self.replica_group is not None:
             self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
+
         self._model = model
         self._schedule = schedule
         self._activation_wires = wires.activations
@@ -123,8 +124,10 @@ class PipelinedModule(ModuleWrapper):
             if name == "module":  # not set yet, so `self.module` below would call this again
                 raise
             value = getattr(self.module, name)
+
         if not (callable(value) or isinstance(value, Tensor)):
             return value
+
         kind = "a method" if inspect.isroutine(value) else describe_type(value)
         raise NotOnStageError(
             f"{name} of {describe_type(self.module)} under strategy='pipeline'",
@@ -163,21 +166,26 @@ class PipelinedModule(ModuleWrapper):
         self._check_can_run()
         if not torch.is_grad_enabled():
             return self._evaluate((args, kwargs))
+
         batch = self._current_global_batch()
         self._check_call(batch)
         kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), kind))
+
         # The call returns after the forward pass of this micro-batch through this rank's highest
         # stage. The schedule may have other actions before it, which are done too. `actions` holds
         # those that are not done yet.
         highest_stage = self.place.stages[-1]
         forward_pass = Action(forward=True, stage=highest_stage, micro_batch=len(batch.calls) - 1)
+
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
+
         # Now it is the output of that forward pass: shapes, if another rank has the last stage.
         if self.has_last_stage:
             return output
+
         return map_tensors(self._make_nan, output)
 
     def _check_can_run(self) -> None:
@@ -188,6 +196,7 @@ class PipelinedModule(ModuleWrapper):
                 "the model is spread over the ranks, which no longer exchange messages",
                 "close at the very end",
             )
+
         if self._failure:
             raise UsageError(
                 "a call of the model after an exception in it that was caught",
@@ -207,8 +216,10 @@ class PipelinedModule(ModuleWrapper):
                 "join the inputs and call the model once; evaluate under torch.no_grad(); call "
                 "world.backward even if the loss is NaN, as it always is without the last stage",
             )
+
         if batch.training is self.training:
             return
+
         # The user has switched modes. That matters only to layers with running statistics.
         has_statistics = any(
             getattr(part, "running_mean", None) is not None for part in self.module.modules()
@@ -231,6 +242,7 @@ class PipelinedModule(ModuleWrapper):
         if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
             # A loop that calls the model several times per turn has begun another one.
             self._finish_global_batch(batch)
+
         if self._global_batch is None:
             num_micro_batches = self.run.step.micro_batch.num_micro_batches
             actions = order(
@@ -248,6 +260,7 @@ class PipelinedModule(ModuleWrapper):
                 training=self.training,
                 seed=self._next_seed(),
             )
+
         return self._global_batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
@@ -267,14 +280,17 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             # Called later, when the schedule has the backward pass of this micro-batch.
             run_backward = partial(precision.backward, loss, **options)
+
         micro_batch = len(batch.loss_backwards)
         batch.loss_backwards.append(run_backward)
         self._post_gradients_early(batch, micro_batch)
         is_last = self.run.step.micro_batch.last
         if is_last and self.replica_group is not None:
             batch.average = GradientAverage(self.replica_group)
+
         while batch.actions and batch.is_ready(batch.actions[0]):
             self._do_next_action(batch)
+
         if is_last:
             self._finish_global_batch(batch)
             if batch.average is not None:
@@ -318,11 +334,13 @@ class PipelinedModule(ModuleWrapper):
         ]
         for shared_object in shared:
             memo[id(shared_object)] = shared_object
+
         new_module = PipelinedModule.__new__(PipelinedModule)
         memo[id(self)] = new_module
         attributes = dict(vars(self))
         for not_copied in ("_global_batch", "_moving_buffers", "replica_group"):
             attributes[not_copied] = None
+
         vars(new_module).update(copy.deepcopy(attributes, memo))
         self._copies.add(new_module)
         return new_module
@@ -346,6 +364,7 @@ class PipelinedModule(ModuleWrapper):
             for part in pipelined.modules():
                 if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
                     part.process_group = None
+
         self._activation_wires.clear()
         self._gradient_wires.clear()
         self._output_wires.clear()
@@ -363,6 +382,7 @@ class PipelinedModule(ModuleWrapper):
         if not action.forward:
             self._run_backward_pass(batch, action)
             return None
+
         call = batch.calls[action.micro_batch]
         result = self._run_forward_pass(
             action.stage,
@@ -375,6 +395,7 @@ class PipelinedModule(ModuleWrapper):
         batch.boundary_tensors[action.stage, action.micro_batch] = BoundaryTensors(
             result.received, sent_with_gradient
         )
+
         return result.output
 
     def _input_kind(
@@ -389,15 +410,18 @@ class PipelinedModule(ModuleWrapper):
         arguments_key = signature(arguments)
         if not arguments_key:  # no key can be made, or there are no arguments to make one of
             return None
+
         device_type = self.run.device.type
         autocast_dtype = None
         if torch.is_autocast_enabled(device_type):
             autocast_dtype = torch.get_autocast_dtype(device_type)
+
         # A forward pass may branch on whole numbers or booleans, such as a mask of padding.
         depends_on_values = False
         for leaf in pytree.tree_leaves(arguments):
             if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
                 depends_on_values = True
+
         modes = (self.training, torch.is_grad_enabled(), autocast_dtype)
         return InputKind((arguments_key, modes, requires_grad), depends_on_values)
 
@@ -449,6 +473,7 @@ class PipelinedModule(ModuleWrapper):
             if sent is not None:
                 destination = self.place.rank_of_stage(stage + 1)
                 self._activation_wires[stage].send(sent, destination, kind, more=more)
+
         return ForwardResult(received or [], sent or [], output)
 
     def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
@@ -478,6 +503,7 @@ class PipelinedModule(ModuleWrapper):
                 outputs, gradients = self._receive_gradients(batch, action, tensors.sent)
                 if outputs and not drop:
                     torch.autograd.backward(outputs, gradients)
+
             if stage > 0:
                 message = gradient_message([t for t in tensors.received if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
@@ -496,11 +522,13 @@ class PipelinedModule(ModuleWrapper):
         if batch.average is None:
             yield
             return
+
         for later in batch.actions:
             is_of_stage = not later.forward and later.stage == action.stage
             if is_of_stage and batch.is_ready(later):  # not the last one
                 yield
                 return
+
         parameters = self._model.parameters_of_stage[action.stage]
         with batch.average.during_backward(parameters):
             yield
@@ -521,6 +549,7 @@ class PipelinedModule(ModuleWrapper):
         posted = batch.posted_gradients.pop(action.micro_batch, None)
         if posted is None:  # `_post_gradients_early` has not started to receive them
             posted = self._post_gradients(action.stage, sent)
+
         message = self._gradient_wires[action.stage].take(posted)
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -530,6 +559,7 @@ class PipelinedModule(ModuleWrapper):
             if has_gradient:
                 outputs.append(tensor)
                 gradients.append(gradient)
+
         return outputs, gradients
 
     def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
@@ -600,6 +630,7 @@ class PipelinedModule(ModuleWrapper):
         self._drop_unfinished()
         kind = self._input_kind(arguments)
         seed = self._next_seed()
+
         output = None
         for stage in self.place.stages:
             result = self._run_forward_pass(stage, arguments, kind, seed=seed, more=False)
@@ -608,12 +639,15 @@ class PipelinedModule(ModuleWrapper):
         leaves = pytree.tree_leaves(output)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = self._pass_output_back(tensors)
+
         # The wires of gradients are not waited for. They may carry those of a global batch that is
         # under way, which another rank receives in the next turn of its loop.
         for wire in self._activation_wires + self._output_wires:
             wire.wait()
+
         if self.has_last_stage:
             return output
+
         # Here the output has shapes only; each is replaced by the next received tensor.
         remaining = iter(tensors)
         return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
@@ -633,9 +667,11 @@ class PipelinedModule(ModuleWrapper):
         if not self.has_last_stage:
             source = self.place.rank_of_stage(position + 1)
             tensors = self._output_wires[position].receive(source)
+
         if position > 0:
             destination = self.place.rank_of_stage(position - 1)
             self._output_wires[position - 1].send(tensors, destination)
+
         return tensors
 
     def _make_nan(self, tensor: Tensor) -> Tensor:

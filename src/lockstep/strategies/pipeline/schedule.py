@@ -49,11 +49,13 @@ def order(
     if per_rank > 1:
         orders = _interleaved_orders(schedule, positions, per_rank, micro_batches)
         return tuple(orders[position])
+
     # The last position can do a backward pass right after the forward pass. Each position before it
     # has to do one more forward pass until the first gradient comes back to it.
     max_ahead = positions - 1 - position
     if schedule == "gpipe":  # all forward passes come first
         max_ahead = micro_batches
+
     return tuple(_order_of_one_stage(position, max_ahead, micro_batches))
 
 
@@ -97,6 +99,7 @@ class _SimulatedRank:
         """Forward passes that are not done yet, in the order in which they must be done."""
         self.backward_passes: list[Action] = []
         """Backward passes that are not done yet, those to be preferred first."""
+
         for micro_batch in range(num_micro_batches):
             for stage in stages:
                 self.forward_passes.append(
@@ -106,6 +109,7 @@ class _SimulatedRank:
                 self.backward_passes.append(
                     Action(forward=False, stage=stage, micro_batch=micro_batch)
                 )
+
         self.received_gradients: deque[Action] = deque()
         """The backward passes for which gradients were sent to this rank, in the order in which
         they were sent, and which are not done yet."""
@@ -171,10 +175,12 @@ class _SimulatedRank:
         else:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
+
         self.meeting_point = meeting_point
         if action.forward and action.stage == self.highest_stage:
             # The call of the model returns, so the rank passes the meeting point that is after it.
             self.meeting_point += 1
+
         return _Finished(self.busy_until, meeting_point)
 
 
@@ -195,6 +201,7 @@ def _interleaved_orders(
     max_under_way = positions + EXTRA_MICRO_BATCHES
     if schedule == "gpipe":
         max_under_way = micro_batches
+
     ranks = [_SimulatedRank(p, positions, last_stage, micro_batches) for p in range(positions)]
     finished: dict[Action, _Finished] = {}
     tick = 0
@@ -202,6 +209,7 @@ def _interleaved_orders(
         for rank in ranks:
             if rank.busy_until > tick:
                 continue
+
             for action in rank.candidates(schedule):
                 required = _requirements(action, positions, last_stage, max_under_way)
                 in_time = _Finished(tick, rank.meeting_point_of(action))
@@ -213,7 +221,9 @@ def _interleaved_orders(
                         next_pass = action._replace(stage=action.stage - 1)
                         ranks[next_pass.stage % positions].received_gradients.append(next_pass)
                     break
+
         tick += 1
+
     return [rank.actions for rank in ranks]
 
 
@@ -255,12 +265,15 @@ def _requirements(
         if stage < last_stage:  # the gradients come from the next stage
             required.append(action._replace(stage=stage + 1))
         return required
+
     required = []
     if stage > 0:  # the activations come from the stage before
         required.append(action._replace(stage=stage - 1))
+
     if micro_batch >= max_under_way:
         # A rank has finished an earlier micro-batch with the backward pass of its lowest stage.
         lowest_stage = stage % positions
         earlier = micro_batch - max_under_way
         required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))
+
     return required

@@ -48,6 +48,7 @@ class _ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
             if kwargs.get("device") is not None:  # as in `x.to(device)`: the result is a shape, too
                 kwargs["device"] = torch.device("meta")
+
         # torch itself must see that a `Shape` is on the meta device.
         device_to_show = Shape.device_to_show
         Shape.device_to_show = None
@@ -89,14 +90,17 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         on_meta = parameter.detach().to("meta")
         memo[id(parameter)] = nn.Parameter(on_meta, parameter.requires_grad)
+
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
+
     for part in module.modules():
         for value in vars(part).values():
             # The copy communicates with nobody, and the threads of a group end with its last
             # reference.
             if isinstance(value, dist.ProcessGroup):
                 memo[id(value)] = None
+
     return copy.deepcopy(module, memo)
 
 

@@ -82,9 +82,11 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
     is_block = name in blocks
     if not children or is_block or not can_be_cut:
         return [(name, module)]  # it is one unit
+
     units: list[tuple[str, nn.Module]] = []
     for child_name, child in children:
         units += _find_units(f"{prefix}{child_name}", child, blocks)
+
     return units
 
 
@@ -107,12 +109,14 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
                 "the model has no submodule of that name",
                 advice,
             )
+
         if not _has_state(module.get_submodule(name)):
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "this submodule has no parameters, and every stage runs it",
                 "name the next one that has some: submodules before it run in the earlier stage",
             )
+
     positions = [names.index(name) for name in cuts]
     is_in_order = sorted(set(positions)) == positions  # ascending, and no name twice
     has_nested_cuts = any(later.startswith(f"{name}.") for name, later in itertools.pairwise(cuts))
@@ -122,6 +126,7 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             "the stages are not in the order of the model",
             f"in the model's order: {sorted(set(cuts), key=names.index)}",
         )
+
     result = Split(tuple(cuts), {}, {})
     _assign_stages("", module, 0, result)
     _check_shared_parameters(module, result)
@@ -146,8 +151,10 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
         if _has_state(module):
             result.pieces[name] = stage
         return stage
+
     for parameter_name, _ in module.named_parameters(recurse=False):
         result.loose_parameters[f"{prefix}{parameter_name}"] = stage
+
     # Not `named_children`, which leaves out a child that was registered before under another name.
     for child_name, child in module.named_modules(remove_duplicate=False):
         is_direct_child = child_name != "" and "." not in child_name
@@ -156,6 +163,7 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
             if path in result.cuts:
                 stage += 1
             stage = _assign_stages(path, child, stage, result)
+
     return stage
 
 
@@ -168,6 +176,7 @@ def _check_shared_parameters(module: nn.Module, result: Split) -> None:
         if id(parameter) not in first_use:
             first_use[id(parameter)] = (name, stage)
             continue
+
         other_name, other_stage = first_use[id(parameter)]  # it stands at two places of the module
         if other_stage != stage:
             raise UsageError(
@@ -209,13 +218,16 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
         """
         if num_parts == 1:
             return cost_before[end], []
+
         candidates: list[tuple[float, list[int]]] = []
+
         # Each of the other parts has at least one item, and so has the last one.
         for begin_of_last in range(num_parts - 1, end):
             most_before, cuts_before = best(begin_of_last, num_parts - 1)
             cost_of_last = cost_before[end] - cost_before[begin_of_last]
             cuts = [*cuts_before, begin_of_last]
             candidates.append((max(most_before, cost_of_last), cuts))
+
         return min(candidates)  # the cheapest, and of several the one that is cut earliest
 
     _, cuts = best(len(costs), parts)

@@ -107,6 +107,7 @@ class StagedModel:
         piece = self.module.get_submodule(name)
         if isinstance(vars(piece).get("forward"), _PieceForward):  # it stands at two places
             return
+
         is_here = stage in stages
         shape_forward = None
         if not is_here:  # this process computes nothing but shapes with it
@@ -116,6 +117,7 @@ class StagedModel:
             shape_copy = copy_to_meta(piece)
             skip_normalisation(shape_copy)
             shape_forward = shape_copy.forward
+
         forward = _PieceForward(
             self, name, stage, begins_stage, is_here, piece.forward, shape_forward
         )
@@ -142,6 +144,7 @@ class StagedModel:
             UsageError: the model cannot be cut there.
         """
         stage_run = StageRun(stage, received, seed, self._device)
+
         # While it is set, the pieces begin and end the stage: see `_PieceForward.before`.
         self.stage_run = stage_run
         args, kwargs = arguments
@@ -177,8 +180,10 @@ class StagedModel:
             if stage_run.sent is None:  # the next stage was not reached
                 raise _not_called_error(self._cuts[stage], stage + 1)
             return
+
         if not stage_run.is_inside:  # the last stage has not begun
             raise _not_called_error(self._cuts[stage - 1], stage)
+
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 raise _uses_other_stage_error(stage)
@@ -232,11 +237,13 @@ class StageRun:
         """
         self.outside_contexts.close()
         self.is_inside = True
+
         tensors: list[Tensor] = []
         for tensor in self.received or ():
             if tensor.requires_grad:  # a leaf, which torch does not let the model write to
                 tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             tensors.append(tensor)
+
         leaves = pytree.tree_leaves(arguments)
         num_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves)
         if num_tensors != len(tensors):
@@ -245,6 +252,7 @@ class StageRun:
                 f"stage {self.stage} is called with another number of tensors than it was sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
+
         # The arguments are shapes; each is replaced by the next received tensor.
         remaining = iter(tensors)
         filled: Arguments = pytree.tree_map_only(Tensor, lambda _: next(remaining), arguments)
@@ -293,6 +301,7 @@ class _PieceForward:
             # Activation checkpointing runs the piece again in the backward pass.
             if self.model.in_backward and self.is_here:
                 return self.__wrapped__(*args, **kwargs)
+
             raise UsageError(
                 f"a call of the submodule {self.name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
@@ -300,10 +309,13 @@ class _PieceForward:
                 f"{SAVE_WHOLE_MODEL_ADVICE}",
                 code="LS302",
             )
+
         args, kwargs = self.before(None, args, kwargs)
         if self.stage == stage_run.stage:
             return self.__wrapped__(*args, **kwargs)
+
         output = self._output_shapes((args, kwargs))
+
         # New tensors, because the caller may change the shape of these in place.
         return map_tensors(lambda tensor: tensor.as_subclass(Shape), output)
 
@@ -320,6 +332,7 @@ class _PieceForward:
         stage_run = self.model.stage_run
         if stage_run is None:  # no stage runs, as when a checkpointed piece is computed again
             return args, kwargs
+
         is_of_this_stage = self.stage == stage_run.stage
         if is_of_this_stage:
             stage_run.begin()
@@ -329,22 +342,28 @@ class _PieceForward:
             if self.begins_stage and not has_ended:
                 return stage_run.go_inside((args, kwargs))
             raise _out_of_order_error(self.name, self.stage)
+
         if not stage_run.is_inside:  # a piece of another stage, outside: nothing changes
             return args, kwargs
+
         is_of_next_stage = self.stage == stage_run.stage + 1
         if self.begins_stage and is_of_next_stage:
             stage_run.leave((args, kwargs))
             return args, kwargs
+
         raise _out_of_order_error(self.name, self.stage)
 
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the output of `shape_forward`, which is remembered for each kind of input."""
         assert self.shape_forward is not None  # this process runs another stage
+
         # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
         with DisableTorchFunctionSubclass():
             kind = signature(arguments)  # None if unknown: then nothing is remembered
+
         if kind in self.output_of_kind:
             return self.output_of_kind[kind]
+
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
         output = self.shape_forward(*args, **kwargs)
         remember(self.output_of_kind, kind, output)
@@ -380,29 +399,35 @@ def _move_to_stages(
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
         parameters = list(part.named_parameters(name, recurse=False, remove_duplicate=False))
+
         # The model may have been built on the meta device. These get their values later.
         ids_without_memory: set[int] = set()
         for path, parameter in parameters:
             if parameter.is_meta and split.stage_of(path) in stages:
                 ids_without_memory.add(id(parameter))
+
         if ids_without_memory:
             give_memory = partial(_give_memory, ids=ids_without_memory, device=device)
             convert_tensors(part, give_memory, recurse=False)
+
         for path, parameter in parameters:
             if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
                 continue
+
             gone.append(parameter)
             if not parameter.is_meta:  # one without values needs no replacement
                 shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, shape)
                 gone.append(shape)
+
         stage = split.stage_of(name)  # None: a module that a cut goes through, which all ranks need
         is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):
             members(part).buffers[attribute] = buffer.to(device if is_here else "meta")
+
     return gone
 
 

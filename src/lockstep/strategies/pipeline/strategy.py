@@ -88,10 +88,12 @@ class Pipeline(Strategy):
                 f"schedules are {', '.join(SCHEDULES)}",
                 "choose one; interleave=2 makes either an interleaved one",
             )
+
         for option in ("stages", "interleave", "num_micro_batches"):
             value = getattr(self, option)
             if value is not None:
                 check_whole_number(f"Pipeline({option}={value!r})", value)
+
         if isinstance(self.split, str):
             raise SettingError(f"split={self.split!r}", "it is one text", "give a list of names")
 
@@ -113,12 +115,14 @@ class Pipeline(Strategy):
                 f"the world size {num_ranks} is not a multiple of it",
                 f"start {next_multiple} processes, or use other stages",
             )
+
         if num_positions == 1 and num_ranks > 1:
             raise SettingError(
                 "Pipeline(stages=1)",
                 f"each of {num_ranks} processes would hold the whole model",
                 "use strategy='ddp', or at least 2 stages",
             )
+
         num_cuts = num_positions * self.interleave - 1
         if self.split is not None and len(self.split) != num_cuts and num_ranks > 1:
             raise SettingError(
@@ -127,16 +131,19 @@ class Pipeline(Strategy):
                 f"{count_noun(num_cuts, 'cut')}",
                 f"name {num_cuts}",
             )
+
         if run.settings.precision == "fp16":
             raise SettingError(
                 "strategy='pipeline' with precision='fp16'",
                 "its loss scaler would skip steps on one stage and not on the others",
                 "use precision='bf16', which needs none",
             )
+
         place = self._place(run.topology)
         if place.num_positions > 1 and place.num_pipelines > 1:
             # Already here, because BatchNorm may be given the group of equal stages.
             open_group(run, "replicas", _table_of_ranks(run, place))
+
         return replace(
             plan_for(run, DataParallelRank(place.pipeline, place.num_pipelines)),
             num_micro_batches=self._num_micro_batches(run),
@@ -159,6 +166,7 @@ class Pipeline(Strategy):
         if place.num_positions == 1:
             choice = Choice("pipeline", "one stage", "one process")
             return PreparedModule(module=module.to(run.device), choices=[choice], may_unfreeze=True)
+
         self._check_module(module, run)
         self._set_statistics_groups(module, run)
         tensors = [*module.parameters(), *module.buffers()]
@@ -171,6 +179,7 @@ class Pipeline(Strategy):
         side_by_side = ""
         if place.num_pipelines > 1:
             side_by_side = f", {place.num_pipelines} of them side by side"
+
         choices = [
             Choice(
                 "pipeline",
@@ -179,6 +188,7 @@ class Pipeline(Strategy):
             ),
             Choice("stages", f"begin at {', '.join(cuts.cuts)}", reason),
         ]
+
         # Parameters that are on other ranks now, and the shapes that took their place.
         gone = model.gone
         model.gone = []  # a reference here would keep the whole model in memory
@@ -206,6 +216,7 @@ class Pipeline(Strategy):
         if not pipelined:  # one process
             precision.backward(loss, **options)
             return
+
         waiting = [module for module in pipelined if module.waits_for_loss]
         if not waiting:
             raise UsageError(
@@ -213,12 +224,14 @@ class Pipeline(Strategy):
                 "the pipeline has nothing to send gradients back for",
                 "call the object that world.prepare returned, once for each world.backward",
             )
+
         if len(waiting) > 1:
             raise UsageError(
                 "one world.backward for several models under strategy='pipeline'",
                 f"{len(waiting)} prepared models were called with gradients",
                 "make one module of them, or use strategy='ddp' or 'fsdp'",
             )
+
         for option in ("inputs", "create_graph"):
             if options.get(option):
                 raise UsageError(
@@ -226,6 +239,7 @@ class Pipeline(Strategy):
                     "it would apply to the last stage alone, and the others compute all gradients",
                     "leave it out, or use strategy='ddp' or 'fsdp'",
                 )
+
         waiting[0].backward(loss, precision, **options)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
@@ -239,11 +253,13 @@ class Pipeline(Strategy):
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         if num_ranks == 1:
             return super().total_norm(parameters, norm_type)
+
         gradients = [p.grad for p in parameters if p.grad is not None]
         local_parameters = [p for p in parameters if not p.is_meta]
         device = torch.device("cpu")
         if local_parameters:
             device = local_parameters[0].device
+
         # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
         num_positions = self.stages or num_ranks
         num_pipelines = num_ranks // num_positions
@@ -265,10 +281,12 @@ class Pipeline(Strategy):
                     "they contradict each other",
                     "set it in one place",
                 )
+
         if from_options is not None:
             return from_options
         if from_settings is not None:
             return from_settings
+
         num_positions = self._num_positions(run.topology)
         if num_positions == 1:  # one process has nothing to keep busy
             number = 1
@@ -276,6 +294,7 @@ class Pipeline(Strategy):
             number = 1
         else:
             number = MICRO_BATCHES_PER_STAGE * num_positions
+
         return max(number, run.settings.min_micro_batches)
 
     def _num_positions(self, topology: Topology) -> int:
@@ -296,11 +315,14 @@ class Pipeline(Strategy):
         """
         ranks = _table_of_ranks(run, place)
         model = len(run.prepared)
+
         # `open_group` makes a group of each row: the ranks of a pipeline.
         activations = open_group(run, f"activations of model {model}", ranks.T)
+
         gradients: list[dist.ProcessGroup] = []
         for number in range(place.num_gradient_groups):
             gradients.append(open_group(run, f"gradients {number} of model {model}", ranks.T))
+
         wires = Wires([], [], [])
         for cut in range(place.last_stage):
             # Gloo posts receives ahead of time, so messages of several cuts need tags there.
@@ -308,6 +330,7 @@ class Pipeline(Strategy):
             wires.activations.append(Wire(activations, run.device, tag=cut))
             wires.gradients.append(Wire(group, run.device, tag=cut))
             wires.outputs.append(Wire(activations, run.device, tag=place.last_stage + cut))
+
         return wires
 
     def _set_statistics_groups(self, module: nn.Module, run: Run) -> None:
@@ -321,6 +344,7 @@ class Pipeline(Strategy):
             # Shape (ranks, 1): a group of each rank.
             each_rank_alone = torch.arange(run.topology.size)[:, None]
             group = open_group(run, "alone", each_rank_alone)
+
         for layer in layers:
             if isinstance(layer, nn.SyncBatchNorm):  # torch's works neither on CPUs nor on shapes
                 convert(layer, group)
@@ -337,6 +361,7 @@ class Pipeline(Strategy):
         """
         if is_compiled(module):
             raise _compiled_around_cuts_error(type(without_compile(module)).__name__)
+
         has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
         number_is_set = (
             self.num_micro_batches
@@ -365,10 +390,12 @@ class Pipeline(Strategy):
         """
         if self.split is not None:
             return split(module, self.split), "as set"
+
         names = units(module)
         measured = None
         if run.topology.is_main:  # rank 0 measures for all
             measured = measure(module, names, run.examples)
+
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
         num_stages = place.last_stage + 1
@@ -377,6 +404,7 @@ class Pipeline(Strategy):
         total = sum(costs_of_stages) or 1  # all may be 0
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
         cuts = [names[index] for index in first_units]
+
         return split(module, cuts), f"{percentages} {unit_costs.reason}"
 
 
@@ -408,6 +436,7 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
     for index in range(len(names)):
         if index == 0 or unit_costs.called[index]:
             possible_units.append(index)
+
     if len(possible_units) < num_stages:
         shown = ", ".join(names[index] for index in possible_units)
         raise UsageError(
@@ -415,6 +444,7 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
             f"the model can be cut into {len(possible_units)} parts: {shown or 'none'}",
             "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
         )
+
     # A group is a unit at which a stage can begin, and those after it at which none can.
     costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
     first_groups = balanced(costs_of_groups, num_stages)
@@ -438,6 +468,7 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
         is_cut = cuts.stage_of(name) is None
         if is_cut and is_compiled(part):
             raise _compiled_around_cuts_error(name)
+
         # The pipeline replaces the forward of a piece. What torch.compile(block) returns calls that
         # forward; block.compile() would compile the call, and so the code of the pipeline.
         if name in cuts.pieces and is_compiled_in_place(part):

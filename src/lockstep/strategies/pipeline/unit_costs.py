@@ -57,12 +57,14 @@ def measure(
     parameter_bytes = [float(sum(p.nbytes for p in unit.parameters())) for unit in modules]
     training_modules = [part for part in module.modules() if part.training]
     module.eval()  # so that running statistics stay, and a SyncBatchNorm waits for no other rank
+
     try:
         with preserve_rng_state():
             measured = _measure_on_examples(module, modules, examples)
     finally:
         for part in training_modules:
             part.training = True
+
     if measured is None:
         all_called = [True] * len(modules)
         reason = "of parameters: no example to measure with"
@@ -71,15 +73,19 @@ def measure(
         return UnitCosts(parameter_bytes, reason, all_called)
 
     seconds, activation_bytes = measured
+
     total_bytes: list[float] = []
     for of_parameters, of_activations in zip(parameter_bytes, activation_bytes, strict=True):
         # Itself, its gradient and two moments of Adam for each parameter.
         total_bytes.append(COPIES_OF_A_PARAMETER * of_parameters + of_activations)
+
     seconds_of_model = max(sum(seconds), 1e-12)  # never divide by 0
     bytes_of_model = max(sum(total_bytes), 1)
+
     costs: list[float] = []
     for seconds_of_unit, bytes_of_unit in zip(seconds, total_bytes, strict=True):
         costs.append(seconds_of_unit / seconds_of_model + bytes_of_unit / bytes_of_model)
+
     called = [seconds_of_unit > 0 for seconds_of_unit in seconds]
     return UnitCosts(costs, "of time and memory, measured on an example", called)
 
@@ -96,6 +102,7 @@ def _measure_on_examples(
     device = next(module.parameters()).device
     if any(parameter.is_meta for parameter in module.parameters()):
         return None
+
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):
@@ -108,8 +115,10 @@ def _measure_on_examples(
                 for number in range(len(units)):
                     bytes_of_storages = kept.get(number, {})
                     activation_bytes.append(sum(bytes_of_storages.values()))
+
                 seconds = _time_units(module, units, (args, kwargs), device)
                 return seconds, activation_bytes
+
     return None
 
 
@@ -146,6 +155,7 @@ def _time_units(
             hook = partial(time_first_call, number)
             stack.enter_context(unit.register_forward_pre_hook(hook, with_kwargs=True))
         module(*args, **kwargs)
+
     return [seconds_of_unit.get(number, 0.0) for number in range(len(units))]
 
 
@@ -164,8 +174,10 @@ def _time_unit(unit: nn.Module, arguments: Arguments, device: torch.device) -> f
         sums = [output.sum() for output in outputs]
         if sums and inputs:  # otherwise there is no backward pass
             torch.autograd.grad(sums, inputs, allow_unused=True)
+
         synchronize()
         best = min(best, time.perf_counter() - begin)
+
     return best
 
 

@@ -145,6 +145,7 @@ class Wire:
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known_specs = self._specs_of_kind.get(kind)
         expected = None if known_specs is None else _spec_of_known_kind(known_specs, kind)
+
         # The receiver may have posted receives for a message like the one before. If this one is
         # different, zeros complete them.
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
@@ -169,11 +170,13 @@ class Wire:
                 "let the shapes of activations depend on the shapes of inputs alone, and "
                 "freeze or unfreeze parameters between two global batches",
             )
+
         self.send_known(tensors, to, marks)
 
         self._posted_by_receiver = None
         if self._posts_next_message(specs, more):
             self._posted_by_receiver = _spec_of_known_kind(specs, kind)
+
         self._previous_specs = specs
 
     def send_known(self, tensors: Sequence[Tensor], to: int, marks: Sequence[bool] = ()) -> None:
@@ -211,10 +214,12 @@ class Wire:
         # The next message will most likely have the same specs, so it is waited for already.
         if self._posts_next_message(specs, more):
             self._posted = self.post_receives(source, _spec_of_known_kind(specs, kind))
+
         self._previous_specs = specs
         for tensor, spec in zip(tensors, specs, strict=True):
             if spec.requires_grad and torch.is_grad_enabled():
                 tensor.requires_grad_()
+
         return tensors
 
     def _receive_of_known_kind(
@@ -233,11 +238,13 @@ class Wire:
         if self._posted is None or self._posted.spec != expected:
             self._drop_posted()
             self._posted = self.post_receives(source, expected)
+
         posted = self._posted
         self._posted = None
         message = self.take(posted)
         if all(message.marks):  # the one mark is True, or there is none
             return known_specs, message.tensors
+
         # These tensors are zeros. The new specs and the real tensors follow.
         return self._receive_with_specs(source, kind)
 
@@ -285,11 +292,13 @@ class Wire:
         data: list[Tensor] = []
         for tensor_spec in spec.tensors:
             data.append(torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier))
+
         works: list[dist.Work] = []
         if spec.num_marks:
             work = dist.irecv(marks, source, self._group, self._tag)
             assert work is not None  # this rank is in the group
             works.append(work)
+
         works += self._start_batch(dist.irecv, data, source)
         return PostedMessage(spec, marks, data, works)
 
@@ -329,9 +338,11 @@ class Wire:
         dist.recv(length, source, self._group, self._tag)
         text = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(text, source, self._group, self._tag)
+
         specs: list[TensorSpec] = []
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
             specs.append(TensorSpec(dtype, tuple(shape), requires_grad))
+
         remember(self._specs_of_kind, kind, tuple(specs))
         return tuple(specs)
 
