@@ -23,6 +23,7 @@ from lockstep.language import translate
 
 if TYPE_CHECKING:
     from lockstep.verify.comparison_plan import ComparisonPlan
+    from lockstep.verify.run_config import RunConfig
     from lockstep.verify.run_record import RunRecord
 
 
@@ -263,6 +264,31 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
 
+    reason = ""
+    if options["accumulate"]:
+        count = options["accumulate"]
+        reason = f"--accumulate {count} computes in pieces of another size, so sums are rounded"
+
+    excluded = [name for name in OPTIONS_WITHOUT_BITS if options[name]]
+    return ComparisonPlan(
+        reference=reference,
+        ways=_runs_to_compare(several, options),
+        steps=options["steps"],
+        same_samples=options["same_samples"],
+        by_bits=options["by_bits"] is not False and not excluded,
+        bits_alone=options["by_bits"] is True,
+        reason_without_bits=reason,
+        source_uses_lockstep=source.imports_lockstep,
+    )
+
+
+def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunConfig]:
+    """Returns the runs that are compared with the reference: the plain one, and one per option.
+
+    Args:
+        several: the plain run on several processes.
+        options: the options of the command.
+    """
     configs = [several]
     if options["accumulate"]:
         count = options["accumulate"]
@@ -277,7 +303,7 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
     for strategy in options["strategy"]:
         strategy_name = strategy.partition(":")[0]  # its own options follow the colon
         # With dp, one process uses all of its devices.
-        processes = 1 if strategy_name == "dp" else nproc
+        processes = 1 if strategy_name == "dp" else several.nproc
         configs.append(
             replace(
                 several,
@@ -287,22 +313,7 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
             )
         )
 
-    reason = ""
-    if options["accumulate"]:
-        count = options["accumulate"]
-        reason = f"--accumulate {count} computes in pieces of another size, so sums are rounded"
-
-    excluded = [name for name in OPTIONS_WITHOUT_BITS if options[name]]
-    return ComparisonPlan(
-        reference=reference,
-        ways=configs,
-        steps=options["steps"],
-        same_samples=options["same_samples"],
-        by_bits=options["by_bits"] is not False and not excluded,
-        bits_alone=options["by_bits"] is True,
-        reason_without_bits=reason,
-        source_uses_lockstep=source.imports_lockstep,
-    )
+    return configs
 
 
 def _check_options_with_bits(options: dict[str, Any]) -> None:

@@ -408,16 +408,9 @@ class _HostsRun:
                     continue
 
                 connection_lost = True
-                if self._spec.keep:
-                    what_follows = (
-                        "its ranks go on if the other machines reach them (--on-lost keep)"
-                    )
-                else:
-                    what_follows = "the run is ended"
-                    if self._spec.option == "--hosts":
-                        what_follows += " (--on-lost stop)"
+                self._say_connection_lost(remote)
+                if not self._spec.keep:
                     exit_codes.append(EXIT_LOST_RANK)
-                self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 
             # This signal only ends launchers whose ranks have not been started. The others notice
             # the failure by themselves, and report it.
@@ -433,6 +426,16 @@ class _HostsRun:
         if connection_lost and not exit_codes:
             return EXIT_LOST_RANK
         return 0
+
+    def _say_connection_lost(self, remote: Remote) -> None:
+        """Tells the user that the connection to a machine is lost, and what follows from that."""
+        if self._spec.keep:
+            what_follows = "its ranks go on if the other machines reach them (--on-lost keep)"
+        else:
+            what_follows = "the run is ended"
+            if self._spec.option == "--hosts":
+                what_follows += " (--on-lost stop)"
+        self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:
         for remote in remotes:
