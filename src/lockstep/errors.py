@@ -80,6 +80,7 @@ class LockstepError(Exception):
         do: what to change.
         code: of the entry in the catalogue (`lockstep.verify.catalogue`), if there is one.
         may_pass: for an error that differs in this from others of its class.
+        of_rank: the rank that has failed, if this rank is only told of it.
     """
 
     exit_code = 1
@@ -95,6 +96,7 @@ class LockstepError(Exception):
         *,
         code: str | None = None,
         may_pass: bool | None = None,
+        of_rank: int | None = None,
     ) -> None:
         self.was_set = was_set
         self.found = found
@@ -102,6 +104,7 @@ class LockstepError(Exception):
         self.code = code
         if may_pass is not None:
             self.may_pass = may_pass
+        self.of_rank = of_rank
         self.rank = _rank
         self.line = user_line()
         super().__init__(self.text)

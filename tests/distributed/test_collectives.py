@@ -14,10 +14,11 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.communication import routing
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import RanksDifferError, UsageError
+from lockstep.run.watch.error_record import describe_error
 
 pytestmark = pytest.mark.ranks
 
@@ -565,3 +566,31 @@ def test_an_empty_tensor_of_any_stride_travels_as_bytes() -> None:
     data = to_bytes(empty)
     assert (data.dtype, data.shape) == (torch.uint8, (0,))
     assert from_bytes(data, empty.dtype, empty.shape).shape == (0,)
+
+
+def errors_that_say_whose_they_are() -> list[tuple[str, int | None]]:
+    """What each of two ways tells of an error of rank 1: by its kind, and by whose it is."""
+
+    def fail_on_rank_1() -> None:
+        if world.rank == 1:
+            raise OSError("no space")
+
+    told = []
+    with lockstep.init() as world:
+        for way in (
+            lambda: run_on_all_ranks(world._run.collectives, "saving", fail_on_rank_1),
+            lambda: world.sum(1 if world.rank == 0 else {1, 2}),
+        ):
+            try:
+                way()
+            except Exception as error:
+                record = describe_error(error)
+                told.append((record.type, record.of_rank))
+    return told
+
+
+def test_an_error_that_is_passed_on_says_whose_it_is() -> None:
+    first, second, third = run_ranks(errors_that_say_whose_they_are, 3)
+    assert first == [("CheckpointError", 1), ("UsageError", 1)]
+    assert second == [("OSError", None), ("UsageError", 1)]
+    assert third == [("CheckpointError", 1), ("UsageError", 1)]

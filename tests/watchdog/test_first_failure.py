@@ -14,7 +14,7 @@ from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import first_failure, lost_node
-from lockstep.run.watch.lost_peer import find_lost_peer_text
+from lockstep.run.watch.lost_peer import find_lost_peer
 from lockstep.run.watch.printed_error import PrintedError
 from lockstep.run.watch.stacks import Frame
 from lockstep.run.watch.verdict import Row, Verdict
@@ -78,6 +78,7 @@ def rank_raised(
         exit_code=rest.pop("exit_code", 1),
         from_lockstep=rest.pop("from_lockstep", False),
         may_pass=rest.pop("may_pass", True),
+        of_rank=rest.pop("of_rank", None),
     )
     code = rest.pop("code", error.exit_code)
     rest = {"host": "a", "time": at + 0.1, "how": f"exit code {code}", **rest}
@@ -370,6 +371,64 @@ CASES = {
         exit_code=71,
         text_has=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
     ),
+    "told of another rank's error, which is recorded later": Case(
+        [
+            rank_raised(0, "saving\n  found: rank 2: no space", 10.0, "CheckpointError", of_rank=2),
+            rank_raised(1, "saving\n  found: rank 2: no space", 10.0, "CheckpointError", of_rank=2),
+            rank_raised(2, "no space", 10.1, "OSError"),
+        ],
+        "exception",
+        (2,),
+        text_has=(
+            "FIRST FAILURE: rank 2 on host a\n  OSError: no space",
+            "consequences: ranks 0-1 (told of the error of rank 2)",
+        ),
+        text_lacks=("same time", "together"),
+    ),
+    "the rank that has failed raises what it tells the others": Case(
+        [rank_raised(rank, "bad value", 10.0 + rank / 9, of_rank=1) for rank in (0, 1)],
+        "exception",
+        (1,),
+        text_has=("consequences: rank 0 (told of the error of rank 1)",),
+    ),
+    "told of an error, which its rank has survived": Case(
+        [rank_raised(0, "bad value", 10.0, "CheckpointError", of_rank=1), rank_exited(1, 0, 10.1)],
+        "exception",
+        (0,),
+        text_has=("CheckpointError: bad value",),
+        text_lacks=("network", "left early"),
+    ),
+    "who gave up waiting closes the connections of others": Case(
+        [
+            rank_raised(2, CLOSED, 10.0),
+            rank_raised(0, TIMED_OUT, 10.05),
+            rank_raised(1, RESET, 10.1),
+        ],
+        "exception",
+        (0,),
+        text_has=(
+            "FIRST FAILURE: rank 0 on host a\n  RuntimeError: ",
+            "what to do: no rank had ended before",
+            "consequences: rank 1 (Connection reset by peer), rank 2 (Connection closed by peer)",
+        ),
+        text_lacks=("same time", "together"),
+    ),
+    "a rank that lost its connection long before others gave up": Case(
+        [rank_raised(2, CLOSED, 10.0), rank_raised(0, TIMED_OUT, 40.0)],
+        "exception",
+        (2,),
+        text_has=("look at the network", "30.0 s later"),
+    ),
+    "killed by lockstep in the moment in which another rank fails": Case(
+        [
+            rank_killed(1, 9, "SIGKILL", 10.0, asked_to_end=9.99),
+            rank_raised(0, "loss is NaN", 10.05, "ValueError"),
+        ],
+        "exception",
+        (0,),
+        text_has=("ended by lockstep: rank 1",),
+        text_lacks=("together",),
+    ),
     "a rank that ended well is no cause if another failed": Case(
         [
             rank_exited(2, 0, 9.0),
@@ -432,7 +491,10 @@ CASES = {
         ],
         "exception",
         (0,),
-        text_has=("at the same time (order unknown):\n  rank 1: KeyError: second, train.py:30",),
+        text_has=(
+            "FIRST FAILURE: rank 0 on host a, together with rank 1\n",
+            "at the same time (order unknown):\n  rank 1: KeyError: second, train.py:30",
+        ),
     ),
     "several equal failures at the same time are merged": Case(
         [
@@ -599,7 +661,10 @@ CASES = {
         ],
         "exception",
         (0,),
-        text_has=("order unknown):\n  rank 2 on host b: KeyError: second",),
+        text_has=(
+            "FIRST FAILURE: rank 0 on host a, together with rank 2\n",
+            "order unknown):\n  rank 2 on host b: KeyError: second",
+        ),
     ),
     "two machines: more than 5 s apart": Case(
         [
@@ -745,7 +810,8 @@ def test_first_failure_of_each_case(name: str) -> None:
     ],
 )
 def test_texts_of_lost_peers_are_recognized(text: str, shown: str | None) -> None:
-    assert find_lost_peer_text([text]) == shown
+    lost_peer = find_lost_peer([text])
+    assert (None if lost_peer is None else lost_peer.text) == shown
 
 
 def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:

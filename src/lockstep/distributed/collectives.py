@@ -400,7 +400,7 @@ class Collectives:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
                     was_set, found, do = other.problem
-                    raise UsageError(was_set, f"rank {rank}: {found}", do)
+                    raise UsageError(was_set, f"rank {rank}: {found}", do, of_rank=rank)
         # All passed nests of the same structure, and the leaves differ in ways that are no mistake,
         # such as the number of rows of what is gathered.
         leaves_of_rank = [other.leaves for other in calls]
@@ -665,7 +665,7 @@ def exchange_on_all_ranks(
     for rank, message in enumerate(messages):
         if "error" in message:
             was_set, found, do = message["error"]
-            raise error_type(was_set, f"rank {rank}: {found}", do)
+            raise error_type(was_set, f"rank {rank}: {found}", do, of_rank=rank)
     return result, [message["answer"] for message in messages]
 
 

@@ -72,6 +72,8 @@ class ErrorRecord:
     """True for a `LockstepError`, whose message also says what was found and what to do."""
     may_pass: bool = True
     """See `LockstepError.may_pass`; True for all exceptions of others."""
+    of_rank: int | None = None
+    """The rank that has failed, if this one was only told of it (`LockstepError.of_rank`)."""
 
 
 class Reserve:
@@ -174,6 +176,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         trained_steps=_trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
         may_pass=not isinstance(cause, LockstepError) or cause.may_pass,
+        of_rank=cause.of_rank if isinstance(cause, LockstepError) else None,
     )
 
 

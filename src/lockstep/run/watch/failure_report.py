@@ -15,7 +15,7 @@ from lockstep.columns import join_label, pad
 from lockstep.language import InLanguage, in_english
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import detail_lines
-from lockstep.wording import format_ranks
+from lockstep.wording import format_ranks, join_first
 
 _MAX_FAILURES_SHOWN = 8
 _LABELS_OF_ERRORS = ("found:", "do:", "more:")
@@ -91,6 +91,8 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     heading = join_label(in_language("FIRST FAILURE:"), in_language(subject))
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
+    if failure.together_with:
+        heading += in_language(f", together with {join_first(failure.together_with)}")
 
     lines = [heading, f"  {_shorten(_headline(failure, in_language))}"]
     for text in failure.details:

@@ -2,14 +2,18 @@
 
 When one rank of a run fails, the others usually fail too, because they lose their connection to it.
 A *root* is a failure that may have ended the run; the earliest root is the *first failure*. A
-*follower* is a rank whose error says that it lost a peer (`lost_peer` knows these messages). The
-functions are pure: they take how each rank ended (`ExitStatus`) and return one `FirstFailure`.
+*follower* is a rank whose error says that it lost a peer (`lost_peer` knows these messages), or
+that another rank told it of an error (`LockstepError.of_rank`). The functions are pure: they take
+how each rank ended (`ExitStatus`) and return one `FirstFailure`.
 
 A follower is a consequence if a root came before it, or was noticed up to `CAUSE_MAX_DELAY_S`
 later: sockets close before a process is gone. Ranks that Lockstep ended itself are never a root.
 
+If there is no such root, a connection has failed, or a rank was waited for in vain. A rank that
+gave up waiting ends, and closes its connections: ranks that lost theirs are consequences of that.
+
 Two roots cannot be put in order if they are within `SAME_TIME_S` on one host, or within
-`CAUSE_MAX_DELAY_S` on two hosts, whose clocks differ. Then all of them are named.
+`CAUSE_MAX_DELAY_S` on two hosts, whose clocks differ. Then all of them are named together.
 
 `failure_advice` knows what to do about a failure, and `failure_report` writes the result.
 """
@@ -27,7 +31,7 @@ from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_advice import BY_KIND, GIVEN_UP, advise
-from lockstep.run.watch.lost_peer import find_lost_peer_text
+from lockstep.run.watch.lost_peer import LostPeer, find_lost_peer
 from lockstep.run.watch.repeated_failure import failure_key
 from lockstep.run.watch.verdict import Verdict
 from lockstep.wording import format_ranks, join_first
@@ -73,6 +77,8 @@ class FirstFailure:
     hang: Verdict | None = None
     """If it was a hang, what each rank did."""
     advice: tuple[str, ...] = ()
+    together_with: tuple[str, ...] = ()
+    """The subjects of other failures that cannot be put before or after it."""
     at_the_same_time: tuple[str, ...] = ()
     """Other failures that cannot be put before or after it."""
     consequences: tuple[str, ...] = ()
@@ -115,7 +121,7 @@ class _Ends:
     """Ended with exit code 0."""
     failed: list[ExitStatus] = field(default_factory=list)
     followers: list[ExitStatus] = field(default_factory=list)
-    """Failed with an error that says that a peer was lost."""
+    """Failed with an error that says that a peer was lost, or that another rank has failed."""
 
 
 def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) -> _Ends:
@@ -126,7 +132,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
             ends.ended_well.append(end)
-        elif _lost_peer_text(end) is not None:
+        elif _follower_text(end):
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -170,15 +176,25 @@ def first_failure(
         roots.append(_root_of_interruption(interrupted))
 
     # If no failure explains why ranks lost a peer, a rank may have ended without an error.
-    if ends.followers and not any(_has_cause(end, roots) for end in ends.followers):
-        roots += _roots_without_error(ends)
+    lost_a_peer = [end for end in ends.followers if not _is_told_of_other_rank(end)]
+    if lost_a_peer and not any(_has_cause(end, roots) for end in ends.followers):
+        roots += _roots_without_error(ends, min(end.failed_at for end in lost_a_peer))
 
     explained = [end for end in ends.followers if _has_cause(end, roots)]
     unexplained = [end for end in ends.followers if not _has_cause(end, roots)]
 
-    # No rank was gone when these ranks lost their connections, so the connection itself failed.
-    for end in unexplained:
-        roots.append(_root_of_exit(end, no_peer_was_lost=True))
+    # No rank was gone when these gave up waiting, or lost their connections.
+    gave_up = [end for end in unexplained if not _lost_connection(end)]
+    lost_connection = [end for end in unexplained if _lost_connection(end)]
+    roots += [_root_of_unexplained(end) for end in gave_up]
+
+    # The end of a rank that gave up has closed its connections.
+    roots_before_loss = list(roots)
+    for end in lost_connection:
+        if _has_cause(end, roots_before_loss):
+            explained.append(end)
+        else:
+            roots.append(_root_of_unexplained(end))
 
     if not roots:
         return None
@@ -209,6 +225,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
         followers: the ends of ranks that lost a peer because of one of these failures.
     """
     first, *later_roots = _merge_similar_roots(roots)
+    together_with: list[str] = []
     at_the_same_time: list[str] = []
     may_pass = first.may_pass
     consequences = _describe_followers(followers)
@@ -217,6 +234,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     # it. A later Ctrl-C is neither, and is not mentioned.
     for root in later_roots:
         if _cannot_be_ordered(first, root):
+            together_with.append(root.subject)
             at_the_same_time.append(_describe_root(root, first.host))
             may_pass = may_pass or root.may_pass
         elif root.kind != "interrupted":
@@ -225,6 +243,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
 
     return replace(
         first,
+        together_with=tuple(together_with),
         at_the_same_time=tuple(at_the_same_time),
         consequences=tuple(consequences),
         may_pass=may_pass,
@@ -250,21 +269,41 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
     return end.code in (-interrupted.signal, 128 + interrupted.signal)
 
 
-def _lost_peer_text(end: ExitStatus) -> str | None:
-    """Returns the part of a rank's error that says that a peer was lost, or None if there is none.
+def _follower_text(end: ExitStatus) -> str:
+    """Returns what a rank's error says of the failure of another rank; empty if it says nothing."""
+    if _is_told_of_other_rank(end):
+        assert end.error is not None
+        return f"told of the error of rank {end.error.of_rank}"
+    lost_peer = _lost_peer(end)
+    return "" if lost_peer is None else lost_peer.text
+
+
+def _is_told_of_other_rank(end: ExitStatus) -> bool:
+    """Returns True if a rank only raised what another rank has told all ranks of."""
+    return end.error is not None and end.error.of_rank not in (None, end.rank)
+
+
+def _lost_connection(end: ExitStatus) -> bool:
+    """Returns True if a rank's error says that a connection is gone, and not only a timeout."""
+    lost_peer = _lost_peer(end)
+    return lost_peer is not None and not lost_peer.timed_out
+
+
+def _lost_peer(end: ExitStatus) -> LostPeer | None:
+    """Returns what a rank's error says of a lost peer, or None if it says nothing of one.
 
     The exception that the rank recorded is the best source. Without one, its output is searched.
     """
     if end.error is not None:
-        return find_lost_peer_text([end.error.message, *end.error.chain])
+        return find_lost_peer([end.error.message, *end.error.chain])
 
     # An exception in a C++ thread, such as NCCL's watchdog, aborts the process.
     was_aborted = end.code == -signal.SIGABRT
     if was_aborted:
-        return find_lost_peer_text(end.last_lines)
+        return find_lost_peer(end.last_lines)
 
     if end.printed is not None:
-        return find_lost_peer_text(end.printed.text)
+        return find_lost_peer(end.printed.text)
     return None
 
 
@@ -346,8 +385,7 @@ def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
     """
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for end in sorted(followers, key=lambda end: end.rank):
-        text = _lost_peer_text(end) or ""  # never None: this text is what makes it a follower
-        ranks_by_text[text].append(end.rank)
+        ranks_by_text[_follower_text(end)].append(end.rank)
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
 
 
@@ -361,6 +399,12 @@ def _describe_given_up(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
 
 
 # --- The roots
+
+
+def _root_of_unexplained(end: ExitStatus) -> FirstFailure:
+    """Turns the end of a follower into a failure, since no other rank had failed before it."""
+    # The rank that it was told of has gone on, so its own connection is not at fault.
+    return _root_of_exit(end, no_peer_was_lost=not _is_told_of_other_rank(end))
 
 
 def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFailure:
@@ -436,15 +480,15 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     return 128 + signal_number
 
 
-def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
+def _roots_without_error(ends: _Ends, first_loss: float) -> list[FirstFailure]:
     """Returns the failures of ranks that reported no error, but were missing when others needed
     them: ranks that ended with exit code 0, and ranks that were stopped by a signal.
 
     Args:
-        ends: how the ranks ended. At least one of them must be a follower.
+        ends: how the ranks ended.
+        first_loss: when the first of them lost a peer.
     """
     roots = []
-    first_loss = min(end.failed_at for end in ends.followers)
 
     # The end of a rank may be noticed some seconds after the others have lost it.
     for end in ends.ended_well:

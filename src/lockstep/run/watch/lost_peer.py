@@ -9,56 +9,81 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-# What Gloo, NCCL, TCPStore, DDP and Lockstep say when a peer is gone or has not come. The first
-# match is shown, so patterns that name the peer or the reason come first. `(?<!\] )` excludes a
-# builtin OSError, such as `[Errno 32] Broken pipe`, which is about a pipe or socket of the script.
-_LOST_PEER_PATTERNS = (
+# What Gloo, NCCL, TCPStore, DDP and Lockstep say when a peer has not come in time. It need not have
+# failed: it may be slow, or wait for something else.
+_TIMEOUT_PATTERNS = (
     # [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms
     r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
+    r"Timed out waiting \d+ms for (?:recv|send) operation",
+    r"Watchdog caught collective operation timeout",
+    r"wait timeout after \d+ms",
+    r"The client socket has timed out",
+    r"[Ss]ocket [Tt]imeout",
+    r"watchdog got stuck",
+    r"Heartbeat monitor timed out",
+    r"ranks? [\d, -]+ did not come within [\d.]+ s",
+    # Gloo says this to the other operations on a connection on which one has timed out.
+    r"Application timeout caused pair closure",
+    r"Some NCCL operations have failed or timed out",
+)
+# What they say when a peer is gone. `(?<!\] )` excludes a builtin OSError, such as `[Errno 32]
+# Broken pipe`, which is about a pipe or socket of the script.
+_CLOSED_PATTERNS = (
     r"remote process exited or there was a network error",
     r"Connection closed by (?:remote )?peer",
     r"(?<!\] )[Cc]onnection reset by peer",
     r"Connection was likely closed",
-    r"Timed out waiting \d+ms for (?:recv|send) operation",
-    r"Watchdog caught collective operation timeout",
     r"Failed to check the .should dump. flag on TCPStore",
     r"(?<!\] )Broken pipe",
     r"recvValue failed",
-    r"Application timeout caused pair closure",
     r"connectFullMesh failed",
-    r"wait timeout after \d+ms",
-    r"The client socket has timed out",
     r"(?:failed to connect|Failed to recv|Failed to send), .*0 bytes",
-    r"[Ss]ocket [Tt]imeout",
-    r"watchdog got stuck",
-    r"Heartbeat monitor timed out",
     r"NCCL communicator (?:was|has been) aborted",
-    r"Some NCCL operations have failed or timed out",
     r"ncclRemoteError",
     # Rank 0 has 161 params, while rank 1 has inconsistent 0 params.
     r"inconsistent 0 params",
     r"\bChildFailedError\b",
     r"rank 0 or its store went away during the join",
     r"its store answered once and then went away",
-    r"ranks? [\d, -]+ did not come within [\d.]+ s",
     r"rank 0 \(.*\) came, but stopped answering",
     r"ranks? [\d, -]+ ended while this rank waited",
 )
 
 
-def find_lost_peer_text(texts: Iterable[str]) -> str | None:
-    """Finds the part of an error that says that a peer was lost: `Connection closed by peer`.
+@dataclass(frozen=True)
+class LostPeer:
+    """What an error says of a lost peer."""
+
+    text: str
+    """The part of the error that says it: `Connection closed by peer`."""
+    timed_out: bool
+    """True if the peer has not come in time, False if it is gone."""
+
+
+def find_lost_peer(texts: Iterable[str]) -> LostPeer | None:
+    """Finds what an error says of a lost peer.
 
     Args:
         texts: the messages of an exception and of those it was raised from, or the lines of a log.
 
     Returns:
-        The part, or None if there is none.
+        None if the error does not say that a peer was lost.
     """
     joined = "\n".join(texts)
-    for pattern in _LOST_PEER_PATTERNS:
-        match = re.search(pattern, joined)
+    timeout = _first_match(_TIMEOUT_PATTERNS, joined)
+    closed = _first_match(_CLOSED_PATTERNS, joined)
+    text = timeout or closed  # what names the peer comes first
+    if text is None:
+        return None
+    return LostPeer(text, timed_out=closed is None)
+
+
+def _first_match(patterns: Iterable[str], text: str) -> str | None:
+    """Returns what the first pattern that is in a text has found; None if none is in it."""
+    for pattern in patterns:
+        match = re.search(pattern, text)
         if match is not None:
             return match[0]
     return None
