@@ -36,6 +36,10 @@ _WORD_OF_LARGE_MODULE = {
     "torch._dynamo": "optim",  # imported by the first optimizer, which takes over a second
     "lockstep.world": "lockstep",
     "lockstep.strategies.ddp": "lockstep",
+    "lockstep.extensions.autotune": "lockstep",
+    "lockstep.extensions.checks": "lockstep",
+    "lockstep.distributed.rendezvous": "lockstep",
+    "lockstep.checkpoint.session": ".checkpoint(",
     "numpy.random": "lockstep",
 }
 """Large modules, each with a word: if a script's source contains the word, the script will import
