@@ -429,6 +429,16 @@ CASES = {
         text_has=("ended by lockstep: rank 1",),
         text_lacks=("together",),
     ),
+    "other exit codes are other failures": Case(
+        [rank_exited(1, 3, 10.0), rank_exited(0, 5, 10.1), rank_exited(2, 5, 10.12)],
+        "exit",
+        (1,),
+        exit_code=3,
+        text_has=(
+            "rank 1 on host a, together with ranks 0, 2\n  exit code 3; no",
+            "order unknown):\n  ranks 0, 2: exit code 5",
+        ),
+    ),
     "a rank that ended well is no cause if another failed": Case(
         [
             rank_exited(2, 0, 9.0),

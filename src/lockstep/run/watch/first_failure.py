@@ -108,7 +108,7 @@ class FirstFailure:
         address.
         """
         headline_without_numbers = re.sub(r"\d+", "#", self.headline)
-        return (self.kind, headline_without_numbers, self.line)
+        return (self.kind, headline_without_numbers, self.line, self.exit_code)
 
 
 @dataclass
