@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -45,7 +47,24 @@ def before_the_others(world: lockstep.World, model: Any, optimizer: Any, loader:
             optimizer.step()  # counted
 
 
+def in_the_first_of_two(world: lockstep.World, model: Any, optimizer: Any, loader: Any) -> None:
+    for i, (x, y) in enumerate(loader):
+        backward(world, model, x, y)
+        if i % 2 == 0:
+            optimizer.step()  # counted
+            optimizer.zero_grad()
+
+
 # Honest
+
+
+def one_step_less(world: lockstep.World, model: Any, optimizer: Any, loader: Any) -> None:
+    for i, (x, y) in enumerate(loader):
+        backward(world, model, x, y)
+        is_finite = world.step > 2 or i not in (1, 3)  # as a loss may not be
+        if is_finite:
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 def every_fourth(world: lockstep.World, model: Any, optimizer: Any, loader: Any) -> None:
@@ -113,6 +132,7 @@ def none_at_all(world: lockstep.World, model: Any, optimizer: Any, loader: Any) 
 
 WRONG: list[Loop] = [every_third, before_the_others]
 HONEST: list[Loop] = [
+    one_step_less,
     every_fourth,
     every_second,
     in_every_iteration,
@@ -122,6 +142,13 @@ HONEST: list[Loop] = [
     skips_micro_batches,
     none_at_all,
 ]
+
+
+WRONG_NAMES = [
+    *[loop.__name__ for loop in WRONG],
+    *("2 in_the_first_of_two", "3 before_the_others"),
+]
+"""With the number of micro-batches, if it is another one."""
 
 
 def told_of(loop: Loop, num_micro_batches: int, strategy: str | None = None) -> list[str]:
@@ -149,13 +176,16 @@ def told_of_all(strategy: str | None = None) -> dict[str, list[str]]:
     for loop in [*WRONG, *HONEST]:
         found[loop.__name__] = told_of(loop, MICRO_BATCHES, strategy)
     found["without micro-batches"] = told_of(every_third, 1, strategy)
+    for loop in (in_the_first_of_two, every_second, one_step_less, skips_by_the_norm):
+        found[f"2 {loop.__name__}"] = told_of(loop, 2, strategy)
+    found["3 before_the_others"] = told_of(before_the_others, 3, strategy)
     return found
 
 
 def check(size: int, strategy: str | None = None) -> None:
     first, *others = run_ranks(told_of_all, size, strategy)
     for name, lines in first.items():
-        is_wrong = name in [loop.__name__ for loop in WRONG]
+        is_wrong = name in WRONG_NAMES
         assert lines == (["optimizer.step()  # counted"] if is_wrong else []), name
     for other in others:
         assert not any(other.values())  # rank 0 alone warns
@@ -405,4 +435,159 @@ def test_the_lengths_of_schedules_in_plain_loops_are_told_and_honest_ones_are_no
         elif name in [use.__name__ for use in AS_LONG_AS_EPOCHS]:
             expected = [MESSAGES["schedule of epochs"]]
         assert told == expected, name
+    assert not any(second.values())
+
+
+# Schedules beside two loaders, in loops over `world.epochs`
+
+
+class Split(Training):
+    """Also has a validation loader, of as many micro-batches as the other has global batches."""
+
+    def __init__(self, world: lockstep.World, num_micro_batches: int) -> None:
+        self.world = world
+        self.num_micro_batches = num_micro_batches
+        self.train_before = DataLoader(tensors(24 * 2 * num_micro_batches), 24)
+        self.val_before = DataLoader(tensors(24 * 2), 24)
+        model = mlp()
+        self.model, self.optimizer, self.train, self.val = world.prepare(
+            model, sgd(model), self.train_before, self.val_before
+        )
+        assert len(self.val_before) * num_micro_batches == len(self.train_before)
+
+    def run(self, epochs: int = EPOCHS, stop_after: int = EPOCHS) -> None:
+        for epoch in self.world.epochs(epochs):
+            self.one_epoch()
+            with torch.no_grad():
+                for x, _ in self.val:
+                    self.model(x)
+            if epoch + 1 == stop_after:
+                break
+
+
+def printed_and_planned_for_longer(t: Split) -> None:
+    sys.stdout.write(str(len(t.train)))
+    text = f"{len(t.train)} batches, {len(t.val)} to validate"
+    t.cosine(EPOCHS * len(t.train_before) * t.num_micro_batches)
+    assert text
+    t.run()
+
+
+def as_long_as_the_other_loader(t: Split) -> None:
+    batches_to_validate = len(t.val)
+    assert batches_to_validate == t.train.steps
+    t.cosine(EPOCHS * t.train.steps)
+    t.run()
+
+
+def only_the_other_loader_is_asked(t: Split) -> None:
+    length = EPOCHS * len(t.val)
+    t.cosine(length)
+    t.run()
+
+
+def asked_later(t: Split) -> None:
+    t.cosine(EPOCHS * len(t.train_before) * t.num_micro_batches)
+    in_all = EPOCHS * len(t.train)
+    t.run()
+    assert in_all
+
+
+def asked_in_the_head_of_a_loop(t: Split) -> None:
+    for _ in range(len(t.train)):
+        pass
+    t.cosine(EPOCHS * len(t.train_before) * t.num_micro_batches)
+    t.run()
+
+
+def steps_of_the_loader(t: Split) -> None:
+    batches_of_epoch = len(t.train)
+    t.cosine(EPOCHS * t.train.steps)
+    assert batches_of_epoch > t.train.steps
+    t.run()
+
+
+def stops_early(t: Split) -> None:
+    batches_of_epoch = len(t.train)
+    t.cosine(EPOCHS * t.train.steps)
+    t.run(stop_after=1)
+    assert batches_of_epoch
+
+
+def resumed(t: Split) -> None:
+    batches_of_epoch = len(t.train)
+    t.cosine(EPOCHS * t.train.steps)
+    t.run(1)
+    t.run(EPOCHS)
+    assert batches_of_epoch
+
+
+def one_cycle(t: Split) -> None:
+    length = EPOCHS * len(t.train_before)
+    logging.getLogger().info(len(t.train))
+    cycle = torch.optim.lr_scheduler.OneCycleLR(t.optimizer, 0.1, total_steps=length)
+    t.schedule = t.world.prepare(cycle)
+    t.run()
+
+
+def in_each_epoch(t: Split) -> None:
+    batches_of_epoch = len(t.train)
+    t.cosine(EPOCHS)
+    for _ in t.world.epochs(EPOCHS):
+        for x, y in t.train:
+            t.step(x, y)
+        t.schedule.step()
+    assert batches_of_epoch
+
+
+def of_micro_batches(t: Split) -> None:
+    length = EPOCHS * len(t.train)
+    t.cosine(length)
+    t.run()
+
+
+def of_micro_batches_in_the_call(t: Split) -> None:
+    t.cosine(EPOCHS * len(t.train))
+    logging.getLogger().info((len(t.train), len(t.val)))
+    t.run()
+
+
+WRONG_SPLITS = [of_micro_batches, of_micro_batches_in_the_call]
+HONEST_SPLITS = [
+    printed_and_planned_for_longer,
+    as_long_as_the_other_loader,
+    only_the_other_loader_is_asked,
+    asked_later,
+    asked_in_the_head_of_a_loop,
+    steps_of_the_loader,
+    stops_early,
+    resumed,
+    one_cycle,
+    in_each_epoch,
+]
+
+
+def told_of_split(use: Callable[[Split], None], num_micro_batches: int) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with lockstep.init(seed=0, num_micro_batches=num_micro_batches) as world:
+            use(Split(world, num_micro_batches))
+    return len([warning for warning in caught if "T_max" in str(warning.message)])
+
+
+def told_of_splits() -> dict[str, int]:
+    told = {}
+    for use in [*WRONG_SPLITS, *HONEST_SPLITS]:
+        for num_micro_batches in (2, 3, 4):
+            told[f"{use.__name__} {num_micro_batches}"] = told_of_split(use, num_micro_batches)
+    return told
+
+
+@pytest.mark.thorough
+def test_a_schedule_is_not_told_for_what_was_printed_or_belongs_to_another_loader() -> None:
+    first, second = run_ranks(told_of_splits, 2)
+    wrong_names = [use.__name__ for use in WRONG_SPLITS]
+    for name, num_told in first.items():
+        is_wrong = name.split()[0] in wrong_names
+        assert num_told == (1 if is_wrong else 0), name
     assert not any(second.values())

@@ -148,6 +148,8 @@ class Loader:
         """Number of finished passes in which no optimizer has stepped."""
         self.evaluated_at: Location | None = None
         """The user's line that started the latest of these passes."""
+        self.lines_that_asked_length: dict[Location, None] = {}
+        """Lines of the script that called `len(loader)`, in the order of the first calls."""
         self.length_asked_at: Location | None = None
         """The user's line that called `len(loader)` last."""
         self.start = 0
@@ -291,6 +293,8 @@ class Loader:
             LengthUnknownError: the dataset is a stream of unknown length.
         """
         self.length_asked_at = user_location()
+        if self.length_asked_at is not None:
+            self.lines_that_asked_length[self.length_asked_at] = None
         return self.num_micro_batches_of_epoch()
 
     def num_micro_batches_of_epoch(self) -> int:

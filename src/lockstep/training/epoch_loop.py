@@ -1,4 +1,4 @@
-"""Reads in a script how many epochs the loop makes that runs now.
+"""Reads in a script how many epochs the loop makes that runs now, and which values it keeps.
 
 `for epoch in range(20)` does not tell anybody its length while it runs, so the script's source is
 parsed. Numbers, variables and attributes in it are looked up in the frame; nothing is called.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from lockstep.user_code import user_frames
+from lockstep.user_code import Location, user_frames
 
 NAMES_OF_RANGE = ("range", "trange")
+NAMES_OF_PRINTING = ("print", "log", "debug", "info", "warning", "write", "append")
+SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 
 
 def epochs_of_loop() -> int | None:
@@ -38,6 +40,78 @@ def epochs_of_loop() -> int | None:
         return None
 
     return _count(loop.iter, frame)
+
+
+def may_pass_value_on(line: Location) -> bool:
+    """Returns True if a value that a statement computes may be an argument of another call.
+
+    `build(3 * len(loader))` and `return 3 * len(loader)` pass it on, and so does `steps = 3 *
+    len(loader)` if `build(steps)` follows. `print(len(loader))` does not, nor does the head of a
+    loop. False if the source is not known.
+    """
+    file, number = line
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return False
+    statements = [node for node in ast.walk(tree) if isinstance(node, SIMPLE_STATEMENTS)]
+    for statement in statements:
+        if statement.lineno <= number <= (statement.end_lineno or statement.lineno):
+            if any(_prints(part) for part in ast.walk(statement)):
+                return False
+            if isinstance(statement, ast.Return | ast.Expr):
+                return True
+            if _calls_more_than_len(statement):
+                return True
+            return _reaches_call(statement, statements)
+    return False
+
+
+def _calls_more_than_len(statement: ast.stmt) -> bool:
+    """True for `schedule = build(3 * len(loader))`, and not for `steps = 3 * len(loader)`."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") != "len":
+            return True
+    return False
+
+
+def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
+    """True if what is assigned is an argument of a call, perhaps through other variables."""
+    names = _names(assignment, stored=True)
+    is_growing = True
+    while is_growing:
+        size_before = len(names)
+        for statement in statements:
+            reads_it = not names.isdisjoint(_names(statement, stored=False))
+            if not reads_it or any(_prints(part) for part in ast.walk(statement)):
+                continue
+            if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
+                return True
+            names |= _names(statement, stored=True)
+        is_growing = len(names) > size_before
+    return False
+
+
+def _names(statement: ast.stmt, *, stored: bool) -> set[str]:
+    """Returns the variables and attributes that a statement assigns to, or those that it reads."""
+    names = set()
+    for node in ast.walk(statement):
+        if not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        if isinstance(node.ctx, ast.Store) == stored:
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return names
+
+
+def _prints(node: ast.AST) -> bool:
+    """True for `print(...)`, `logger.info(...)` and the values in an f-string."""
+    if isinstance(node, ast.JoinedStr):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in NAMES_OF_PRINTING
 
 
 def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] | None:

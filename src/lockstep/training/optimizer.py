@@ -53,6 +53,17 @@ FOREACH_MAX_MEAN_ELEMENTS = 2**14
 # got mixed torch.Tensor and DTensor".
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
+# `step()` was called in some micro-batches of a global batch, and not in its last. One such batch
+# may be a step that is left out on purpose.
+MAX_BATCHES_BETWEEN_MISSED_STEPS = 10
+"""Two global batches that are no further apart tell, if `step()` was called in only some of the
+micro-batches before the last."""
+# If `step()` was called in all of them, as it always is if it is called and there are two, no step
+# must have been taken for several global batches.
+MIN_STEPS_MISSED_AT_END_OF_PASS = 3
+MAX_STEPS_MISSED_IN_A_ROW = 20
+"""After so many, the warning does not wait for the end of the pass, which may never come."""
+
 
 def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer that torch computes wrongly with shards, without an error.
@@ -129,6 +140,15 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._early_call_at: Location | None = None
         """The line of the first of these calls."""
         self._warned_of_missed_step = False
+        self._is_clipped = False
+        self._num_batches_seen = 0
+        self._steps_missed_in_a_row = 0
+        self._partly_called_in: int | None = None
+        """The number of the last global batch in some of whose micro-batches, but not in all before
+        the last, `step()` was called, and that was not stepped for."""
+        self._missed_call_at: Location | None = None
+        self._missed_calls = (0, 0)
+        """In how many micro-batches of that global batch `step()` was called, of how many."""
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which `zero_grad()` was last postponed."""
         self._learning_rates: list[Any] = []
@@ -300,32 +320,66 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Counts calls of `step()` from here on."""
         self._early_calls = 0
         self._early_call_at = None
+        self._is_clipped = False
 
-    def warn_if_step_was_missed(self, num_micro_batches: int) -> None:
-        """Warns if `step()` was called in some micro-batches of a global batch, not in its last.
+    def note_clipping(self) -> None:
+        """Notes that the gradient of the present global batch has been clipped, so is whole."""
+        self._is_clipped = True
 
-        A loop that counts batches by itself does so (`if (i + 1) % 3 == 0`). A loop that skips a
-        step on purpose has called `step()` in all micro-batches before the last, or in none.
+    def count_missed_step(self, num_micro_batches: int) -> None:
+        """Notes whether `step()` was called in the last micro-batch of a global batch.
+
+        A loop that counts batches by itself calls it in others (`if i % 2 == 0`). One that skips a
+        step on purpose, after a loss that is not finite, looks alike in a single global batch. So
+        the warning waits for a pattern, see `MAX_BATCHES_BETWEEN_MISSED_STEPS`.
 
         Args:
             num_micro_batches: of the global batch, for all of which there was a backward pass.
         """
-        was_stepped = self._stepped_in == self._step_called_in
-        if was_stepped or self._warned_of_missed_step:
+        self._num_batches_seen += 1
+        if self._stepped_in == self._step_called_in:
+            self._steps_missed_in_a_row = 0
             return
-        if not 0 < self._early_calls < num_micro_batches - 1:
+        if not self._early_calls or self._is_clipped:
+            return  # the loop takes no step here, or decides after it has clipped the gradient
+        self._steps_missed_in_a_row += 1
+        self._missed_call_at = self._early_call_at
+        self._missed_calls = (self._early_calls, num_micro_batches)
+        in_all_before_the_last = self._early_calls == num_micro_batches - 1
+        if in_all_before_the_last:
+            if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
+                self._warn_of_missed_step()
+            return
+        last_time = self._partly_called_in
+        self._partly_called_in = self._num_batches_seen
+        if last_time is None:
+            return
+        if self._num_batches_seen - last_time <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
+            self._warn_of_missed_step()
+
+    def warn_at_end_of_pass(self) -> None:
+        """Warns if no step was taken for the last few global batches of a pass.
+
+        With two micro-batches, `step()` is called in all before the last or in none.
+        """
+        if self._steps_missed_in_a_row >= MIN_STEPS_MISSED_AT_END_OF_PASS:
+            self._warn_of_missed_step()
+
+    def _warn_of_missed_step(self) -> None:
+        if self._warned_of_missed_step:
             return
 
         self._warned_of_missed_step = True
+        early_calls, num_micro_batches = self._missed_calls
         warn(
             "optimizer.step() in some micro-batches of a global batch",
-            f"it was called in {self._early_calls} of {num_micro_batches} micro-batches, but not "
+            f"it was called in {early_calls} of {num_micro_batches} micro-batches, but not "
             "in the last one, after which the optimizer steps: it has not stepped for this global "
             "batch",
             "call optimizer.step() in every iteration and count no batches: it steps once for each "
             "global batch",
             code="LS405",
-            at=self._early_call_at,
+            at=self._missed_call_at,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -576,13 +630,14 @@ class _OptimizerEvents(Extension):
             self._num_micro_batches_trained = micro_batch.num_micro_batches
 
     def pass_ended(self) -> None:
-        """Looks back at the last global batch of a pass."""
+        """Looks back at the last global batch of a pass, and at the steps of the pass."""
         self._look_back()
+        self._optimizer.warn_at_end_of_pass()
 
     def _look_back(self) -> None:
-        """Warns if the optimizer should have stepped for the global batch that is over."""
+        """Notes whether the optimizer has stepped for the global batch that is over."""
         if self._num_micro_batches_trained:
-            self._optimizer.warn_if_step_was_missed(self._num_micro_batches_trained)
+            self._optimizer.count_missed_step(self._num_micro_batches_trained)
         self._num_backwards = 0
         self._num_micro_batches_trained = 0
         self._optimizer.begin_global_batch()

@@ -280,6 +280,7 @@ class Preparer:
             updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
             if updates_module:  # under fp16 its gradients are multiplied by the scale of the loss
                 self.precision.unscale([optimizer.inner])
+                optimizer.note_clipping()
 
         if self.run.settings.virtual_ranks is None:
             norm = self.strategy.total_norm(parameters, norm_type)
@@ -722,6 +723,7 @@ class Preparer:
                     scheduler, optimizer, self.run.step, self.run.collectives
                 )
                 self.schedulers.append(prepared)
+                self.schedule_lengths.note_prepared(prepared)
                 return prepared
 
         raise UsageError(

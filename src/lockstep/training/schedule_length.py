@@ -18,7 +18,7 @@ from lockstep.batch.loader import Loader
 from lockstep.checkpoint.checks import LENGTH_ATTRIBUTES
 from lockstep.errors import warn
 from lockstep.session.extension import Extension
-from lockstep.training.epoch_loop import epochs_of_loop
+from lockstep.training.epoch_loop import epochs_of_loop, may_pass_value_on
 from lockstep.training.optimizer import PreparedScheduler
 from lockstep.user_code import Location, user_stack
 
@@ -50,12 +50,33 @@ class ScheduleLengths(Extension):
         self._first_ends: dict[Loader, _EndOfPass] = {}
         self._compared: set[Loader] = set()
         self._warned_of: set[PreparedScheduler] = set()
+        self._num_epochs: int | None = None
+        """What the script has given `World.epochs`."""
+        self._line_of_length: dict[tuple[PreparedScheduler, Loader], Location] = {}
+        """The line that asked for the length of a loader, before the scheduler was prepared."""
+
+    def note_prepared(self, scheduler: PreparedScheduler) -> None:
+        """Notes which lengths the script knew when it built a scheduler, which is now prepared.
+
+        A length that was asked for later, or only to print it, is not that of the schedule.
+        """
+        for loader in self._loaders:
+            for line in loader.lines_that_asked_length:
+                if may_pass_value_on(line):
+                    self._line_of_length[scheduler, loader] = line
 
     def check_epochs(self, num_epochs: int) -> None:
-        """Warns of schedules that are as long as the micro-batches of so many epochs."""
-        for loader in self._loaders:
-            for scheduler in self._schedulers:
-                self._check_micro_batches(scheduler, loader, num_epochs)
+        """Warns of schedules that are as long as the micro-batches of so many epochs.
+
+        Of several loaders it is seen in the first epoch which ones are trained on.
+        """
+        self._num_epochs = num_epochs
+        if len(self._loaders) == 1:
+            self._check_all(self._loaders[0], num_epochs)
+
+    def _check_all(self, loader: Loader, num_epochs: int) -> None:
+        for scheduler in self._schedulers:
+            self._check_micro_batches(scheduler, loader, num_epochs)
 
     def pass_ended(self) -> None:
         """Compares the schedules when a loader was trained on twice."""
@@ -65,6 +86,8 @@ class ScheduleLengths(Extension):
         for loader in self._loaders:
             if loader in self._compared or loader.trained == 0:
                 continue
+            if self._num_epochs is not None:
+                self._check_all(loader, self._num_epochs)
 
             end = _EndOfPass(
                 user_stack(),
@@ -96,9 +119,10 @@ class ScheduleLengths(Extension):
     ) -> None:
         """Warns if a schedule is as long as the micro-batches of the training.
 
-        Loaders whose length the script has not asked for do not count.
+        Loaders whose length the script did not know when it built the schedule do not count.
         """
-        if loader.length_asked_at is None or loader.steps is None or scheduler in self._warned_of:
+        line_of_length = self._line_of_length.get((scheduler, loader))
+        if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
             return
 
         length_of_epoch = loader.num_micro_batches_of_epoch()
@@ -106,6 +130,10 @@ class ScheduleLengths(Extension):
             return
 
         length = num_epochs * length_of_epoch
+        for other in self._loaders:
+            if other.steps is not None and num_epochs * other.steps == length:
+                return  # it is as long as the steps on another loader, and may be meant so
+
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
             if state.get(name) != length:
@@ -121,7 +149,7 @@ class ScheduleLengths(Extension):
                 f"{steps} of its {length} steps",
                 "compute its length before world.prepare, where len(loader) counts global "
                 "batches, or from loader.steps",
-                at=loader.length_asked_at,
+                at=line_of_length,
             )
 
     def _check_epochs_as_steps(
