@@ -428,11 +428,26 @@ def test_what_ends_many_ranks_is_shown_once(tmp_path: Path) -> None:
     assert "[rank 4] KeyError: 1\n" in shown
     others = format_ranks({*range(4)} - {int(first)})
     assert shown.endswith(
-        f"lockstep: {others} failed with the same traceback as rank {first} (only numbers differ); "
+        f"lockstep: {others} printed the same traceback as rank {first} (only numbers differ); "
         "see their logs\n"
     )
     for rank, text in enumerate(ends):
         assert (tmp_path / str(rank) / "stderr.log").read_bytes() == trace(rank, text)
+
+
+def test_what_follows_an_error_of_lockstep_is_shown_for_each(tmp_path: Path) -> None:
+    with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
+        for rank in range(2):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            stdin, stdout, stderr = console.open(rank, rank, folder)
+            (folder / "error.json").write_text("{}")
+            os.write(stderr, b"cleanup done\n")  # at exit
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
+        console.drain()
+    shown = found[1].decode().splitlines()
+    assert sorted(shown) == ["[rank 0] cleanup done", "[rank 1] cleanup done"]
 
 
 def test_what_does_not_end_a_rank_is_shown_for_each(tmp_path: Path) -> None:

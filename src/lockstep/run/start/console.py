@@ -490,6 +490,12 @@ class Console:
         if not lines or stream.sink is None:
             return
 
+        # An error of Lockstep's is left to the launcher. What follows it, such as a line that is
+        # printed at exit, is shown for each rank.
+        if not any(_TRACEBACK_HEADING in line for line in lines):
+            self._show(stream, stream.sink, lines)
+            return
+
         without_numbers = _NUMBER.sub(b"", b"\n".join(lines))
         is_first_to_print_them = without_numbers not in self._ranks_by_last_words
         if is_first_to_print_them:
@@ -505,7 +511,7 @@ class Console:
             if other_ranks:
                 logs = "its log" if len(other_ranks) == 1 else "their logs"
                 self._announcements.append(
-                    f"lockstep: {format_ranks(other_ranks)} failed with the same traceback as rank "
+                    f"lockstep: {format_ranks(other_ranks)} printed the same traceback as rank "
                     f"{shown_rank} (only numbers differ); see {logs}"
                 )
 
