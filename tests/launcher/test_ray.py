@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,8 +20,8 @@ from launched import launch
 from ranks import HANG_S, LEAVE_S
 
 from lockstep.cli.main import main
-from lockstep.errors import EXIT_DEADLOCK
-from lockstep.run.machines import ray_run
+from lockstep.errors import EXIT_DEADLOCK, SettingError
+from lockstep.run.machines import ray_placement, ray_run
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.machines.ray_placement import names_of_nodes
 
@@ -76,6 +77,33 @@ def test_the_address_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "'MINE'" in said
     said = CliRunner().invoke(main, ["run", "--ray=node1:6379", *options]).output
     assert said.startswith("node1:6379, 2, ")
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    spec = HostsSpec(hosts=[], arguments=[], script=["train.py"], environment={})
+    with pytest.raises(SettingError, match="pip install ray"):
+        ray_run.run_on_ray("auto", spec, [].append)
+
+
+def test_a_cluster_that_is_gone_does_not_change_how_the_run_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class RayError(Exception):
+        pass
+
+    def remove_placement_group(group: object) -> None:
+        raise RayError("the cluster is gone")
+
+    modules = {
+        "ray": SimpleNamespace(),
+        "ray.exceptions": SimpleNamespace(RayError=RayError),
+        "ray.util": SimpleNamespace(),
+        "ray.util.placement_group": SimpleNamespace(remove_placement_group=remove_placement_group),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ray_placement.release("a group")
 
 
 def test_options_that_exclude_ray_are_told() -> None:

@@ -11,6 +11,7 @@ Ray is imported only where it is needed, since most runs do not use it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,7 +219,12 @@ def _gpu_of_each_bundle(group: Any) -> list[str]:
 
 
 def release(group: Any) -> None:
-    """Gives back the resources that a placement group has reserved."""
+    """Gives back the resources that a placement group has reserved.
+
+    If the cluster is gone, they are gone as well, and that does not change how the run has ended.
+    """
+    from ray.exceptions import RayError
     from ray.util.placement_group import remove_placement_group
 
-    remove_placement_group(group)
+    with contextlib.suppress(RayError, ConnectionError):
+        remove_placement_group(group)

@@ -36,9 +36,17 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
         SettingError: Ray is not installed, or --nproc cannot be used.
         HostError: the run cannot be started on the cluster; then nothing is left running there.
     """
-    group = None
     try:
         ray_placement.connect(address)
+        return _run_while_connected(spec, say)
+    except KeyboardInterrupt:  # before the nodes are known; after that, `run_on_hosts` handles it
+        return EXIT_INTERRUPTED
+
+
+def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
+    """Reserves places for the ranks, runs them there, and disconnects from the cluster."""
+    group = None
+    try:
         bundles = [ray_placement.bundle()] * ray_placement.num_ranks(spec.nproc)
         group = ray_placement.reserve(bundles, say)
         nodes = ray_placement.nodes_of_group(group)
@@ -48,8 +56,6 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
             return RayRemote(host, group, show)
 
         return run_on_hosts(_spec_with_nodes(spec, nodes), say, connect)
-    except KeyboardInterrupt:  # before the nodes are known; after that, `run_on_hosts` handles it
-        return EXIT_INTERRUPTED
     finally:
         if group is not None:
             ray_placement.release(group)
