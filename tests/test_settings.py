@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.settings import (
     VERIFY_VARIABLE,
     Settings,
     check_names_of_variables,
+    check_shares,
     parse_shares,
     resolve_settings,
     settings_of_ranks,
@@ -125,6 +127,13 @@ def test_the_advice_for_shares_fits_the_number_of_ranks(size: int, do: str) -> N
     with pytest.raises(SettingError) as caught:
         parse_shares("1:2:3:4", size)
     assert do in caught.value.do
+
+
+@pytest.mark.parametrize("shares", [[], (), [0, 0], [1, -1]])
+def test_shares_of_which_none_is_above_zero_are_refused(shares: Sequence[int]) -> None:
+    with pytest.raises(SettingError) as caught:
+        check_shares(shares)
+    assert caught.value.found == "shares are at least 0, and one is above 0"
 
 
 def test_batchnorm_is_synchronised_unless_there_are_virtual_ranks() -> None:

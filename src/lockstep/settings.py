@@ -219,7 +219,7 @@ def check_shares(shares: Any) -> None:
     do = _advice_on_shares(None, "rank")
     if numbers is None:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
-    if min(numbers) < 0 or max(numbers) == 0:
+    if not numbers or min(numbers) < 0 or max(numbers) == 0:
         raise SettingError(f"shares={shares!r}", "shares are at least 0, and one is above 0", do)
 
 
