@@ -33,9 +33,10 @@ _PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 _HEARTBEAT_MAGIC_BYTES = 8
 _PYTHON_PATTERN = re.compile(r"python[\d.]*")
-_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-_OPTIONS_BEFORE_PROGRAM = ("-c", "-m")
-_OPTIONS_WITHOUT_HOOK = frozenset("EIS")
+_LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
+_LETTERS_WITH_VALUE = "WX"
+_LETTERS_BEFORE_PROGRAM = "cm"
+_LETTERS_WITHOUT_HOOK = "EIS"
 """Python's options that make it ignore its environment variables (E, I) or not import `site` (S).
 """
 
@@ -108,13 +109,23 @@ def option_without_hook(argv: Sequence[Any]) -> str:
             continue
 
         is_option = word.startswith("-") and word != "-"
-        if not is_option or word.startswith(_OPTIONS_BEFORE_PROGRAM):
+        if not is_option or word == "--":
             return ""  # from here on, the words belong to the program that Python runs
 
-        is_value = word in _OPTIONS_WITH_VALUE
-        has_value_inside = word.startswith(_OPTIONS_WITH_VALUE)
-        if not has_value_inside and not _OPTIONS_WITHOUT_HOOK.isdisjoint(word):
-            return word
+        if word.startswith("--"):
+            is_value = word == _LONG_OPTION_WITH_VALUE
+            continue
+
+        # Letters may be written as one word, up to one that takes the rest of it: `-bWignore`.
+        letters = word[1:]
+        for position, letter in enumerate(letters):
+            if letter in _LETTERS_WITHOUT_HOOK:
+                return word
+            if letter in _LETTERS_BEFORE_PROGRAM:
+                return ""
+            if letter in _LETTERS_WITH_VALUE:
+                is_value = position == len(letters) - 1
+                break
 
     return ""
 
