@@ -636,6 +636,15 @@ def test_iterations_that_a_rank_that_has_joined_shadows_are_counted(monkeypatch)
     assert "self._get_num_nonjoined_procs()" in inspect.getsource(Join.__exit__)
 
 
+def test_a_running_profiler_is_known():
+    assert not torch_compat.profiler_is_running()
+    with torch.profiler.profile():
+        assert torch_compat.profiler_is_running()
+    with torch.autograd.profiler.profile():
+        assert torch_compat.profiler_is_running()
+    assert not torch_compat.profiler_is_running()
+
+
 def test_every_function_has_a_test():
     functions = [
         name

@@ -120,6 +120,30 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
     assert texts(Record(tmp_path)) == ["error: the loss is not finite from step 71 on"]
 
 
+def test_a_loss_that_is_finite_again_and_one_that_was_not_given(tmp_path: Path) -> None:
+    made.write(tmp_path / "a", loss=lambda step: math.nan if step in (70, 80) else 1.0)
+    (finding,) = find(Record(tmp_path / "a"))
+    assert finding[:2] == ("warning", "the loss is not finite at step 71, and finite again later")
+    assert finding.evidence == (
+        "step 69: 1", "step 70: 1", "step 71: nan",
+        "rows of the record with such a loss: 2 of 100, the last at step 81",
+    )  # fmt: skip
+    made.write(tmp_path / "b", loss=lambda step: math.nan if step in (70, 98, 99) else 1.0)
+    assert texts(Record(tmp_path / "b")) == ["error: the loss is not finite from step 99 on"]
+    made.write(tmp_path / "c", loss=lambda step: math.nan)
+    assert texts(Record(tmp_path / "c")) == ["error: the loss is not finite from step 1 on"]
+
+    def forget_loss(row: list[Any]) -> None:
+        if row[0] > 50:  # from step 51 on the script called `loss.backward()` itself
+            row[COLUMNS.index("loss")] = None
+
+    made.write(tmp_path / "d")
+    change_rows(tmp_path / "d", forget_loss)
+    record = Record(tmp_path / "d")
+    assert texts(record) == []
+    assert record.starts[0].loss()[0].tolist() == list(range(1, 51))
+
+
 def test_a_restart_and_the_steps_that_were_trained_again(tmp_path: Path) -> None:
     made.write(tmp_path, rows=50, end=None)
     made.write(tmp_path, rows=50, began=1e9 + 8.25, first=30)
@@ -477,6 +501,44 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert dict(found.rows)["Last step"] == ["100", "–"]
 
 
+def change_rows(folder: Path, change: Any) -> None:
+    """Changes all rows of a record."""
+    for path in folder.glob("*.record"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if isinstance(line, list):
+                change(line)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_runs_without_samples_and_rows_of_several_steps_are_compared(tmp_path: Path) -> None:
+    def no_samples(row: list[Any]) -> None:
+        row[COLUMNS.index("samples")] = 0
+
+    def two_steps(row: list[Any]) -> None:
+        row[:2] = [2 * row[0], 2]
+
+    for name in ("a", "b"):
+        made.write(tmp_path / name, 2, rows=50)
+        change_rows(tmp_path / name, no_samples)
+    found = comparison.compare([Record(tmp_path / "a"), Record(tmp_path / "b")])
+    assert found.sentences == [
+        "A step of a takes 125 ms, one of b 125 ms. How many samples they have is not known without"
+        " a prepared loader.",
+        "At step 50 the loss of a is 0.2828, that of b 0.2828.",
+    ]
+    assert "Samples/s" not in dict(found.rows)
+    page = pages(tmp_path / "a")
+    assert "samples/s" not in page
+    change_rows(tmp_path / "b", two_steps)
+    assert len(comparison.compare([Record(tmp_path / "a"), Record(tmp_path / "b")]).sentences) == 1
+    change_rows(tmp_path / "a", two_steps)
+    found = comparison.compare([Record(tmp_path / "a"), Record(tmp_path / "b")])
+    assert found.sentences[1] == (
+        "In steps 99 to 100 the mean loss of a is 0.2828, that of b 0.2828."
+    )
+
+
 def test_one_page_of_several_runs(tmp_path: Path) -> None:
     made.write(tmp_path / "one", 1, rows=40)
     made.write(tmp_path / "two", 2, rows=50)
@@ -596,7 +658,10 @@ def test_no_loss_is_told_of_fewer_ranks_than_count(kept: int | None, tmp_path: P
     record = Record(tmp_path)
     steps, losses = record.starts[0].loss()
     assert len(steps) == len(losses) == 0
-    words = "note: no steps of rank 1 are in the folder; without them the loss is not known"
+    unknown = "the loss is not known"
+    if kept != 1:  # the first line is missing too
+        unknown = "neither the loss nor what world.log was given is known"
+    words = f"note: no steps of rank 1 are in the folder; without them {unknown}"
     assert words in texts(record)
 
 
@@ -618,10 +683,13 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
     monkeypatch.setattr(
         live,
         "render",
-        lambda record, _, refresh_s: f"{len(record.starts[0].main.rows)} every {refresh_s} s",
+        lambda record, others, refresh_s: (
+            f"{[len(each.starts[0].main.rows) for each in (record, *others)]} every {refresh_s} s"
+        ),
     )
     made.write(tmp_path, 1, rows=10, end=None)
-    server = live.make_server(live.LivePage(Record(tmp_path)))
+    made.write(tmp_path / "other", 1, rows=5, end=None)
+    server = live.make_server(live.LivePage(Record(tmp_path), [Record(tmp_path / "other")]))
     server.daemon_threads = False  # closing it waits for what they have to say
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -639,15 +707,16 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
 
     try:
         assert server.server_address[0] == "127.0.0.1"
-        assert get() == (200, "10 every 5.0 s")
+        assert get() == (200, "[10, 5] every 5.0 s")
         made.write(tmp_path, 1, rows=20, end=None)
-        assert get() == (200, "10 every 5.0 s")  # drawn a moment ago
+        assert get() == (200, "[10, 5] every 5.0 s")  # drawn a moment ago
         assert get(tag=tags[-1]) == (304, "")
         now[0] = 60.0
-        assert get(tag=tags[-1]) == (200, "20 every 5.0 s")
+        made.write(tmp_path / "other", 1, rows=7, end=None)
+        assert get(tag=tags[-1]) == (200, "[20, 7] every 5.0 s")
         monkeypatch.setattr(live, "render", lambda *_, **__: "nothing new")
         now[0] = 100.0
-        assert get() == (200, "20 every 5.0 s")
+        assert get() == (200, "[20, 7] every 5.0 s")
         now[0] = 120.0
         assert get() == (200, "nothing new")
         assert get("/etc/passwd")[0] == 404

@@ -9,6 +9,8 @@ import math
 import os
 import signal
 import subprocess
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +347,42 @@ def test_the_first_step_the_last_and_one_that_never_comes(tmp_path: Path) -> Non
     assert Record(tmp_path / "11").starts[0].main.traces == []
     with pytest.raises(SettingError, match="trace_step=6 without report"):
         lockstep.init(trace_step=6)
+
+
+def train_to_the_traced_step(folder: Path, loop: str) -> list[str]:
+    """Traces the last step of a script, and returns the warnings."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with lockstep.init(seed=1, report=folder / loop, trace_step=2) as world:
+            model: Any = mlp()
+            model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            (x, y) = next(iter(torch.utils.data.DataLoader(tensors(SAMPLES), BATCH)))
+            batches: Any = [(x, y), (x, y)]
+            if loop == "break":
+                batches = world.loader(tensors(SAMPLES), BATCH)
+            profiled: Any = torch.profiler.profile() if loop == "profiled" else nullcontext()
+            with profiled:
+                for x, y in batches:
+                    world.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if world.step == 2:
+                        break
+    return [str(warning.message) for warning in warned if warning.category is LockstepWarning]
+
+
+def test_a_traced_step_may_be_the_last_and_is_left_to_the_scripts_own_profiler(
+    tmp_path: Path,
+) -> None:
+    for loop in ("break", "no loader", "profiled"):
+        warned = train_to_the_traced_step(tmp_path, loop)
+        traces = Record(tmp_path / loop).starts[0].main.traces
+        if loop == "profiled":
+            assert traces == []
+            assert ["a profiler of the script's own" in text for text in warned] == [True]
+            continue
+        assert warned == []
+        assert "backward" in names_in(tmp_path / loop / traces[0]["trace"])
 
 
 def test_warnings_are_in_it(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ otherwise.
 before torch is imported, so torch is imported inside the functions.
 
 Sections: what an older torch lacks, classes without a public name, the compiler, DDP, FSDP, modules
-and autograd, data loaders, optimizers, state dicts and DTensors, stores, process groups and their
-Flight Recorder, launching ranks.
+and autograd, data loaders, optimizers, the profiler, state dicts and DTensors, stores, process
+groups and their Flight Recorder, launching ranks.
 """
 
 from __future__ import annotations
@@ -787,6 +787,18 @@ def answer_grad_scaler(optimizer_class: type[Optimizer], answer: Callable[[Any],
         answer: called with the optimizer; returns the answer, or raises to refuse the step.
     """
     optimizer_class._step_supports_amp_scaling = property(answer)  # type: ignore[attr-defined]
+
+
+# The profiler
+
+
+def profiler_is_running() -> bool:
+    """Returns True while `torch.profiler` or `torch.autograd.profiler` records in this process."""
+    import torch
+
+    # Read in torch 2.11 and 2.13.
+    is_running: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return is_running
 
 
 # State dicts and DTensors

@@ -78,8 +78,9 @@ def add_extensions(
             strategy=strategy.name,
             ledger=ledger_path,
         )
-        run.extensions.add(recorder, Place.OBSERVER)
         if settings.trace_step is not None:
             from lockstep.extensions.report.step_trace import StepTrace
 
+            # Before the recorder, which is closed after it: the trace of the last step is noted.
             run.extensions.add(StepTrace(run, recorder, settings.trace_step), Place.OBSERVER)
+        run.extensions.add(recorder, Place.OBSERVER)

@@ -8,6 +8,7 @@ seconds the rank spent in each *phase* of them (`PHASES`); waiting for other ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.extensions.report.console import duration
-from lockstep.extensions.report.reading import LauncherLine, RankRecord, Record, Start
+from lockstep.extensions.report.reading import LauncherLine, LossRow, RankRecord, Record, Start
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.session.extension import PHASES
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
@@ -393,21 +394,51 @@ def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
 
 
 def _loss_findings(start: Start) -> Iterator[Finding]:
-    """Yields an error if the loss became NaN or infinite, with the two losses before it."""
-    steps, losses = start.loss()
-    is_finite = np.isfinite(losses)
-    if is_finite.all():  # also if there are no losses
+    """Yields an error if the loss became NaN or infinite, with the two losses before it.
+
+    If the loss was finite again later, it is a warning.
+    """
+    rows = start.loss_rows()
+    is_finite = [math.isfinite(row.loss) for row in rows]
+    if all(is_finite):  # also if there are no losses
         return
-    first_bad = int(np.argmin(is_finite))  # the index of the first False
-    evidence = []
-    for index in range(max(0, first_bad - 2), first_bad + 1):
-        evidence.append(f"step {steps[index]:.0f}: {losses[index]:.6g}")
-    text = f"the loss is not finite from step {steps[first_bad]:.0f} on"
-    advice = (
+    first_bad = is_finite.index(False)
+    if is_finite[-1]:
+        bad_steps = [row.step for row in rows if not math.isfinite(row.loss)]
+        row = rows[first_bad]
+        text = f"the loss is not finite at step {row.step}, and finite again later"
+        if row.num_steps > 1:
+            text = (
+                f"the loss is not finite within steps {row.first_step} to {row.step}, and finite "
+                "again later"
+            )
+        yield Finding(
+            "warning",
+            text,
+            (
+                *_losses_up_to(rows, first_bad),
+                f"rows of the record with such a loss: {len(bad_steps)} of {len(rows)}, the last "
+                f"at step {bad_steps[-1]}",
+            ),
+            "Look at the samples of these steps, and at what the model computes of them.",
+        )
+        return
+    since = len(rows) - 1  # the first of the rows at the end that are not finite
+    while since > 0 and not is_finite[since - 1]:
+        since -= 1
+    yield Finding(
+        "error",
+        f"the loss is not finite from step {rows[since].step} on",
+        tuple(_losses_up_to(rows, since)),
         "Resume from a checkpoint before that step with a smaller learning rate or with gradient "
-        "clipping; with fp16, try bf16."
+        "clipping; with fp16, try bf16.",
     )
-    yield Finding("error", text, tuple(evidence), advice)
+
+
+def _losses_up_to(rows: Sequence[LossRow], index: int) -> Iterator[str]:
+    """Yields a line for a row and for each of the two before it, with the loss."""
+    for row in rows[max(0, index - 2) : index + 1]:
+        yield f"step {row.step}: {row.loss:.6g}"
 
 
 def _straggler_findings(start: Start) -> Iterator[Finding]:
@@ -521,9 +552,14 @@ def _gap_findings(start: Start) -> Iterator[Finding]:
     ranks_with_rows = {rank for rank, record in start.records.items() if record.rows}
     if ranks_with_rows and len(ranks_with_rows) < start.num_ranks:
         missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
-        yield Finding(
-            "note", f"no steps of {missing} are in the folder; without them the loss is not known"
-        )
+        text = f"no steps of {missing} are in the folder; without them the loss is not known"
+        ranks_with_file = [rank for rank, record in start.records.items() if record.header]
+        if len(ranks_with_file) < start.num_ranks:
+            text = (
+                f"no steps of {missing} are in the folder; without them neither the loss nor what "
+                "world.log was given is known"
+            )
+        yield Finding("note", text)
     # Only a launcher wrote about the start, and it has ended, so nothing more will come.
     if not start.reached_init and start.end is not None:
         yield Finding(

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.extensions.report import analysis
 from lockstep.extensions.report.console import duration, number, thousands
 from lockstep.extensions.report.facts import all_facts
-from lockstep.extensions.report.reading import Record
+from lockstep.extensions.report.reading import LossRow, Record
 from lockstep.session.extension import PHASES
 from lockstep.units import format_bytes
 
@@ -72,28 +72,62 @@ def compare(records: Sequence[Record]) -> Comparison:
 
 def _sentences(run: Record, other: Record, name: str, other_name: str) -> list[str]:
     """Returns how much slower or faster the run was than the other one, and the two losses."""
+    sentences = []
     speed = analysis.speed(run.starts[-1])
     other_speed = analysis.speed(other.starts[-1])
-    sentences = []
     if speed is not None and other_speed is not None:
-        ratio = speed.samples_per_second / max(other_speed.samples_per_second, 1e-12)
-        if abs(ratio - 1) < MIN_DIFFERENCE:
-            sentences.append(f"{name} and {other_name} train as fast as each other.")
-        else:
-            sentences.append(
-                f"{name} trains {ratio:.3g} times as fast as {other_name}: "
-                f"{thousands(speed.samples_per_second)} against "
-                f"{thousands(other_speed.samples_per_second)} samples/s."
-                f"{_main_phase(run, other, name)}"
-            )
-    common = _losses_at_last_common_step(run, other)
+        main_phase = _main_phase(run, other, name)
+        sentences.append(_compare_speeds(speed, other_speed, name, other_name, main_phase))
+    common = _losses_of_last_common_row(run, other)
     if common is not None:
-        step, loss, other_loss = common
-        sentences.append(
-            f"At step {step:.0f} the loss of {name} is {number(loss)}, that of {other_name} "
+        row, other_loss = common
+        sentences.append(_compare_losses(row, other_loss, name, other_name))
+    return sentences
+
+
+def _compare_losses(row: LossRow, other_loss: float, name: str, other_name: str) -> str:
+    """Returns a sentence on the losses of two runs in the steps of a row."""
+    if row.num_steps == 1:
+        return (
+            f"At step {row.step} the loss of {name} is {number(row.loss)}, that of {other_name} "
             f"{number(other_loss)}."
         )
-    return sentences
+    return (
+        f"In steps {row.first_step} to {row.step} the mean loss of {name} is {number(row.loss)}, "
+        f"that of {other_name} {number(other_loss)}."
+    )
+
+
+def _compare_speeds(
+    speed: analysis.Speed,
+    other_speed: analysis.Speed,
+    name: str,
+    other_name: str,
+    main_phase: str,
+) -> str:
+    """Returns a sentence on how fast a run is, compared with another one.
+
+    Args:
+        speed: of the run.
+        other_speed: of the other run.
+        name: of the run.
+        other_name: of the other run.
+        main_phase: a sentence on where most of the difference is, or an empty text.
+    """
+    if speed.samples_per_second == 0 or other_speed.samples_per_second == 0:
+        return (
+            f"A step of {name} takes {milliseconds_or_seconds(speed.seconds_per_step)}, one of "
+            f"{other_name} {milliseconds_or_seconds(other_speed.seconds_per_step)}. How many "
+            f"samples they have is not known without a prepared loader.{main_phase}"
+        )
+    ratio = speed.samples_per_second / other_speed.samples_per_second
+    if abs(ratio - 1) < MIN_DIFFERENCE:
+        return f"{name} and {other_name} train as fast as each other."
+    return (
+        f"{name} trains {ratio:.3g} times as fast as {other_name}: "
+        f"{thousands(speed.samples_per_second)} against "
+        f"{thousands(other_speed.samples_per_second)} samples/s.{main_phase}"
+    )
 
 
 def _main_phase(run: Record, other: Record, name: str) -> str:
@@ -123,21 +157,27 @@ def _mean_phases(record: Record) -> dict[str, float]:
     return means
 
 
-def _losses_at_last_common_step(run: Record, other: Record) -> tuple[float, float, float] | None:
-    """Returns the last step at which both runs have a loss, and the two losses; or None."""
-    losses_by_step = []
+def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, float] | None:
+    """Returns the last row whose steps both runs have in one row, and the loss of the other run.
+
+    A row may be the mean over several steps, which is not compared with the loss of one of them.
+
+    Returns:
+        The row of the run and the loss of the other run, or None if there is no such row.
+    """
+    rows_of_records: list[dict[tuple[int, int], LossRow]] = []
     for record in (run, other):
-        losses: dict[float, float] = {}
+        row_of_steps: dict[tuple[int, int], LossRow] = {}
         for start in record.starts:
-            steps, values = start.loss()
-            losses.update(zip(steps.tolist(), values.tolist(), strict=True))
-        losses_by_step.append(losses)
-    losses, other_losses = losses_by_step
-    common_steps = losses.keys() & other_losses.keys()
-    if not common_steps:
+            for row in start.loss_rows():
+                row_of_steps[row.step, row.num_steps] = row
+        rows_of_records.append(row_of_steps)
+    rows, other_rows = rows_of_records
+    common = rows.keys() & other_rows.keys()
+    if not common:
         return None
-    step = max(common_steps)
-    return step, losses[step], other_losses[step]
+    steps = max(common)
+    return rows[steps], other_rows[steps].loss
 
 
 def _figures(record: Record) -> dict[str, str]:
@@ -155,7 +195,8 @@ def _figures(record: Record) -> dict[str, str]:
         figures["Last step"] = thousands(last_step)
     speed = analysis.speed(last)
     if speed is not None:
-        figures["Samples/s"] = thousands(speed.samples_per_second)
+        if speed.samples_per_second:
+            figures["Samples/s"] = thousands(speed.samples_per_second)
         figures["Time of a step"] = milliseconds_or_seconds(speed.seconds_per_step)
     _, losses = last.loss()
     if len(losses):

@@ -35,7 +35,7 @@ class LivePage:
 
     Args:
         record: the record of the run, which is refreshed here.
-        others: records of other runs to compare it with.
+        others: records of other runs to compare it with, which are refreshed too.
     """
 
     def __init__(self, record: Record, others: Sequence[Record] = ()) -> None:
@@ -46,7 +46,7 @@ class LivePage:
         self._earliest_drawing_s = 0.0
         """The page is not drawn again before this time of `time.monotonic`."""
         self._latest_drawing_s = 0.0
-        """After this time it is drawn again even if the record did not grow."""
+        """After this time it is drawn again even if no record did grow."""
 
     def text(self) -> str:
         """Returns the page, drawn again if it is time and there is something new."""
@@ -54,8 +54,8 @@ class LivePage:
             begin_s = time.monotonic()
             if begin_s < self._earliest_drawing_s:
                 return self._text
-            record_has_grown = self._record.refresh()
-            if record_has_grown or begin_s >= self._latest_drawing_s:
+            records_have_grown = [record.refresh() for record in (self._record, *self._others)]
+            if any(records_have_grown) or begin_s >= self._latest_drawing_s:
                 self._latest_drawing_s = begin_s + MAX_AGE_S
                 self._text = render(self._record, self._others, refresh_s=REFRESH_S)
             end_s = time.monotonic()

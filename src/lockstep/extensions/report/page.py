@@ -270,10 +270,11 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     if last_step:
         numbers.append((translate("Last step"), thousands(last_step)))
     speed = analysis.speed(last)
-    if speed is not None:
+    if speed is not None and speed.samples_per_second:
         numbers.append(
             (translate("Throughput"), f"{thousands(speed.samples_per_second)} samples/s")
         )
+    if speed is not None:
         numbers.append(
             (
                 translate("Time of a step"),

@@ -27,6 +27,7 @@ from lockstep.extensions.report.record_format import (
     FORMAT_VERSION,
     RANK_INFIX,
     RECORD_SUFFIX,
+    Row,
     parse_line,
 )
 from lockstep.session.extension import PHASES
@@ -77,6 +78,20 @@ CURVES_OF_RECORDS = (
     "memory_bytes",
 )
 """The curves that a record has without `World.log`."""
+
+
+class LossRow(NamedTuple):
+    """The loss of one row: the mean over its steps and over the ranks."""
+
+    step: int
+    """The last step of the row."""
+    num_steps: int
+    loss: float
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the row."""
+        return self.step - self.num_steps + 1
 
 
 class LoggedMean(NamedTuple):
@@ -134,11 +149,14 @@ class RankRecord:
     has_lost_lines: bool = False
     """True if the rank could not read from its device what it had logged last."""
     rows: list[list[float]] = field(default_factory=list)
+    rows_have_loss: list[bool] = field(default_factory=list)
+    """For each row, whether the script gave a loss to `World.backward` in its steps."""
 
     def add(self, line: Any) -> None:
         """Adds a row or an object that was read from the file."""
-        if isinstance(line, list):
-            self.rows.append(line)
+        if isinstance(line, Row):
+            self.rows.append(line.values)
+            self.rows_have_loss.append(line.has_loss)
         elif "record" in line:
             self.header = line
         elif "choices" in line:
@@ -177,9 +195,12 @@ class RankRecord:
     def curves(self) -> dict[str, Floats]:
         """Returns all curves over the steps except the loss: by name, one value per row."""
         seconds = self.seconds()
+        samples = self.column("samples")
+        if not samples.any():  # they are not known without a prepared loader
+            samples = np.full_like(samples, np.nan)
         return {
             "learning_rate": self.column("learning_rate"),
-            "samples_per_second": self.column("samples") / seconds.clip(1e-12),
+            "samples_per_second": samples / seconds.clip(1e-12),
             "seconds_per_step": seconds / self.column("steps"),
             "memory_bytes": self.column("memory"),
         }
@@ -280,36 +301,43 @@ class Start:
     def loss(self) -> tuple[Floats, Floats]:
         """Returns the steps and the loss of their global batches: the mean over the ranks.
 
-        Both arrays have one value for each row of the record, in which steps are averaged. Ranks
-        that only repeat the work of another rank, as in a pipeline, are left out. So are rows that
-        some rank has not written yet. Both arrays are empty if the file of a rank is missing, or if
-        the script never called `World.backward`, which is given the loss.
+        Both arrays have one value for each of `loss_rows`.
         """
-        no_loss = (np.empty(0), np.empty(0))
-        contributing = self._contributing_records()
-        if not contributing:
-            return no_loss
+        rows = self.loss_rows()
+        steps = np.array([row.step for row in rows], dtype=np.float64)
+        losses = np.array([row.loss for row in rows], dtype=np.float64)
+        return steps, losses
+
+    def loss_rows(self) -> list[LossRow]:
+        """Returns the loss of each row of the record, in which steps are averaged.
+
+        Ranks that only repeat the work of another rank, as in a pipeline, are left out. So are rows
+        that some rank has not written yet, and steps in which the script did not call
+        `World.backward`, which is given the loss. The list is empty if the file of a rank is
+        missing.
+        """
         # Rows of two ranks belong together if they end at the same step and cover as many steps.
         losses_of_ranks: list[dict[tuple[float, float], float]] = []
-        for record in contributing:
+        for record in self._contributing_records():
             last_steps = record.column("step").tolist()
             num_steps = record.column("steps").tolist()
             rows = zip(last_steps, num_steps, strict=True)
             losses = record.column("loss").tolist()
-            losses_of_ranks.append(dict(zip(rows, losses, strict=True)))
-        steps = []
-        means = []
+            loss_of_row: dict[tuple[float, float], float] = {}
+            for row, loss, has_loss in zip(rows, losses, record.rows_have_loss, strict=True):
+                if has_loss:
+                    loss_of_row[row] = loss
+            losses_of_ranks.append(loss_of_row)
+        if not losses_of_ranks:
+            return []
+        found: list[LossRow] = []
         for row in losses_of_ranks[0]:
             all_ranks_have_row = all(row in loss_of_row for loss_of_row in losses_of_ranks)
             if all_ranks_have_row:
-                last_step, _ = row
-                steps.append(last_step)
-                means.append(np.mean([loss_of_row[row] for loss_of_row in losses_of_ranks]))
-        # A loss that was never given to `World.backward` is NaN in every row. The condition is also
-        # True if there are no rows.
-        if np.isnan(means).all():
-            return no_loss
-        return np.array(steps), np.array(means)
+                step, steps = row
+                mean = np.mean([loss_of_row[row] for loss_of_row in losses_of_ranks])
+                found.append(LossRow(int(step), int(steps), float(mean)))
+        return found
 
     def _records_with_header(self) -> list[RankRecord]:
         return [record for record in self.records.values() if record.header]

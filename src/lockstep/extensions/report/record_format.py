@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.session.extension import PHASES
 
@@ -44,6 +44,15 @@ PHASES_WITHOUT_WAITING = tuple(phase for phase in PHASES if phase != "communicat
 """The phases in which a rank does not wait for other ranks."""
 
 _MAY_BE_NOT_FINITE = (COLUMN_INDEX["loss"], COLUMN_INDEX["learning_rate"])
+
+
+class Row(NamedTuple):
+    """A row that was read."""
+
+    values: list[float]
+    """One for each of `COLUMNS`; NaN where the row has null."""
+    has_loss: bool
+    """False if the script gave no loss to `World.backward` in these steps. A loss may be NaN."""
 
 
 def _is_text(value: object) -> bool:
@@ -129,7 +138,7 @@ _FIELDS_OF_A_LAUNCHER_START: _Fields = {
 }
 
 
-def parse_line(line: bytes) -> list[float] | dict[str, Any] | None:
+def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     """Returns the row or the object on a line, or None if the line is not understood."""
     try:
         value = json.loads(line)
@@ -146,8 +155,8 @@ def parse_line(line: bytes) -> list[float] | dict[str, Any] | None:
     return None
 
 
-def _parse_row(values: list[Any]) -> list[float] | None:
-    """Returns the values of a row as floats, JSON's null as NaN.
+def _parse_row(values: list[Any]) -> Row | None:
+    """Returns a row, with JSON's null as NaN.
 
     Returns:
         None if it is not a whole row: it was cut off, covers no step, or has NaN or infinity where
@@ -158,7 +167,9 @@ def _parse_row(values: list[Any]) -> list[float] | None:
         return None
     # The sum is finite only if each of its terms is.
     total = sum(value for index, value in enumerate(row) if index not in _MAY_BE_NOT_FINITE)
-    return row if math.isfinite(total) else None
+    if not math.isfinite(total):
+        return None
+    return Row(row, has_loss=values[COLUMN_INDEX["loss"]] is not None)
 
 
 def _is_known_object(value: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import profiler_is_running
 from lockstep.errors import warn
 from lockstep.extensions.report.record import Recorder
 from lockstep.session.extension import Extension
@@ -46,6 +47,9 @@ class StepTrace(Extension):
             # A step begins where the loop asks for a batch, or without a loader at the latest in
             # the backward pass.
             if steps_made == self._step - 1 and phase in ("data", "backward", "optimizer"):
+                if profiler_is_running():
+                    self._leave_to_script()
+                    return
                 self._start()
                 self._enter(phase)
             elif steps_made >= self._step:  # the run was resumed after this step
@@ -80,6 +84,15 @@ class StepTrace(Extension):
                 f"the run has ended after step {steps_made}",
                 "choose a step that the run makes",
             )
+
+    def _leave_to_script(self) -> None:
+        """Warns that the step is not traced: torch can run one profiler at a time."""
+        self._run.extensions.remove(self)
+        warn(
+            f"trace_step={self._step}",
+            "a profiler of the script's own is running in that step, and torch runs one at a time",
+            "read its trace, or choose a step that it does not record",
+        )
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -26,7 +26,7 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
         "ranks": last.num_ranks,
         "last_step": analysis.last_step(last),
         "findings": [finding._asdict() for finding in analysis.find(record)],
-        "speed": None if speed is None else speed._asdict(),
+        "speed": _speed(speed),
         "working_fraction": analysis.working_fraction(last),
         "seconds_per_step": _seconds_per_step(last),
         "loss": _last_value(*last.loss()),
@@ -36,6 +36,17 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
         "facts": [fact._asdict() for fact in run_facts(last)],
         "comparison": _comparison(record, others),
     }
+
+
+def _speed(speed: analysis.Speed | None) -> dict[str, Any] | None:
+    """Returns how fast a start was; the samples are None if they are not known."""
+    if speed is None:
+        return None
+    values = speed._asdict()
+    if speed.samples_per_step == 0:  # no prepared loader has handed them out
+        values["samples_per_step"] = None
+        values["samples_per_second"] = None
+    return values
 
 
 def _seconds_per_step(start: Start) -> dict[str, dict[str, float]]:
