@@ -808,6 +808,16 @@ def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
     assert found[0].cause.evidence[0].endswith("Adam on rank 0, SGD on rank 1")
 
 
+def test_ranks_keep_their_numbers_where_another_rank_has_not_stepped() -> None:
+    ranks = [
+        update(WHOLE, taken(0, 1), stepped=False),
+        update(WHOLE, taken(0, 1), optimizer_class="Adam", learning_rates=(0.01,)),
+        update(THIRD, taken(2, 3), optimizer_class="SGD"),
+    ]
+    found = verdict([[replace(ALONE, optimizer_class="Adam")]], [ranks]).findings
+    assert found[0].cause.evidence[0].endswith("Adam on rank 1, SGD on rank 2")
+
+
 def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
     factors = [{"local_gradients": (), "gradient_factor": factor} for factor in (0.2, 0.4)]
     many = [replace(rank, **own) for rank, own in zip(two(THIRD), factors, strict=True)]

@@ -93,6 +93,16 @@ def _opens_a_descriptor(user: Path) -> None:
     os.close(os.open(user / "new", os.O_WRONLY | os.O_CREAT))
 
 
+def _empties_a_file_by_its_flag_alone(user: Path) -> None:
+    os.close(os.open(user / "state", os.O_RDONLY | os.O_TRUNC))
+
+
+def _gives_paths_by_keyword(user: Path) -> None:
+    os.rename(src=user / "moved", dst=user / "there")
+    os.remove(path=user / "gone")
+    os.symlink(src="state", dst=user / "best")
+
+
 def _makes_a_link_anew(user: Path) -> None:
     os.remove(user / "latest")
     os.symlink("new", user / "latest")
@@ -128,6 +138,8 @@ def _makes_and_removes_folders(user: Path) -> None:
     "change",
     [
         _opens_a_descriptor,
+        _empties_a_file_by_its_flag_alone,
+        _gives_paths_by_keyword,
         _makes_a_link_anew,
         _writes_through_a_link,
         _replaces_a_link,

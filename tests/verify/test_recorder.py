@@ -289,6 +289,48 @@ def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     assert [update[0].step for update in verdict.reference.updates] == [0, 1]
 
 
+FAILING_STEP = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+
+
+class Careful(torch.optim.SGD):
+    # Refuses its second step, as optimizers do that check gradients.
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2:
+            raise FloatingPointError("a gradient is too large")
+        return super().step(closure)
+
+
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+model = DistributedDataParallel(torch.nn.Linear(6, 1))
+optimizer = Careful(model.parameters(), lr=0.1)
+for batch in x.split(8):
+    mine = batch[rank::size]
+    optimizer.zero_grad()
+    F.mse_loss(model(mine), mine.sum(1, keepdim=True)).backward()
+    try:
+        optimizer.step()
+    except FloatingPointError:
+        pass
+"""
+
+
+def test_a_step_that_raises_an_error_does_not_hide_the_steps_after_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING_STEP)
+    verdict = warm.verify(script, steps=4)
+    assert verdict.word == "EQUAL", verdict.lines()
+    assert [update[0].step for update in verdict.reference.updates] == [0, 1, 2, 3]
+
+
 CLOSURE = """
 import torch
 import torch.distributed as dist

@@ -66,19 +66,29 @@ def script_names(names: Iterable[str]) -> list[str]:
     return short_names
 
 
-def format_by_process(values: Sequence[object], *, with_reference: bool = True) -> str:
+def name_ranks(ranks: Iterable[int]) -> list[str]:
+    """Names ranks for `format_by_process`: `[0, 2]` becomes `["rank 0", "rank 2"]`."""
+    return [f"rank {rank}" for rank in ranks]
+
+
+def name_reference(num_replicas: int) -> list[str]:
+    """Names the records of the run on one process for `format_by_process`.
+
+    Args:
+        num_replicas: number of records: one for each replica of the model that the process trains.
+    """
+    if num_replicas == 1:
+        return ["one process"]
+    return [f"replica {replica} on one process" for replica in range(num_replicas)]
+
+
+def format_by_process(values: Sequence[object], processes: Sequence[str]) -> str:
     """Says which processes have which value: "0.1 on one process and rank 0, 0.2 on rank 1".
 
     Args:
-        values: value of the one process, followed by the values of the ranks; numbers or strings.
-        with_reference: False if `values` only holds the values of the ranks.
+        values: the value of each process; numbers or strings.
+        processes: names of the processes, see `name_reference` and `name_ranks`.
     """
-    if with_reference:
-        num_ranks = len(values) - 1
-        processes = ["one process", *(f"rank {rank}" for rank in range(num_ranks))]
-    else:
-        processes = [f"rank {rank}" for rank in range(len(values))]
-
     processes_by_value: dict[object, list[str]] = defaultdict(list)
     for process, value in zip(processes, values, strict=True):
         processes_by_value[value].append(process)

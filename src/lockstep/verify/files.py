@@ -40,7 +40,7 @@ LINK = "link"
 FOLDER = "folder"
 WRITING_MODE_LETTERS = frozenset("wax+")
 """Letters in the mode of `open` that allow writing."""
-WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 FOLDER_DESCRIPTOR_ARGUMENTS = {"dir_fd", "src_dir_fd", "dst_dir_fd"}
 """Arguments that make a path relative to an open folder. Such paths are not supported here."""
 
@@ -237,15 +237,20 @@ class FilesBefore:
                 `keep`.
         """
         plain: Callable[..., Any] = getattr(os, name)
+        signature = inspect.signature(plain)
         num_paths = len(inspect.signature(keep).parameters)
+        path_names = list(signature.parameters)[:num_paths]
 
         @wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            paths = args[:num_paths]
-            has_all_paths = len(paths) == num_paths  # False if paths are given by keyword
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # wrong arguments, for which the function itself raises an error
+                return plain(*args, **kwargs)
+
             has_plain_paths = FOLDER_DESCRIPTOR_ARGUMENTS.isdisjoint(kwargs)
-            if has_all_paths and has_plain_paths:
-                keep(*paths)
+            if has_plain_paths:
+                keep(*(arguments[path_name] for path_name in path_names))
             return plain(*args, **kwargs)
 
         _replace_os_function(plain, watched)

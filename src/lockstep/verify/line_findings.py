@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lockstep.user_code import format_source_line
-from lockstep.verify.cause import Cause, format_by_process
+from lockstep.verify.cause import Cause, format_by_process, name_ranks, name_reference
 from lockstep.verify.compare import Divergence
 from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
 from lockstep.wording import format_ranks
@@ -69,10 +69,11 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
             places.append(place)
 
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
+    processes = [*name_reference(len(case.expected)), *name_ranks(range(len(case.actual)))]
     before = "" if is_first_step else ", and in none before,"
     descriptions = []
     for place in places[:MAX_SHOWN_TESTS]:
-        test = _describe_test(place, outcomes_of_runs)
+        test = _describe_test(place, outcomes_of_runs, processes)
         descriptions.append(f"in this step{before} another way was gone at {test}")
 
     return descriptions
@@ -126,7 +127,7 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
 
     descriptions = []
     for place in places[-MAX_SHOWN_TESTS:]:
-        test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
+        test = _describe_test(place, outcomes_of_ranks, name_ranks(range(len(outcomes_of_ranks))))
         descriptions.append(f"the ranks went different ways at {test}")
 
     return descriptions
@@ -176,7 +177,7 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     first_stack = next(iter(stack_of_rank.values()))
     place = _splitting_test_around(first_stack, outcomes_of_ranks)
     if place is not None:
-        test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
+        test = _describe_test(place, outcomes_of_ranks, name_ranks(range(len(outcomes_of_ranks))))
         descriptions.append(f"that is under {test}")
 
     return descriptions
@@ -226,17 +227,17 @@ def _splitting_test_around(
 
 
 def _describe_test(
-    place: Place, outcomes_of_runs: Sequence[Outcomes], *, only_ranks: bool = False
+    place: Place, outcomes_of_processes: Sequence[Outcomes], processes: Sequence[str]
 ) -> str:
     """Describes a test: `train.py:7: if rank == 0: true on rank 0, false on rank 1`.
 
     Args:
         place: place of the test.
-        outcomes_of_runs: outcomes of tests on one process, followed by those on each rank.
-        only_ranks: True if `outcomes_of_runs` only holds the outcomes of the ranks.
+        outcomes_of_processes: outcomes of the tests on each process.
+        processes: names of these processes, see `format_by_process`.
     """
-    words = [OUTCOME_WORDS[outcomes.get(place, NOT_REACHED)] for outcomes in outcomes_of_runs]
-    return f"{_line_of(place)}: {format_by_process(words, with_reference=not only_ranks)}"
+    words = [OUTCOME_WORDS[outcomes.get(place, NOT_REACHED)] for outcomes in outcomes_of_processes]
+    return f"{_line_of(place)}: {format_by_process(words, processes)}"
 
 
 def _line_of(place: Place) -> str:

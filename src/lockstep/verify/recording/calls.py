@@ -52,7 +52,7 @@ class CallRecorder:
             line=user_line() or "",
             passes_before=len(state.update.losses),  # one loss for each backward pass
             value=value,
-            in_step=bool(state.running_optimizers),
+            in_step=state.num_running_steps() > 0,
         )
         state.update.calls.append(call)
 

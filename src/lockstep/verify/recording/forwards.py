@@ -92,7 +92,7 @@ class ForwardRecorder:
         self._gradients.hook_parameters()
         # An optimizer's closure calls the model within the step. The step's own writes to
         # parameters are not of interest.
-        is_inside_step = bool(self.state.running_optimizers)
+        is_inside_step = self.state.num_running_steps() > 0
         if not is_inside_step:
             self.state.watch_writes()
 

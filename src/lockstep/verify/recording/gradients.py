@@ -224,7 +224,7 @@ class GradientRecorder:
         Args:
             tensor: tensor that an all-reduce has written to. It is ignored if it is not a gradient.
         """
-        is_in_step = bool(self.state.running_optimizers)
+        is_in_step = self.state.num_running_steps() > 0
         if not is_in_step or not isinstance(tensor, Tensor):
             return
 

@@ -8,8 +8,10 @@ written. `state.models` yields the tensors of all models with their names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,19 @@ FIELDS_OF_BACKWARD_PASSES = (
 )
 """Fields of an update that describe its backward passes. If several optimizers step after the same
 backward passes, each of their updates gets a copy."""
+
+
+def _frame_of_step() -> FrameType:
+    """Returns the frame in which torch calls the hooks of an optimizer step, and the step itself.
+
+    Without such a frame it is the outermost one, which stays on the call stack.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            break
+        frame = frame.f_back
+    return frame
 
 
 class ParameterGroup(dict[str, Any]):
@@ -105,8 +120,8 @@ class OptimizerRecorder:
             arguments.
         """
         state = self.state
-        state.running_optimizers.append(optimizer)
-        is_outermost = len(state.running_optimizers) == 1
+        state.begin_step(optimizer, _frame_of_step())
+        is_outermost = state.num_running_steps() == 1
         if not is_outermost:
             return None
 
@@ -280,12 +295,9 @@ class OptimizerRecorder:
         Torch calls this hook for every optimizer, even for one that is called by another optimizer.
         """
         state = self.state
-        ended_optimizer = state.running_optimizers.pop()
-        is_outermost = not state.running_optimizers
-
-        # The two differ if the step of an inner optimizer has raised an error: it is still in the
-        # list.
-        if ended_optimizer is not optimizer or not is_outermost:
+        state.end_step(optimizer)
+        is_outermost = state.num_running_steps() == 0
+        if not is_outermost:
             return
 
         update = state.update

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,6 +43,14 @@ class Finished(SystemExit):
 
 class RecordingFailed(SystemExit):
     """Ends the script because of an error in the recorder itself."""
+
+
+class RunningStep(NamedTuple):
+    """An optimizer whose `step` is running."""
+
+    optimizer: Optimizer
+    frame: FrameType
+    """The frame of the call stack in which the step runs."""
 
 
 class HasState(Protocol):
@@ -175,8 +185,7 @@ class RecorderState:
         """Number of steps of each optimizer, in the order of first steps."""
         self.updates_until_step_of: dict[Optimizer, int] = {}
         """Number of updates that were written when each optimizer last stepped."""
-        self.running_optimizers: list[Optimizer] = []
-        """Optimizers whose `step` is running; an optimizer may call another one."""
+        self._running_steps: list[RunningStep] = []
         self.foreign_steps = 0
         """Number of updates on a rank without an optimizer, whose parameters others change."""
         self.has_joined = False
@@ -189,6 +198,48 @@ class RecorderState:
         self.stopped_at = ""
         """The position at which the script was stopped; empty if it ran to its end."""
         self._first_step_time = math.inf
+
+    # Optimizer steps that are running
+
+    def begin_step(self, optimizer: Optimizer, frame: FrameType) -> None:
+        """Records that the `step` of an optimizer begins, which may call other optimizers.
+
+        Args:
+            optimizer: optimizer that steps.
+            frame: frame of the call stack in which the step runs.
+        """
+        self._drop_failed_steps()
+        self._running_steps.append(RunningStep(optimizer, frame))
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Records that the `step` of an optimizer has ended."""
+        while self._running_steps:
+            ended = self._running_steps.pop()
+            if ended.optimizer is optimizer:
+                return
+
+    def num_running_steps(self) -> int:
+        """Returns how many optimizers are in their `step`: 2 if one has called another one."""
+        self._drop_failed_steps()
+        return len(self._running_steps)
+
+    def _drop_failed_steps(self) -> None:
+        """Drops steps that have ended by an exception, which torch does not tell its hooks.
+
+        A script may catch the exception and train on. Such a step is recognized by its frame, which
+        is no longer on the call stack.
+        """
+        if not self._running_steps:
+            return
+
+        frames_on_stack = set()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            frames_on_stack.add(frame)
+            frame = frame.f_back
+
+        running = [step for step in self._running_steps if step.frame in frames_on_stack]
+        self._running_steps = running
 
     @property
     def update_number(self) -> int:

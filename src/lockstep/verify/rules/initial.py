@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.verify.cause import Cause, format_by_process
+from lockstep.verify.cause import Cause, format_by_process, name_ranks, name_reference
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
@@ -96,12 +96,13 @@ def _other_seeds(case: Divergence) -> list[str]:
     """Names the first line that seeded torch differently on different processes."""
     # The seeds of one process by line, followed by those of each rank.
     seeds_by_process = [rank.seeds for rank in (*case.expected, *case.actual)]
+    processes = [*name_reference(len(case.expected)), *name_ranks(range(len(case.actual)))]
     for line in seeds_by_process[0]:
         different_seeds = {seeds.get(line) for seeds in seeds_by_process}  # None if not seeded
         if len(different_seeds) > 1:
             values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
             return [
-                f"torch was seeded with {format_by_process(values)}",
+                f"torch was seeded with {format_by_process(values, processes)}",
                 f"the seed was set by {line}",
             ]
 

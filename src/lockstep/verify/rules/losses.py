@@ -76,20 +76,25 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     """
     # A list of terms for each backward pass, on one process and on each rank.
     terms_of_losses = case.expected[0].loss_terms
-    ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
+    losses_of_rank = {}
+    for number, rank in enumerate(case.actual):
+        if rank.contributes:
+            losses_of_rank[number] = rank.loss_terms
 
     # With several backward passes, it is not known which terms correspond.
     if case.num_ranks == 1 or len(terms_of_losses) != 1:
         return [], False
-    if any(len(losses) != 1 for losses in ranks):
+    if any(len(losses) != 1 for losses in losses_of_rank.values()):
         return [], False
 
     # The ranks may have added up another number of terms than one process.
     expected_terms = terms_of_losses[0]
-    terms_of_ranks = [losses[0] for losses in ranks]
+    terms_of_ranks = [losses[0] for losses in losses_of_rank.values()]
     counts = [len(terms) for terms in terms_of_ranks]
     if set(counts) != {len(expected_terms)}:
-        of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        of_ranks = ", ".join(
+            f"{count} on rank {rank}" for rank, count in zip(losses_of_rank, counts, strict=True)
+        )
         text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
         some_ranks_lack_terms = len(set(counts)) > 1
         return [text], some_ranks_lack_terms

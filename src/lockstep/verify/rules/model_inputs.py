@@ -33,25 +33,28 @@ MIN_SAMPLES_THAT_SHOW_A_LINE = 3
 MAX_ERROR_OF_A_LINE = 1e-7
 
 
-def inputs_of_ranks(update: Update) -> list[Counter[str]]:
+def inputs_by_rank(update: Update) -> list[Counter[str]]:
     """Returns how often the models of each rank got each input, identified by its digest.
 
-    There is one counter for each rank that called a model. The list is empty if some input is not
-    known.
+    There is one counter for each rank, in the order of the ranks. It is empty if the rank has
+    called no model. The list is empty if some input is not known.
     """
     counts_of_ranks = []
     for rank in update:
-        if not rank.contributes or not rank.model_inputs:
-            continue
-
         counts: Counter[str] = Counter()
-        for batch in rank.model_inputs:
-            if not batch.contents:  # the batch could not be split into samples
-                return []
-            counts.update(batch.contents)
+        if rank.contributes:
+            for batch in rank.model_inputs:
+                if not batch.contents:  # the batch could not be split into samples
+                    return []
+                counts.update(batch.contents)
         counts_of_ranks.append(counts)
 
     return counts_of_ranks
+
+
+def inputs_of_ranks(update: Update) -> list[Counter[str]]:
+    """Returns the counters of `inputs_by_rank` for those ranks that have called a model."""
+    return [counts for counts in inputs_by_rank(update) if counts]
 
 
 def sum_counts(counts_of_ranks: Sequence[Counter[str]]) -> Counter[str]:
@@ -223,7 +226,7 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
     if are_samples and is_known.all():
         num_of_other_steps = (~is_repeated).sum()
         of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
-        own_order = [*_orders_of_ranks(case), *trained_by_several_ranks(case, inputs_of_ranks)]
+        own_order = [*_orders_of_ranks(case), *trained_by_several_ranks(case, inputs_by_rank)]
         if own_order:
             return Cause("LS105", (numbers, of_other_steps, *own_order))
         return Cause("LS109", (numbers, of_other_steps, *draws))

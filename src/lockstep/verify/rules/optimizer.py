@@ -12,7 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.verify.algebra import near
-from lockstep.verify.cause import Cause, format_by_process, format_items, script_names
+from lockstep.verify.cause import (
+    Cause,
+    format_by_process,
+    format_items,
+    name_ranks,
+    name_reference,
+    script_names,
+)
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
@@ -182,7 +189,8 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
     if len(set(values)) == 1:
         return []
 
-    by_process = format_by_process(values)
+    processes = [*name_reference(1), *name_ranks(range(case.num_ranks))]
+    by_process = format_by_process(values, processes)
     return [f"ReduceLROnPlateau was given {by_process}: {last_calls[-1].line}"]
 
 
@@ -212,12 +220,17 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     0 and rank 1".
     """
     # Options are not known for ranks that have not stepped, as under `Join`.
-    ranks = (*case.expected, *(rank for rank in case.actual if rank.stepped))
+    ranks = [*case.expected]
+    processes = name_reference(len(case.expected))
+    for number, rank in enumerate(case.actual):
+        if rank.stepped:
+            ranks.append(rank)
+            processes += name_ranks([number])
 
     sentences = []
     num_groups = [len(rank.group_options) for rank in ranks]
     if len(set(num_groups)) > 1:
-        by_process = format_by_process(num_groups)
+        by_process = format_by_process(num_groups, processes)
         sentences.append(f"parameter groups of the optimizer: {by_process}")
 
     for group in range(min(num_groups)):
@@ -231,7 +244,7 @@ def _optimizer_differences(case: Divergence) -> list[str]:
             if any(value != values[0] for value in values):
                 # The entry "parameters" is the size of the group, and not an option of torch's.
                 option = "number of parameters" if key == "parameters" else key
-                by_process = format_by_process(values)
+                by_process = format_by_process(values, processes)
                 sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
 
     if sentences:

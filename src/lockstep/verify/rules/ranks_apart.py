@@ -16,7 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.verify.algebra import near
-from lockstep.verify.cause import Cause, format_by_process, format_items, script_names
+from lockstep.verify.cause import (
+    Cause,
+    format_by_process,
+    format_items,
+    name_ranks,
+    script_names,
+)
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import first_clip_line, format_ranks_that_differ
@@ -32,10 +38,15 @@ def different_optimizers(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: the class of each rank.
     """
-    classes = [rank.optimizer_class for rank in case.actual if rank.stepped]
+    class_of_rank = {}
+    for number, rank in enumerate(case.actual):
+        if rank.stepped:
+            class_of_rank[number] = rank.optimizer_class
+
+    classes = list(class_of_rank.values())
     if len(set(classes)) < 2:
         return None
-    by_rank = format_by_process(classes, with_reference=False)
+    by_rank = format_by_process(classes, name_ranks(class_of_rank))
     return Cause("LS405", (f"the ranks step with different optimizers: {by_rank}",))
 
 

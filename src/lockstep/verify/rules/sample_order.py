@@ -272,7 +272,8 @@ def trained_by_several_ranks(
 
     Args:
         case: the difference.
-        samples_of_ranks: function that returns the samples of each rank in an update.
+        samples_of_ranks: function that returns the samples of each rank in an update, in the order
+            of the ranks; an empty list if they are not known.
     """
     counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
     trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
