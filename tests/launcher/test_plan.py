@@ -10,6 +10,7 @@ from lockstep.run.start.plan import (
     LaunchSpec,
     choose_nproc,
     make_plan,
+    meeting_host,
     threads_per_process,
 )
 from lockstep.run.start.worker import Script
@@ -91,6 +92,34 @@ def test_a_plan_on_one_machine_sets_threads_and_loopback_and_describes_itself() 
         "the same with torchrun:",
         "  torchrun --standalone --nproc-per-node=2 t.py --lr 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "host"),
+    [
+        (("-im", "tcp://10.10.10.1:12345", "-rn", "0"), "10.10.10.1"),
+        (("--dist-url=tcp://[fe80::1]:12345",), "fe80::1"),
+        (("+dist.url=tcp://node-1.lan:1",), "node-1.lan"),
+        (("--dist-url", "tcp://127.0.0.1:12345"), None),
+        (("--dist-url", "tcp://localhost:12345"), None),
+        (("--dist-url", "file:///mnt/run"), None),
+        (("--proxy", "tcp://"), None),
+    ],
+)
+def test_the_host_at_which_processes_of_several_launchers_meet(
+    arguments: tuple[str, ...], host: str | None
+) -> None:
+    assert meeting_host(arguments) == host
+
+
+def test_gloo_of_processes_that_meet_elsewhere_is_not_on_loopback() -> None:
+    spec = LaunchSpec(script=Script(path="t.py", arguments=("-im", "tcp://10.0.0.5:29500")))
+    made = make_plan(spec, MACHINE, {}, nproc=1, one_node=True, meeting_interface="eth0")
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert made.notes[-1] == "Gloo on eth0 (GLOO_SOCKET_IFNAME: it leads to 10.0.0.5)"
+    users = {"GLOO_SOCKET_IFNAME": "ib0"}
+    made = make_plan(spec, MACHINE, users, nproc=1, one_node=True, meeting_interface="eth0")
+    assert "GLOO_SOCKET_IFNAME" not in made.environment
 
 
 def test_variables_that_the_user_has_set_are_not_changed() -> None:

@@ -8,16 +8,20 @@ shares with torchrun.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lockstep.distributed.network import means_loopback
 from lockstep.errors import SettingError
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.torchrun_flags import has_rendezvous_flags
 from lockstep.run.start.worker import MACRO, Command, Script
 from lockstep.wording import count_noun
+
+URL_OF_MEETING = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\s:/\[\]]+):\d+")
 
 _NO_COMMAND = Command((), {})
 
@@ -181,8 +185,28 @@ def threads_per_process(cores: int, nproc: int) -> int:
     return max(1, cores // nproc)
 
 
+def meeting_host(arguments: Sequence[str]) -> str | None:
+    """Returns the host at which processes of several launchers meet; None if no argument names one.
+
+    A script that numbers its processes itself takes the address of the first as an argument:
+    `-im tcp://10.10.10.1:12345`, `--dist-url=tcp://[fe80::1]:12345`.
+    """
+    for argument in arguments:
+        match = URL_OF_MEETING.search(argument)
+        if match is not None:
+            host = match["host"].strip("[]")
+            return None if means_loopback(host) else host
+    return None
+
+
 def make_plan(
-    spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], nproc: int, *, one_node: bool
+    spec: LaunchSpec,
+    machine: Machine,
+    environ: Mapping[str, str],
+    nproc: int,
+    *,
+    one_node: bool,
+    meeting_interface: str | None = None,
 ) -> LaunchPlan:
     """Decides how a request is started on a machine.
 
@@ -192,6 +216,7 @@ def make_plan(
         environ: the launcher's environment. Variables that the user has set are not changed.
         nproc: number of processes on this machine.
         one_node: True if the run is on this machine only.
+        meeting_interface: the interface that leads to the `meeting_host`, if there is one.
     """
     notes = []
     environment = {}
@@ -210,9 +235,14 @@ def make_plan(
             f"{count_noun(machine.cores, 'core')} for {count_noun(nproc, 'process')})"
         )
 
-    if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
-        environment["GLOO_SOCKET_IFNAME"] = machine.loopback
-        notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
+    if one_node and "GLOO_SOCKET_IFNAME" not in environ:
+        if meeting_interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = meeting_interface
+            host = meeting_host(spec.script.arguments)
+            notes.append(f"Gloo on {meeting_interface} (GLOO_SOCKET_IFNAME: it leads to {host})")
+        elif machine.loopback:
+            environment["GLOO_SOCKET_IFNAME"] = machine.loopback
+            notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
 
     flags = [*spec.torchrun, f"--nproc-per-node={nproc}"]
     if one_node and not has_rendezvous_flags(spec.torchrun, environ):

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep.distributed.network import address_reaching, interface_of
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.start import worker
@@ -31,6 +32,7 @@ from lockstep.run.start.plan import (
     LaunchSpec,
     choose_nproc,
     make_plan,
+    meeting_host,
     threads_per_process,
 )
 from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_collection
@@ -336,7 +338,16 @@ def _plan_on_this_machine(
     if spec.keep_in_memory:
         check_keep_in_memory(flags)
     _, most_nodes = node_numbers(flags.nnodes)
-    return make_plan(spec, machine, environ, nproc, one_node=most_nodes == 1), flags
+    own_address = address_reaching(meeting_host(spec.script.arguments))
+    plan = make_plan(
+        spec,
+        machine,
+        environ,
+        nproc,
+        one_node=most_nodes == 1,
+        meeting_interface=None if own_address is None else interface_of(own_address),
+    )
+    return plan, flags
 
 
 def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | None) -> LaunchPlan:
