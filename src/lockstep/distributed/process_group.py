@@ -38,6 +38,7 @@ from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import SET_BY_SCRIPT, Topology, detect, port
 from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
+from lockstep.masking import digest_of_secrets
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings, settings_of_ranks
@@ -254,6 +255,8 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     _num_joins += 1
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
+    # Secrets are hidden in the arguments that the ranks compare.
+    compared_settings["hidden arguments"] = digest_of_secrets(sys.argv)
     # A store may outlive this run. The next one must not find the requests of this one there, so
     # keys contain the launcher's run and restart, and the number of this join. If the script has
     # numbered the processes, each may have a launcher of its own, and another run of it.
