@@ -1,5 +1,7 @@
 """Compares the bits of 8 programs under 20 schedules: processes, strategies, resizes and kills.
 
+A ninth program, which needs as many processes as virtual ranks, has 5 schedules of its own.
+
 Each program (`programs.py`) trains 12 steps in two epochs with 8 virtual ranks (`train.py`). Its
 weights, buffers, optimizer state and losses are hashed, and so is a random number that the script
 draws after each epoch. A *schedule* says how the program is run: by a number of processes under a
@@ -89,6 +91,16 @@ SCHEDULES = [
     killed(Part(3, "ddp"), Part(1, "single")),
     killed(Part(4, "hsdp:shard_size=2"), Part(3, "fsdp")),
 ]
+SCHEDULES_ON_ALL_PROCESSES = [
+    whole(8, "ddp"),
+    whole(8, "fsdp"),
+    whole(8, "hsdp:shard_size=4"),
+    Schedule(
+        "resumed on 8: ddp, fsdp, ddp", [Part(8, "ddp", 3), Part(8, "fsdp", 9), Part(8, "ddp")]
+    ),
+    killed(Part(8, "ddp"), Part(8, "fsdp")),
+]
+"""For programs that need as many processes as virtual ranks."""
 
 
 def launch(part: Part, folder: Path, programs: list[str], arguments: list[str]) -> str:
@@ -151,6 +163,58 @@ def table(programs: list[str], rows: dict[str, list[str]]) -> str:
     return "\n".join(lines)
 
 
+class Compared(NamedTuple):
+    """The hashes of programs under schedules, the first of which the others are compared with."""
+
+    programs: list[str]
+    rows: dict[str, list[str]]
+    """The hashes of the programs, by the title of the schedule."""
+    num_killed: int
+
+    @property
+    def num_hashes(self) -> int:
+        return len(self.rows) * len(self.programs)
+
+    @property
+    def num_equal(self) -> int:
+        """How many hashes equal those of the first schedule."""
+        expected = next(iter(self.rows.values()))
+        num_equal = 0
+        for hashes in self.rows.values():
+            for found, wanted in zip(hashes, expected, strict=True):
+                num_equal += found == wanted and found != "none"
+        return num_equal
+
+
+def compare(
+    programs: list[str], schedules: list[Schedule], wanted: list[str], seed: int
+) -> Compared:
+    """Runs programs under schedules.
+
+    Args:
+        programs: their names.
+        schedules: the first one is run in any case.
+        wanted: parts of the titles of the others.
+        seed: of the moments of the kills.
+    """
+    chosen = [schedules[0]]
+    for schedule in schedules[1:]:
+        if any(part in schedule.title for part in wanted):
+            chosen.append(schedule)
+    begin = time.perf_counter()
+    rows: dict[str, list[str]] = {}
+    num_killed = 0
+    for schedule in chosen:
+        with tempfile.TemporaryDirectory() as name:
+            output = run_schedule(schedule, Path(name), programs, seed)
+            rows[schedule.title] = list(hashes_in(Path(name), programs))
+            num_killed += len(list(Path(name).glob("*.killed")))
+        print(f"{time.perf_counter() - begin:5.0f} s  {schedule.title}", flush=True)
+        if output:
+            print(output, flush=True)
+    return Compared(programs, rows, num_killed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", default=",".join(PROGRAMS))
@@ -158,39 +222,36 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    programs = options.programs.split(",")
-    chosen = [SCHEDULES[0]]  # the others are compared with it
-    for schedule in SCHEDULES[1:]:
-        if any(part in schedule.title for part in options.schedules):
-            chosen.append(schedule)
-    begin = time.perf_counter()
-    rows: dict[str, list[str]] = {}
-    num_killed = 0
-    for schedule in chosen:
-        with tempfile.TemporaryDirectory() as name:
-            output = run_schedule(schedule, Path(name), programs, options.seed)
-            rows[schedule.title] = list(hashes_in(Path(name), programs))
-            num_killed += len(list(Path(name).glob("*.killed")))
-        print(f"{time.perf_counter() - begin:5.0f} s  {schedule.title}", flush=True)
-        if output:
-            print(output, flush=True)
-    expected = rows[chosen[0].title]
-    num_equal = 0
-    for hashes in rows.values():
-        for found, wanted in zip(hashes, expected, strict=True):
-            num_equal += found == wanted and found != "none"
-    num_hashes = len(rows) * len(programs)
+    anywhere = []
+    on_all_processes = []
+    for name in options.programs.split(","):
+        needs_all = PROGRAMS[name].sync_batchnorm
+        (on_all_processes if needs_all else anywhere).append(name)
+    texts = []
+    all_equal = True
+    for programs, schedules, compared_with in (
+        (anywhere, SCHEDULES, "one process"),
+        (on_all_processes, SCHEDULES_ON_ALL_PROCESSES, f"{VIRTUAL_RANKS} processes under ddp"),
+    ):
+        if not programs:
+            continue
+        compared = compare(programs, schedules, options.schedules, options.seed)
+        all_equal = all_equal and compared.num_equal == compared.num_hashes
+        texts.append(
+            f"{table(programs, compared.rows)}\n\n"
+            f"{compared.num_equal} of {compared.num_hashes} hashes equal those of {compared_with}; "
+            f"runs that were killed: {compared.num_killed}.\n"
+        )
     llama = "a Llama of transformers" if has_transformers() else "a transformer of its own"
-    text = (
-        f"{table(programs, rows)}\n\n"
-        f"{num_equal} of {num_hashes} hashes equal those of one process; {num_killed} runs were "
-        f"killed. {VIRTUAL_RANKS} virtual ranks; torch {torch.__version__}, CPU with "
+    texts.append(
+        f"{VIRTUAL_RANKS} virtual ranks; torch {torch.__version__}, CPU with "
         f"{torch.backends.cpu.get_cpu_capability()}, one thread a process; LoRA on {llama}.\n"
     )
+    text = "\n".join(texts)
     print(text)
     if options.out is not None:
         options.out.write_text(f"Written by `make bits`, see `benchmarks/bits`.\n\n{text}")
-    sys.exit(num_equal != num_hashes)
+    sys.exit(not all_equal)
 
 
 if __name__ == "__main__":

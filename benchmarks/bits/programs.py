@@ -1,4 +1,4 @@
-"""The eight programs: small, and each with something that could change the bits of a run."""
+"""The nine programs: small, and each with something that could change the bits of a run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Program(NamedTuple):
     precision: str = "fp32"
     max_norm: float | None = None
     """Gradients are clipped to this norm; None: they are not clipped."""
+    sync_batchnorm: bool = False
+    """BatchNorm takes its statistics from the global batch, on as many processes as virtual
+    ranks."""
 
 
 def images() -> TensorDataset:
@@ -231,5 +234,13 @@ PROGRAMS = {
     ),
     "augmentation": Program(
         "augmentation, 2 workers", cnn_with_groupnorm, AugmentedImages, lamb, classify, WORKERS
+    ),
+    "global_batchnorm": Program(
+        "CNN, BatchNorm over the global batch",
+        cnn_with_batchnorm,
+        images,
+        adamw,
+        classify,
+        sync_batchnorm=True,
     ),
 }

@@ -105,7 +105,9 @@ def digest_of(*states: Any) -> str:
 
 def train(program: Program, name: str, folder: Path, stop_at: int | None, kill: int | None) -> None:
     """Trains a program to a step, or to its end, where its hash is written."""
-    with lockstep.init(precision=program.precision, seed=1) as world:
+    # None is what the other programs are given: statistics of each virtual rank.
+    sync_batchnorm = True if program.sync_batchnorm else None
+    with lockstep.init(precision=program.precision, sync_batchnorm=sync_batchnorm, seed=1) as world:
         torch.manual_seed(3)
         net = program.model()
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
