@@ -118,7 +118,6 @@ TYPICAL_VALUES = (
     *(
         "7",
         "rank 7",
-        "parameters",
         "33%",
         "7 steps",
         "in backward",
@@ -126,6 +125,12 @@ TYPICAL_VALUES = (
         "(7, 7)",
         "w",
         ", w",
+        "parameters",
+        "7 GiB",
+        "between w",
+        "shared memory",
+        " (w)",
+        "; w",
     ),
 )
 """Values of which one is right for each field that may not be any text."""

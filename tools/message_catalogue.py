@@ -30,9 +30,17 @@ PO_FILE = CATALOGUE_FILE
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "cli.run_help",
+    "distributed.interface",
+    "doctor.",
+    "extensions.autotune",
     "extensions.report.analysis",
+    "extensions.report.closing",
     "extensions.report.comparison",
+    "extensions.report.network_advice",
+    "extensions.report.network_forecast",
     "run.machines.ssh_errors",
+    "run.start.plan",
     "run.watch.activity",
     "run.watch.call_table",
     "run.watch.case",
@@ -61,7 +69,17 @@ FILES_OF_SENTENCES = (
     "wording",
 )
 """Modules, or beginnings of their names, in which every text of several words is a message."""
+NAMES_OF_OPTIONS = re.compile(r"--[\w-]+ [A-Z:|{}a-z_]+|lockstep run(?: --.*\.py.*)?")
+"""An option with its value, and an example of the help: texts that are the same in Chinese."""
 NO_MESSAGES = {
+    "Lockstep {facts}",
+    "Python {facts}",
+    "made {facts}",
+    "statistics of {samples}",
+    "torch {facts}",
+    "{names} from {file}",
+    "{number} {noun}es",
+    "{number} {noun}s",
     "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
     "Traceback (most recent call last)",
     "exchange_identification|Connection closed by UNKNOWN port",
@@ -69,50 +87,107 @@ NO_MESSAGES = {
     "With Lockstep",
     "With plain DDP",
 }
-"""Texts in these modules that are not shown."""
+"""Texts in these modules that are not shown, and templates that would fit texts of others."""
 SHORT_MESSAGES = {
     "1/{number} of": "verify.rules.evidence",
+    "Commands:": "cli.help_text",
     "DIFFERENT": "verify.verdict",
     "EQUAL": "verify.verdict",
+    "Examples:": "cli.help_text",
     "FAILED": "verify.verdict",
-    "all {compared}": "verify.bits",
+    "Options:": "cli.help_text",
+    "Processes:": "cli.help_text",
+    "Ray:": "cli.help_text",
+    "Several machines, by ssh:": "cli.help_text",
+    "Slurm:": "cli.help_text",
+    "Several machines, one command on each:": "cli.help_text",
+    "Show the version and exit.": "cli.help_text",
+    "Show this message and exit.": "cli.help_text",
+    "Training settings (what the script leaves unset in lockstep.init):": "cli.help_text",
+    "Watching and restarts:": "cli.help_text",
     "all": "verify.verdict",
+    "all {compared}": "verify.bits",
+    "between the machines": "cli.doctor",
+    "bucket": "extensions.report.console",
+    "clock": "doctor",
+    "clocks": "doctor",
+    "compression": "extensions.report.console",
+    "cores": "doctor",
+    "data": "doctor",
+    "disk": "doctor",
     "earlier": "run.watch.straggler",
     "element": "run.watch.messages",
+    "error": "doctor",
+    "exchange": "extensions.report.console",
     "exit code {number}": "run.watch.exit_status",
+    "folder": "doctor",
+    "fresh interpreters ({cold_reason})": "run.start.script",
     "function": "testing",
+    "gpus": "doctor",
     "gradients": "verify.causes",
+    "hostname": "doctor",
     "in float32": "verify.comparison",
     "in float64": "verify.comparison",
     "in this step{before} another way was gone at {test}: {outcomes}": "verify.line_findings",
-    "killed by {name}": "run.watch.exit_status",
     "killed": "run.watch.first_failure",
+    "killed by {name}": "run.watch.exit_status",
     "last": "run.watch.straggler",
+    "leftovers": "doctor",
+    "limits": "doctor",
+    "link": "extensions.report.console",
+    "links": "doctor",
     "losses": "verify.verdict",
+    "memory": "doctor",
+    "names": "doctor",
+    "ok": "doctor",
     "one process and {processes}": "verify.cause",
+    "optimizer": "extensions.report.console",
     "optimizer state": "extensions.device_check.message",
+    "packages": "doctor",
     "parameters": "extensions.device_check.message",
     "rank {ranges} {does}": "run.watch.case",
     "rank {rank} and {processes}": "verify.cause",
     "ranks {ranges} {does}": "run.watch.case",
+    "reached": "doctor",
     "script": "cli.verify",
+    "settings": "extensions.report.console",
+    "shards": "extensions.report.console",
+    "software": "doctor",
+    "stages": "extensions.report.console",
     "that is under {test}: {outcomes}": "verify.line_findings",
+    "statistics of the replica's part of the global batch": "training.prepare",
+    "statistics of each micro-batch over all ranks, not of the global batch": "training.prepare",
+    "statistics of the global batch, as on one device": "training.prepare",
+    "statistics of the samples of all devices, as on one": "training.prepare",
+    "the global batch, as on one device": "training.prepare",
+    "each micro-batch over all virtual ranks, not of the global batch": "training.prepare",
     "the ranks went different ways at {test}: {outcomes}": "verify.line_findings",
+    "the script is given {local_rank_flag}": "run.start.script",
+    "the script starts its own processes": "run.start.script",
+    "threads": "extensions.report.console",
+    "units": "extensions.report.console",
+    "values": "extensions.report.console",
+    "variables": "doctor",
+    "versions": "doctor",
     "wait in {name_call}, {context}": "run.watch.case",
     "waits in {name_call}, {context}": "run.watch.case",
+    "warning": "doctor",
     "{number} ({optimizer_class} of {models})": "verify.finding",
     "{operation_name} and {operation_name_2}": "run.watch.deadlock",
-    "{operation_name} of {lengths} {element_type} of {group}": "run.watch.case",
     "{operation_name} of {lengths} {element_type}": "run.watch.messages",
+    "{operation_name} of {lengths} {element_type} of {group}": "run.watch.case",
     "{single} on {processes}": "verify.cause",
     "{text} ({number} of {number_2})": "verify.finding",
+    "{thousands} of {thousands_2}": "batch.loader",
 }
-"""Texts that are shown and too short to be recognized as messages, or are put together from
-several, with the modules that write them."""
+"""Texts that are shown and too short to be recognized as messages, are put together from several,
+or come from click, with the modules that write them."""
 MIN_LETTERS = 4
 """A template with fewer letters between its fields would fit texts that were not made from it."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")
-FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language")
+FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_phrase")
+HELP_ARGUMENTS = ("help", "short_help", "epilog")
+"""Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
 """Errors of `run.machines.ssh_errors`: what was found, and what to do."""
 POSITION_OF_FOUND = 1
@@ -250,6 +325,8 @@ class Reader:
         for name, module in self._modules.items():
             if name.startswith(FILES_OF_SENTENCES):
                 self._read_sentences(name, module.tree)
+            if name.startswith("cli."):
+                self._read_help_of_commands(name, module.tree)
             for function, call in self._calls_in[name]:
                 self._read_call(name, function, call)
         for word, module_name in SHORT_MESSAGES.items():
@@ -292,7 +369,7 @@ class Reader:
 
         Verdicts on ranks put what one rank does into the plural.
         """
-        if " " in message:
+        if " " in message and not NAMES_OF_OPTIONS.fullmatch(message):
             self.messages.add(message, module)
             if module.startswith("run.watch."):
                 self.messages.add(conjugate(message, count=2), module)
@@ -302,10 +379,17 @@ class Reader:
         name = _called_name(call)
         if name in FUNCTIONS_THAT_TRANSLATE and call.args and module != "language":
             for message in self._texts(call.args[0], module, function, MAX_DEPTH - 1):
-                if re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message)):
+                has_letters = re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message))
+                if has_letters and message not in NO_MESSAGES:
                     self.messages.places.setdefault(message, set()).add(module)
         if name == "count_noun":
             self._read_noun(call, module)
+        if module == "settings" and name == "_setting":
+            self._read_help(call, module, function)
+        if name == "Choice":
+            self._read_choice(call, module, function)
+        if module.startswith("cli."):
+            self._read_help(call, module, function)
         if name not in {*self._error_classes, *FUNCTIONS_THAT_WARN, *ERRORS_WITHOUT_SETTING}:
             return
         shift = 1 if name in ERRORS_WITHOUT_SETTING else 0
@@ -321,6 +405,31 @@ class Reader:
             if not texts:
                 place = f"{module}:{ast.unparse(do)}"
                 self.messages.advice_not_found.append(place)
+
+    def _read_choice(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+        """Reads a line of the summary that is printed at the start: name, value and reason."""
+        for argument in call.args:
+            for text in self._texts(argument, module, function, MAX_DEPTH - DEPTH_OF_FOUND):
+                self._add_if_sentence(text, module)
+
+    def _read_help(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+        """Reads the help of a command or an option."""
+        for keyword in call.keywords:
+            if keyword.arg in HELP_ARGUMENTS:
+                for text in self._texts(keyword.value, module, function):
+                    self._add_if_sentence(text, module)
+
+    def _read_help_of_commands(self, module: str, tree: ast.Module) -> None:
+        """Reads the docstrings of commands, whose paragraphs are their help."""
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or not node.decorator_list:
+                continue
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            is_command = any(re.match(r"[\w.]*\b(command|group)\b", text) for text in decorators)
+            docstring = ast.get_docstring(node)
+            if is_command and docstring is not None:
+                for paragraph in re.split(r"\n\s*\n", docstring):
+                    self.messages.add(escape(" ".join(paragraph.split())), module)
 
     def _read_noun(self, call: ast.Call, module: str) -> None:
         """Reads the noun of `count_noun`, in both numbers."""

@@ -10,7 +10,7 @@ import textwrap
 import unicodedata
 
 NO_LINE_BEGINS_WITH = "，。；：、！？）」』》”…"
-NO_LINE_ENDS_WITH = "（「『《“"
+NO_LINE_ENDS_WITH = "（「『《“[("
 
 
 def width_of(text: str) -> int:
@@ -30,17 +30,25 @@ def join_label(label: str, text: str) -> str:
     return f"{label} {text}" if label.endswith(":") else f"{label}{text}"
 
 
-def wrap(text: str, width: int, *, subsequent_indent: str = "") -> list[str]:
+def wrap(
+    text: str, width: int, *, subsequent_indent: str = "", break_long_words: bool = True
+) -> list[str]:
     """Breaks a text into lines of at most `width` columns, as `textwrap.wrap` does.
 
     Args:
         text: one paragraph.
         width: of a line; a word that is longer has a line of its own if it is in a Chinese text.
         subsequent_indent: what goes before all lines but the first.
+        break_long_words: whether a word that is longer than a line is broken, in a text without
+            wide characters.
     """
     if text.isascii() or width_of(text) == len(text):
         return textwrap.wrap(
-            text, width, subsequent_indent=subsequent_indent, break_on_hyphens=False
+            text,
+            width,
+            subsequent_indent=subsequent_indent,
+            break_long_words=break_long_words,
+            break_on_hyphens=False,
         )
     lines: list[str] = []
     line = ""

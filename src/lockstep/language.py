@@ -1,4 +1,4 @@
-"""The language of verdicts, of errors' advice and of `lockstep explain`: English or Chinese.
+"""The language of what is printed for people: English or Chinese.
 
 All texts are English wherever they are made, compared, recorded and sent: ranks on machines with
 different locales agree, and programs find the same words everywhere. `translate` is called where a
@@ -86,6 +86,7 @@ FIELDS_OF_NUMBERS = (
     "rank",
     "relative",
     "samples",
+    "samples_of_rank",
     "seq",
     "shard_size",
     "size",
@@ -136,15 +137,21 @@ PATTERN_OF_FIELD = {
     **dict.fromkeys(("dtype", "version", "version_here", "version_there"), r"\S+"),
     "context": r"(?:between|in|while) [^()\n]*",  # of a call: "in backward"
     **dict.fromkeys(("compared", "count_noun"), r"\d+ [\w ]+"),
+    "carrier": "shared memory|the backend",
+    "describe_peers": r"between [^\n]*",
     "does": rf"(?!on ){ANY_TEXT}",  # begins with a verb, and not as "on host a: ..."
-    "element_type": r"\w+",
-    "format_bytes": r"\d[\d.,]* \w+",
+    "element_type": r"[A-Za-z]\w*",
+    "facts": r"(?:(?!, )[^\n])*",  # of a check of `lockstep doctor`
+    "file": r"\S+",
+    "format_physical_gpu": r"(?: \([^()]*\))?",
+    "format_unused_accelerator": r"(?:; [^\n]*)?",
+    **dict.fromkeys(("format_bytes", "gib"), r"\d[\d.,]* \w+"),
     "kind_of_tensors": r"parameters|optimizer state",
     "last_batch_text": r"(?:, [^\n]*)?",
     "thousands": r"\d[\d\s.,]*",
     **dict.fromkeys(("host", "hosts"), r"[^\s:,]+(?:, [^\s:,]+)*"),
     "lengths": r"\d[\dx +]*(?: more)?",  # of tensors: "25x4 + 3"
-    "operation_name": r"\w+",
+    "operation_name": r"[A-Za-z_]\w*",
     "outcomes": r"(?:true|false|not reached) on (?:(?!: )[^\n])*",  # of a test, by process
     "processes": r"(?:one process|rank \d+)(?: and rank \d+)*",
     "ranges": RANGES,
@@ -178,8 +185,6 @@ CHINESE_PUNCTUATION = "，。：；、（）"
 
 RANKS_AND_AMOUNTS = re.compile(r"\branks?\b|\d[\d.,]* ?\w{1,3}\b")
 """What is the same in both languages: "rank", and numbers with their units."""
-
-QUOTATION_MARKS = ("'", '"', "`")
 
 QUOTED = re.compile(r"""((?<!\w)'[^']*'(?!\w)|"[^"]*"|`[^`]*`)""")
 """A quoted name, which may have punctuation of its own. An apostrophe begins none."""
@@ -445,7 +450,7 @@ class Catalogue:
         """
         stripped = text.strip()
         is_word = not re.search(r"\s", stripped)
-        is_quoted = stripped[:1] in QUOTATION_MARKS and stripped[-1:] == stripped[:1]
+        is_quoted = QUOTED.fullmatch(stripped) is not None
         if QUOTATION.match(stripped) or is_quoted or (is_word and not may_be_word):
             return _as_it_is(text)
         if text != stripped:  # an empty value may stand at its beginning or end

@@ -20,11 +20,11 @@ import schemas
 import torch
 from click.testing import CliRunner
 
-from lockstep import doctor
+from lockstep import doctor, language
 from lockstep.cli.doctor import command
 from lockstep.cli.main import main
 from lockstep.doctor import disk, gpus, leftovers, memory, token
-from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Finding
 
 pytestmark = pytest.mark.launcher
 
@@ -414,3 +414,16 @@ def test_run_takes_the_same_words_for_ssh(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, line)
     assert result.exit_code == 2
     assert "No closing quotation" in result.stderr
+
+
+def test_findings_stand_in_columns_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "language", lambda: "zh")
+    findings = {
+        "shared_memory": Finding("ok", "23.5 GiB of 23.5 GiB free in /dev/shm"),
+        "clock": Finding("warning", "it is nearly full", "use a newer Python"),
+    }
+    assert doctor.lines(findings) == [
+        "正常     共享内存  /dev/shm 剩余 23.5 GiB，共 23.5 GiB",
+        "警告     时钟      几乎已满",
+        "                   处理：使用更新的 Python",
+    ]

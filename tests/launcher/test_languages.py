@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launched import launch
+
+from lockstep.columns import width_of
 
 pytestmark = pytest.mark.launcher
 
@@ -113,6 +116,53 @@ def test_what_a_function_has_printed_is_not_translated(tmp_path: Path) -> None:
     assert "  发现： rank 0（主机 " in done.stderr
     assert "        step 12: all files are there\n" in done.stderr
     assert "它最后的输出：" in done.stderr
+
+
+def test_the_help_is_translated_and_fits_the_terminal(tmp_path: Path) -> None:
+    env = {**IN_CHINESE, "COLUMNS": "80"}
+    commands = launch(["--help"], cwd=tmp_path, env=env).stdout
+    assert commands.startswith("用法：lockstep [OPTIONS] COMMAND")
+    assert "\n  doctor      检查机器是否可以开始训练。\n" in commands
+    options = launch(["run", "--help"], cwd=tmp_path, env=env).stdout
+    assert "\n多机，通过 ssh：\n" in options
+    # The names of options stay, and what click adds is translated, too.
+    assert "\n  --seed NUMBER               所有随机数的种子。\n" in options
+    assert "[默认：warm]" in options
+    assert all(width_of(line) <= 80 for line in options.splitlines() if "# " not in line)
+    english = [line for line in options.splitlines() if re.search("[a-z]+ [a-z]+ [a-z]+", line)]
+    assert [line for line in english if "lockstep run" not in line] == []
+
+
+@pytest.mark.thorough
+def test_the_lines_of_a_training(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import lockstep, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "world = lockstep.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+        "model, optimizer, loader = world.prepare(model, optimizer, loader)\n"
+        "for epoch in world.epochs(1):\n"
+        "    for (x,) in world.progress(loader):\n"
+        "        optimizer.zero_grad()\n"
+        "        world.backward(model(x).mean())\n"
+        "        optimizer.step()\n"
+        "world.close()\n"
+    )
+    done = launch(["run", "--nproc", "2", "train.py"], cwd=tmp_path, env=IN_CHINESE)
+    lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
+    assert "Gloo 只用 lo（GLOO_SOCKET_IFNAME：单机）" in done.stderr
+    assert lines[0].startswith("lockstep ")
+    assert lines[0].endswith(" · 2 个进程（1 台主机）")
+    (strategy,) = [line for line in lines if line.startswith("  strategy ")]
+    (loader,) = [line for line in lines if line.startswith("  loader 0")]
+    # The reasons stand below each other, by the columns of a terminal.
+    begin = width_of(strategy.partition("2 个进程")[0])
+    assert width_of(loader.partition("每个全局批次")[0]) == begin
+    assert "4 / 8" in loader
+    assert any(line.startswith("第 0 轮  ") and line.endswith(" s") for line in lines)
+    assert any(line.startswith("  训练        8 个样本，") for line in lines)
 
 
 def test_explain_and_a_wrong_language(tmp_path: Path) -> None:

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.output import print_for_people, write_json
+from lockstep.columns import pad
 from lockstep.errors import SettingError
+from lockstep.language import translate
 
 if TYPE_CHECKING:
     from lockstep.doctor.base import Finding
+
+BETWEEN_MACHINES = "between the machines"
+"""The section on their differences."""
 
 
 @click.command(
@@ -126,7 +131,10 @@ def _examine_hosts(
     for section, findings in sections.items():
         # The repairs made on a machine that has answered. The last section is not about a machine.
         repairs = facts_of_machine.get(section, {}).get("fixed", ())
-        report.append(f"{section}:")
+        title = section
+        if section == BETWEEN_MACHINES:  # the others are names of machines
+            title = translate(section)
+        report.append(f"{title}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
     print_for_people(report, as_json)
 
@@ -165,7 +173,7 @@ def _findings_by_section(
         sections[machine] = {"reached": failure, **sections.get(machine, {})}
 
     if facts_of_machine:
-        sections["between the machines"] = comparison.judge(facts_of_machine)
+        sections[BETWEEN_MACHINES] = comparison.judge(facts_of_machine)
 
     return sections
 
@@ -179,5 +187,6 @@ def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> li
     """
     from lockstep import doctor
 
-    repair_lines = [f"fixed    {repair}" for repair in repairs]
+    fixed = pad(translate("fixed"), doctor.LEVEL_WIDTH)
+    repair_lines = [f"{fixed}{translate(repair)}" for repair in repairs]
     return [*repair_lines, *doctor.lines(findings)]

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from lockstep import __version__
+from lockstep.cli.help_text import translate_help
 from lockstep.errors import LockstepError, check_language
 
 COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
@@ -25,6 +26,17 @@ class LazyGroup(click.Group):
     briefly.
     """
 
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Makes the context of a call, which writes the help."""
+        translate_help(self)
+        return super().make_context(info_name, args, parent, **extra)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of the subcommands, the most used first."""
         return list(COMMANDS)
@@ -34,6 +46,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
+        translate_help(command)
         return command
 
     def resolve_command(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from lockstep.language import translate
+
 EXAMPLES = (
     ("lockstep run --nproc 2 train.py --epochs 20", "two processes"),
     ("lockstep run --hosts node1,node2 --nproc gpu train.py", "one per GPU of both"),
@@ -74,8 +76,7 @@ def write_options(command: click.Command, ctx: click.Context, out: click.HelpFor
     with out.section("Examples"):
         width = max(len(example) for example, _ in EXAMPLES)
         for example, comment in EXAMPLES:
-            out.write(f"  {example:{width}}  # {comment}\n")
-
+            out.write(f"  {example:{width}}  # {translate(comment)}\n")
     rows_of_group = _rows_of_groups(command, ctx)
     for title, rows in rows_of_group.items():
         with out.section(title):

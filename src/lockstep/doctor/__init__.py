@@ -16,7 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lockstep.columns import join_label, pad, width_of
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding
+from lockstep.language import translate
 
 CHECKS = (
     "software",
@@ -170,14 +172,16 @@ def lines(findings: Mapping[str, Finding]) -> list[str]:
         warning  clock          2026-11-28 07:45:46 UTC, not kept right by the network: logs of ...
                                 do: timedatectl set-ntp true, or start chrony, as root
     """
-    name_width = max(len(name) for name in findings) + 2
+    shown_names = {name: translate(name.replace("_", " ")) for name in findings}
+    name_width = max(width_of(name) for name in shown_names.values()) + 2
     text = []
     for name, finding in findings.items():
-        level = finding.level.ljust(LEVEL_WIDTH)
-        padded_name = name.replace("_", " ").ljust(name_width)
-        text.append(f"{level}{padded_name}{finding.found}")
+        level = pad(translate(finding.level), LEVEL_WIDTH)
+        padded_name = pad(shown_names[name], name_width)
+        text.append(f"{level}{padded_name}{translate(finding.found)}")
         if finding.level != OK and finding.do:
-            text.append(" " * (LEVEL_WIDTH + name_width) + f"do: {finding.do}")
+            indent = " " * (LEVEL_WIDTH + name_width)
+            text.append(indent + join_label(translate("do:"), translate(finding.do)))
 
     return text
 

@@ -28,6 +28,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.extensions.autotune_search import AutotuneSearch
 from lockstep.extensions.profiling import ForwardCall, record_calls
 from lockstep.extensions.report.console import print_note
+from lockstep.language import translate
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import is_auto
@@ -145,21 +146,21 @@ class Autotune(Extension):
                 for module in self.modules:
                     if isinstance(module, DataParallel):
                         module.set_shares(result.after)
-            self._print(_describe_shares(result.before, result.after, result.times, device_name))
+            self._tell(_describe_shares(result.before, result.after, result.times, device_name))
         if request.micro_batch_size_is_open:
             size = search.find_micro_batch_size(shares)
             self.found.micro_batch_size = size
             largest_part = max(part_sizes(division.batch_size, shares))
-            self._print(_describe_micro_batch_size(size, largest_part))
+            self._tell(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
         # Set last: the search above also asks `request` whether shares are open, and they no longer
         # are as soon as `found` has them.
         if request.shares_are_open:
             self.found.shares = shares
 
-    def _print(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         if self.run.topology.is_main:
-            print_note(text)
+            print_note(translate(text))
 
     @contextmanager
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:

@@ -32,13 +32,13 @@ def is_synchronised(module: nn.Module, run: Run) -> bool:
     return False
 
 
-def synchronise_batchnorm(module: nn.Module, run: Run, samples: str) -> list[Choice]:
+def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> list[Choice]:
     """Lets BatchNorm layers take their statistics from all virtual ranks, added up in their tree.
 
     Args:
         module: whose layers `is_synchronised` has found to be so.
         run: with virtual ranks.
-        samples: describes the samples, for the choices that are returned.
+        statistics_of: describes the samples, for the choices that are returned.
 
     Raises:
         SettingError: some process computes several virtual ranks, or devices are checked, or a
@@ -95,7 +95,7 @@ def synchronise_batchnorm(module: nn.Module, run: Run, samples: str) -> list[Cho
             num_synchronised += 1
         elif isinstance(layer, BatchNorm):
             num_others += 1
-    reason = f"statistics of {samples}, added up in the tree of virtual ranks"
+    reason = f"statistics of {statistics_of}, added up in the tree of virtual ranks"
     choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
     if num_others:
         reason = "not a SyncBatchNorm"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.communication.traffic import Traffic
 from lockstep.extensions.report.analysis import STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
-from lockstep.extensions.report.console import duration, print_note, rate, thousands
+from lockstep.extensions.report.console import duration, print_labelled_note, rate, thousands
 from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
@@ -26,13 +26,13 @@ def print_closing(step: Step, folders: Sequence[str], traffic: Traffic, strategy
     seconds = step.seconds
     if samples:  # 0 if the steps were made without a prepared loader
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
-        print_note(f"  trained     {speed}")
+        print_labelled_note("trained", speed)
     # With these strategies torch sends the data, and Lockstep cannot count it.
     is_counted = strategy not in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if traffic.sent and is_counted:
         text = f"{format_bytes(traffic.sent)} by rank 0 to other ranks"
         if traffic.shared:
             text += f", {format_bytes(traffic.shared)} into shared memory"
-        print_note(f"  sent        {text}")
+        print_labelled_note("sent", text)
     if folders:
-        print_note(f"  checkpoint  {folders[-1]}")
+        print_labelled_note("checkpoint", str(folders[-1]))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lockstep.columns import pad, width_of, wrap
+from lockstep.language import translate
 from lockstep.settings import Choice, is_quiet
+from lockstep.wording import count_noun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,9 +107,9 @@ def encodable(text: str, encoding: str | None) -> str:
 
 def title_of(num_processes: int, num_hosts: int, version: str) -> str:
     """Returns the line above the block of choices: `lockstep 0.1.0 · 2 processes on 1 host`."""
-    processes = "process" if num_processes == 1 else "processes"
-    hosts = "host" if num_hosts == 1 else "hosts"
-    return f"lockstep {version} · {num_processes} {processes} on {num_hosts} {hosts}"
+    processes = count_noun(num_processes, "process")
+    hosts = count_noun(num_hosts, "host")
+    return translate(f"lockstep {version} · {processes} on {hosts}")
 
 
 def print_note(text: str) -> None:
@@ -116,14 +118,28 @@ def print_note(text: str) -> None:
         print_line(text)
 
 
+def print_labelled_note(label: str, text: str) -> None:
+    """Prints a note in the columns of the block of choices.
+
+    Args:
+        label: what the note is about, in one word.
+        text: the note, in English.
+    """
+    padded_label = pad(translate(label), MIN_NAME_WIDTH + GAP)
+    print_note(" " * INDENT + padded_label + translate(text))
+
+
 def print_choices(title: str, choices: Sequence[Choice]) -> None:
     """Prints the title and one aligned line per choice, unless the run is quiet.
+
+    The choices are English, and are shown in the language of this process.
 
     On a terminal long reasons are wrapped between words. Elsewhere each choice is one line, so that
     a log can be searched.
     """
     if is_quiet(os.environ):
         return
+    choices = [Choice(*(translate(part) for part in choice)) for choice in choices]
     if not _may_be_styled():
         for name, value, reason in choice_rows(title, choices, width=None):
             print_line(name + value + reason)
@@ -168,13 +184,13 @@ def choice_rows(
         The rows. Each part is padded with blanks, so that joined together they form the line.
     """
     rows = [("", line, "") for line in _wrap(title, width)]
-    longest_name = max((len(choice.name) for choice in choices), default=0)
+    longest_name = max((width_of(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
     # Reasons stand below each other, in a column behind the values. Very long values do not push
     # this column to the right: their reasons follow them directly.
-    value_lengths = [len(choice.value) for choice in choices]
-    aligned_lengths = [length for length in value_lengths if length <= MAX_ALIGNED_VALUE_WIDTH]
-    value_width = max(aligned_lengths, default=0) + GAP
+    value_widths = [width_of(choice.value) for choice in choices]
+    aligned_widths = [width for width in value_widths if width <= MAX_ALIGNED_VALUE_WIDTH]
+    value_width = max(aligned_widths, default=0) + GAP
     if width is None:
         remaining = None  # the columns for value and reason are not limited
         has_column_of_reasons = True
@@ -182,18 +198,18 @@ def choice_rows(
         remaining = width - INDENT - name_width
         has_column_of_reasons = remaining - value_width >= MIN_REASON_WIDTH
     for name, value, reason in choices:
-        if has_column_of_reasons and len(value) + GAP <= value_width:
-            text = value.ljust(value_width) + reason
+        if has_column_of_reasons and width_of(value) + GAP <= value_width:
+            text = pad(value, value_width) + reason
             hanging_indent = value_width  # more lines of the reason begin where it begins
         else:
             text = value + " " * GAP + reason
             hanging_indent = GAP
         first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
-        padded_name = " " * INDENT + name.ljust(name_width)
+        padded_name = " " * INDENT + pad(name, name_width)
         # The first line begins with the value; what follows it is the reason.
         rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
         for line in more_lines:
-            rows.append((" " * len(padded_name), "", line))
+            rows.append((" " * width_of(padded_name), "", line))
     return rows
 
 
@@ -207,13 +223,8 @@ def _wrap(text: str, width: int | None, hanging_indent: int = 0) -> list[str]:
     """
     if width is None:
         return [text]
-    lines = textwrap.wrap(
-        text,
-        max(width, hanging_indent + 1),
-        subsequent_indent=" " * hanging_indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    limit = max(width, hanging_indent + 1)
+    lines = wrap(text, limit, subsequent_indent=" " * hanging_indent, break_long_words=False)
     return lines or [text]
 
 

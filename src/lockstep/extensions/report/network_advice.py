@@ -18,7 +18,7 @@ from lockstep.communication import routing
 from lockstep.communication.link import Link
 from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
-from lockstep.extensions.report.console import print_note
+from lockstep.extensions.report.console import print_labelled_note
 from lockstep.extensions.report.network_forecast import (
     Network,
     describe_network,
@@ -116,10 +116,10 @@ class NetworkAdvice(Extension):
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
         num_gradients_per_rank = num_gradients // network.local_size
         compressions = measure_compression_costs(num_gradients_per_rank, self._link.machines)
-        print_note(f"  network     {describe_network(network, self._link, compressions)}")
+        print_labelled_note("network", describe_network(network, self._link, compressions))
         warning = describe_slow_machine(times.step_s, waiting_of_machine)
         if warning:
-            print_note(f"  network     {warning}")
+            print_labelled_note("network", warning)
 
     def _describe_network(self, step_s: float, waiting_s: float, delay_s: float) -> Network:
         """Returns what the advice is computed from: times per step, and what is sent.

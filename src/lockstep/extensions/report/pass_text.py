@@ -7,10 +7,13 @@ that is left.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockstep.columns import width_of
 from lockstep.extensions.report.console import clock, duration, number, rate
+from lockstep.language import translate
 
 # Columns of a terminal.
 MAX_BAR_WIDTH = 30
@@ -58,6 +61,15 @@ class BarLayout:
     text: str
 
 
+@functools.cache
+def _phrase(template: str) -> str:
+    """Returns a template in the language of this process. It is kept, since bars are drawn often.
+
+    A template is a message of the catalogue as any other: its fields are its values.
+    """
+    return translate(template)
+
+
 def mean_words(means: Mapping[str, float]) -> list[str]:
     """Returns `loss 0.0412` for each mean: the loss first, the others in alphabetical order."""
     names = sorted(means)
@@ -82,7 +94,7 @@ def _state_words(state: PassState, done_without_total: str) -> list[str]:
     words.append(rate(state.samples, state.seconds))
     seconds_left = state.seconds_left
     if seconds_left:  # neither None nor 0
-        words.append(f"{clock(seconds_left)} left")
+        words.append(_phrase("{time} left").format(time=clock(seconds_left)))
     return words
 
 
@@ -95,17 +107,17 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     words = _state_words(state, str(state.done))
     available = width  # columns for the bar and the text
     if state.description:
-        available -= len(state.description) + len(GAP)
+        available -= width_of(state.description) + len(GAP)
     # Without a total it is not known how much of a bar to fill, so there is none. An empty loader
     # with a total of 0 has none either.
     needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
-    while len(words) > 1 and needed_for_bar + len(GAP.join(words)) > available:
+    while len(words) > 1 and needed_for_bar + width_of(GAP.join(words)) > available:
         words.pop()
     text = GAP.join(words)
     if not state.total:
         return BarLayout(state.description, fraction=None, bar_width=0, text=text)
     fraction = min(1.0, state.done / state.total)
-    bar_width = min(MAX_BAR_WIDTH, available - len(text) - len(GAP))
+    bar_width = min(MAX_BAR_WIDTH, available - width_of(text) - len(GAP))
     if bar_width < MIN_BAR_WIDTH:  # even the first word alone leaves no room for it
         bar_width = 0
     return BarLayout(state.description, fraction, bar_width, text)
@@ -113,7 +125,7 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
 
 def plain_line(state: PassState) -> str:
     """Returns the line of a running pass for a log, without a bar."""
-    words = _state_words(state, f"{state.done} global batches")
+    words = _state_words(state, _phrase("{done} global batches").format(done=state.done))
     if state.description:
         words.insert(0, state.description)
     return GAP.join(words)
@@ -130,8 +142,11 @@ def summary_line(state: PassState, *, is_complete: bool) -> str:
     if state.description:
         words.append(state.description)
     if not is_complete:
-        of_total = "" if state.total is None else f" of {state.total}"
-        words.append(f"stopped after {state.done}{of_total} global batches")
+        if state.total is None:
+            phrase = _phrase("stopped after {done} global batches")
+        else:
+            phrase = _phrase("stopped after {done} of {total} global batches")
+        words.append(phrase.format(done=state.done, total=state.total))
     words += mean_words(state.means)
     if state.samples:  # 0 if no global batch was done
         words.append(rate(state.samples, state.seconds))

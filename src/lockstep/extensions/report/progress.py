@@ -18,6 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.extensions.report.displays import open_display
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.pass_text import PassState
+from lockstep.language import translate_names
 from lockstep.session.step import Step
 from lockstep.wording import describe_type
 
@@ -63,7 +64,8 @@ def progress(
     means = RunningMeans(collectives, interval)
     display = None
     if collectives.topology.is_main:
-        display = open_display(PassState(description, begun=done, done=done, total=num_batches))
+        shown = translate_names(description)  # the record has it in English
+        display = open_display(PassState(shown, begun=done, done=done, total=num_batches))
     is_complete = False
     try:
         for item in loader:

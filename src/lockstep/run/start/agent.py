@@ -157,15 +157,17 @@ def launch_agent(
             if agent.failure is None:
                 raise
             # A restart raised it. The failure that made the restart necessary came first.
-            console.announce(f"the ranks cannot be started again: {error}")
+            console.announce(translate(f"the ranks cannot be started again: {error}"))
         else:
             events.record(agent.get_event_succeeded(), flags.event_log_handler)
             rendezvous.shutdown()
 
         if step_memory.is_wanted_and_unused:
             console.announce(
-                "--keep-in-memory: the script has kept nothing; it needs world.checkpoint(...), "
-                "and resume() before the loop"
+                translate(
+                    "--keep-in-memory: the script has kept nothing; it needs "
+                    "world.checkpoint(...), and resume() before the loop"
+                )
             )
 
         # If this machine leaves before the end of the run, tell the other launchers why.
@@ -212,7 +214,9 @@ def _variables_of_all_ranks(
         if chosen is not None:
             variables[NCCL_INTERFACE], reason = chosen
             if not plan.quiet:
-                console.announce(f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {reason}")
+                console.announce(
+                    f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {translate(reason)}"
+                )
 
     variables.update(plan.environment)
 
@@ -793,7 +797,7 @@ class Agent(api.SimpleElasticAgent):
         self._devices = [name for index, name in enumerate(devices) if index not in held]
         self._plan = replace(self._plan, nproc=num_left)
         spec.local_world_size = num_left
-        self._announce(f"this machine goes on with {count_noun(num_left, 'GPU')}")
+        self._announce(translate(f"this machine goes on with {count_noun(num_left, 'GPU')}"))
 
     def _announce_restart(self, lost_machines: str, restarts_left: int) -> None:
         """Says why all ranks are restarted, on the console and in the journal of the run.
@@ -803,11 +807,14 @@ class Agent(api.SimpleElasticAgent):
             restarts_left: how often the ranks may still be restarted after a failure.
         """
         if lost_machines:
-            self._announce(f"{lost_machines}; starting the ranks of the other machines again")
+            what_follows = translate("starting the ranks of the other machines again")
+            self._announce(f"{translate(lost_machines)}; {what_follows}")
         elif self.failure is None:
-            self._announce("the machines of the run have changed; starting all ranks again")
+            self._announce(
+                translate("the machines of the run have changed; starting all ranks again")
+            )
         else:
-            what_follows = (
+            what_follows = translate(
                 f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
             )
             times = self._count_like(self.failure)

@@ -113,7 +113,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
             headline = f"{plan.nproc} x {script.path}"
             if plan.notes:
-                headline += ": " + "; ".join(plan.notes)
+                headline += ": " + "; ".join(translate(note) for note in plan.notes)
             if not request.spec.quiet:
                 announce(headline)
 

@@ -1,0 +1,109 @@
+"""The help of all commands in the language of this process.
+
+Help texts are English where they are declared. Click asks a formatter to write them, which is where
+they are translated and fitted into the columns of a terminal. Names of options and of commands stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import click
+
+from lockstep.columns import join_label, pad, width_of, wrap
+from lockstep.language import ENGLISH, language, translate
+
+MAX_WIDTH = 78
+"""As click's: more is hard to read."""
+NOTE_OF_OPTION = re.compile(r"(.*?)  \[([^\[\]]*)\]", re.DOTALL)
+"""The help of an option with the last note behind it, such as "[default: 1]", which click adds
+unless the help has one itself."""
+DEFAULT = re.compile(r"default: (.*?)((?:; .*)?)", re.DOTALL)
+
+
+class TranslatedHelp(click.HelpFormatter):
+    """Writes help in the language of this process."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        """Writes how the command is called."""
+        label = translate("Usage:")
+        super().write_usage(prog, args, prefix=join_label(label, ""))
+
+    def write_heading(self, heading: str) -> None:
+        """Writes the title of a section."""
+        self.write(" " * self.current_indent + translate(f"{heading}:") + "\n")
+
+    def write_text(self, text: str) -> None:
+        """Writes paragraphs, which empty lines separate."""
+        indent = " " * self.current_indent
+        paragraphs = []
+        for paragraph in re.split(r"\n\s*\n", text):
+            one_line = translate(" ".join(paragraph.split()))
+            lines = wrap(one_line, self._text_width() - self.current_indent)
+            paragraphs.append("".join(f"{indent}{line}\n" for line in lines))
+        self.write("\n".join(paragraphs))
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        """Writes terms, each with its text in a second column.
+
+        Args:
+            rows: the terms and their texts.
+            col_max: the text of a longer term begins in the next line.
+            col_spacing: blanks between the columns.
+        """
+        rows = list(rows)
+        widest = max(width_of(term) for term, _ in rows)
+        first_column = min(widest, col_max) + col_spacing
+        indent = " " * self.current_indent
+        text_width = max(self._text_width() - self.current_indent - first_column, 10)
+        for term, text in rows:
+            lines = wrap(_translate_help(text), text_width)
+            if width_of(term) > first_column - col_spacing:
+                self.write(f"{indent}{term}\n")
+            else:
+                first_line = lines.pop(0) if lines else ""
+                self.write(f"{indent}{pad(term, first_column)}{first_line}".rstrip() + "\n")
+            for line in lines:
+                self.write(f"{indent}{' ' * first_column}{line}\n")
+
+    def _text_width(self) -> int:
+        return min(self.width, MAX_WIDTH)
+
+
+class TranslatedContext(click.Context):
+    """The context of a command whose help is translated."""
+
+    formatter_class = TranslatedHelp
+
+
+def translate_help(command: click.Command) -> None:
+    """Has the help of a command, and of its subcommands, written in the language of this process.
+
+    English help is left to click.
+    """
+    if language() == ENGLISH:
+        return
+    command.context_class = TranslatedContext
+    if isinstance(command, click.Group):
+        for subcommand in command.commands.values():
+            translate_help(subcommand)
+
+
+def _translate_help(text: str) -> str:
+    """Translates the help of an option, and the notes that click adds to it."""
+    help_text = text
+    notes = ""
+    while True:
+        translated = translate(help_text)
+        match = NOTE_OF_OPTION.fullmatch(help_text)
+        if translated != help_text or match is None:
+            return translated + notes
+        help_text, note = match.groups()
+        default = DEFAULT.fullmatch(note)
+        if default is not None:
+            note = f"{translate('default:')}{translate(default[1])}{default[2]}"
+        notes = f"  [{note}]{notes}"
