@@ -1,21 +1,21 @@
-"""The interface of a strategy: how a module is spread over the ranks.
+"""The interface of a strategy: how the user's modules are spread over the ranks.
 
-A strategy is a frozen set of options. `plan` divides every global batch over the ranks, and `wrap`
-turns a module of the user into a `PreparedModule`: the object that the user calls, and what the
-rest of Lockstep has to know about it.
+A strategy is a frozen set of options. `plan` decides how every global batch is divided over the
+ranks. `wrap` turns a module of the user into a `PreparedModule`: the object that the user calls,
+and what the rest of Lockstep has to know about it.
 
 On every rank these methods are called in this order:
 
 1. `plan(run)`, once, when the process joins the run;
 2. `wrap(module, run)`, for every module that is given to `World.prepare`;
 3. `backward(modules, loss, precision)`, for every micro-batch;
-4. `total_norm(parameters, norm_type)`, where gradients are clipped;
+4. `total_norm(parameters, norm_type)`, whenever gradients are clipped;
 5. the methods of the extensions that `wrap` returned, for every event of the training
    (`session.extension`), after the prepared optimizers and before the checks.
 
-Steps 3 to 5 may communicate, so all ranks take the same steps. The methods that are not abstract
-are right for every strategy in which each rank has the whole module and computes its own part of
-the batch.
+Steps 3 to 5 may communicate, so all ranks take the same steps. The default implementations are
+right for every strategy in which each rank has the whole module and computes its own part of the
+batch.
 """
 
 from __future__ import annotations
@@ -49,43 +49,45 @@ class StrategyPlan:
     """How the ranks and devices of a run divide every global batch."""
 
     rank: DataParallelRank
-    """Which of the loader's parts this rank computes."""
+    """Which part of each global batch the loader of this rank reads."""
     shares: tuple[int, ...]
-    """How large the loader's parts are in relation to each other, one number for each part."""
+    """The relative sizes of the parts that the loaders read, one number for each part."""
     num_devices: int
-    """How many devices of the whole run divide a global batch. A process may have several."""
+    """The number of devices in the whole run that share a global batch. A process may use several
+    devices."""
     local_devices: Sequence[int]
-    """The numbers of this process's devices among all of them, from 0."""
+    """The numbers of this process's devices, counted from 0 over the whole run."""
     device_shares: tuple[int, ...] | None = (1,)
-    """The shares of this process's devices. None if they still have to be measured."""
+    """The shares of this process's devices; None if they still have to be measured."""
     num_micro_batches: int
-    """A global batch is divided into at least this many micro-batches if it has enough samples."""
+    """The minimum number of micro-batches in a global batch that has enough samples."""
     statistics_group: str = ""
-    """The name in `run.groups` of the ranks over which BatchNorm computes its statistics. Empty
+    """The name in `run.groups` of the ranks over which BatchNorm computes its statistics; empty
     for all ranks."""
     evaluation_is_collective: bool = False
-    """True if forward passes without gradients involve other ranks too, so that all ranks have to
-    make them."""
+    """True if forward passes without gradients also communicate, so that all ranks must make them
+    together."""
     can_autotune: bool = False
-    """True if `shares="auto"` and `micro_batch_size="auto"` are possible, because a wrapped module
-    computes any number of samples without other ranks."""
+    """True if `shares="auto"` and `micro_batch_size="auto"` are supported. They require that a rank
+    can run a wrapped module on any number of samples without the other ranks."""
     static_graph: bool = False
-    """True if every forward pass of the training has to use the same operations."""
+    """True if every forward pass of the training must use the same operations."""
     virtual_ranks: VirtualRanks | None = None
     """The virtual ranks (`session.micro_batch`), whose number does not depend on the number of
-    processes. None: there are none."""
+    processes; None without virtual ranks."""
 
     def micro_batch_size(self, per_device: int | str | None) -> int | str | None:
-        """Returns how many samples this process may compute at a time.
+        """Converts the user's micro-batch size, which applies to one device, to the whole process.
 
-        With m samples a device gets at most ceil(m * its share / sum of shares). The result is the
-        largest m with which no device gets more than `per_device` samples.
+        For example, with device shares (1, 3) and 6 samples per device, this process may compute 8
+        samples at a time: 2 on its first device and 6 on the second.
 
         Args:
-            per_device: the setting of the user. "auto" and None are returned as they are.
+            per_device: the user's setting, the maximum number of samples on one device at a time.
+                "auto" and None are returned unchanged.
 
         Raises:
-            SettingError: the shares are not known yet.
+            SettingError: the shares of the devices are not known yet.
         """
         if not isinstance(per_device, int) or per_device < 1:
             return per_device
@@ -98,6 +100,8 @@ class StrategyPlan:
                 "set micro_batch_size='auto' too, or give the shares",
             )
 
+        # The device with the largest share gets ceil(samples * largest share / sum of shares)
+        # samples. This is the largest number of samples for which that is at most `per_device`.
         return per_device * sum(self.device_shares) // max(self.device_shares)
 
 
@@ -105,11 +109,11 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     """Returns the plan of a strategy in which one device computes each of the loader's parts.
 
     Args:
-        run: of this process.
-        rank: the part that this rank computes, and the number of parts.
+        run: the run of this process.
+        rank: which part this rank computes, and the number of parts.
 
     Raises:
-        SettingError: the shares do not fit the number of parts.
+        SettingError: the number of shares differs from the number of parts.
     """
     shares = initial_shares(run.settings.shares, rank.size)
     return StrategyPlan(
@@ -128,13 +132,13 @@ def refuse_virtual_ranks(
     reason: str,
     do: str = "use strategy='single', 'ddp', 'fsdp' or 'hsdp', or leave virtual_ranks out",
 ) -> None:
-    """Raises SettingError if virtual ranks were asked for, under a strategy without them.
+    """Raises SettingError if the user asked for virtual ranks, for a strategy without them.
 
     Args:
-        run: of this process.
-        strategy: its name.
-        reason: why it cannot have them.
-        do: what to do.
+        run: the run of this process.
+        strategy: the name of the strategy.
+        reason: why the strategy does not support them, for the message.
+        do: what the user can do instead, for the message.
     """
     if run.settings.virtual_ranks is not None:
         raise SettingError(
@@ -145,39 +149,45 @@ def refuse_virtual_ranks(
 
 
 def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | None:
-    """Returns the virtual ranks of a run in which all train one model; None: none were asked for.
+    """Returns the virtual ranks of a run whose ranks all train the same model.
 
     Args:
-        run: of this process.
-        shares: one for each rank.
+        run: the run of this process.
+        shares: the share of each rank, which decides how many virtual ranks it computes.
+
+    Returns:
+        The virtual ranks, or None if the user did not ask for any.
 
     Raises:
         SettingError: some rank would have no virtual rank to compute.
     """
-    number = run.settings.virtual_ranks
-    if number is None:
+    num_virtual_ranks = run.settings.virtual_ranks
+    if num_virtual_ranks is None:
         return None
 
-    num_ranks = len(shares)
-    numbers_of_ranks = part_sizes(number, shares)
-    if 0 in numbers_of_ranks:
-        error = too_few_virtual_ranks_error(number, num_ranks)
-        if len(set(shares)) > 1:
-            divided = ", ".join(str(number_of_rank) for number_of_rank in numbers_of_ranks)
-            found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
-            error = SettingError(error.was_set, found, error.do)
-        raise error
+    num_per_rank = part_sizes(num_virtual_ranks, shares)
+    every_rank_has_one = 0 not in num_per_rank
+    if every_rank_has_one:
+        return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
-    return VirtualRanks(count=number, train_copies=False)
+    error = too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
+    if len(set(shares)) > 1:  # it is the fault of the unequal shares, so the message shows them
+        divided = ", ".join(str(number) for number in num_per_rank)
+        found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
+        error = SettingError(error.was_set, found, error.do)
+    raise error
 
 
 def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
-    """Opens a process group for each row of a table of ranks. All ranks have to call it.
+    """Opens one process group for each row of a table of ranks. All ranks have to call this.
+
+    For example, `[[0, 1], [2, 3]]` opens a group of ranks 0 and 1, and one of ranks 2 and 3.
 
     Args:
-        run: which closes the groups at its end.
-        name: of the group in `run.groups`.
-        ranks: a table that has every rank of the run once, shape `(groups, ranks of a group)`.
+        run: the run of this process, which closes the groups at its end.
+        name: the key under which the group of this rank is kept in `run.groups`.
+        ranks: a table in which every rank of the run appears once, shape `(groups, ranks per
+            group)`.
 
     Returns:
         The group that this rank belongs to.
@@ -188,7 +198,7 @@ def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
 
 
 class EqualTensors(NamedTuple):
-    """Tensors, by name, that must have the same bits on several ranks.
+    """Named tensors that must have the same bits on several ranks.
 
     Tensors on the meta device belong to other ranks and are not compared.
     """
@@ -196,75 +206,86 @@ class EqualTensors(NamedTuple):
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     group: dist.ProcessGroup | None = None
-    """The ranks that have them. None for all ranks."""
+    """The ranks that hold these tensors; None for all ranks."""
 
     @classmethod
     def of(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> EqualTensors:
-        """Returns all parameters and buffers of a module."""
+        """Returns all parameters and buffers of a module, to be compared over the given group."""
         return cls(dict(module.named_parameters()), dict(module.named_buffers()), group)
 
 
 class VirtualRankState(Protocol):
-    """What a checkpoint keeps of a module that each virtual rank trains by itself."""
+    """The state of a module that each virtual rank trains by itself, as a checkpoint saves it."""
 
     own: Sequence[int]
-    """The virtual ranks that this process computes."""
+    """The numbers of the virtual ranks that this process computes."""
 
     def shared_state(self) -> Any:
-        """Returns what all ranks share besides the module's own state."""
+        """Returns the state that is the same for all virtual ranks, without that of the module."""
 
     def virtual_rank_state(self, number: int) -> Any:
-        """Returns what one of this process's virtual ranks has of its own."""
+        """Returns the state of one of the virtual ranks that this process computes."""
 
     def check(self, shared: Any) -> None:
-        """Raises CheckpointError if what `shared_state` returned cannot be loaded."""
+        """Raises CheckpointError if a saved shared state does not fit this run.
+
+        Args:
+            shared: what `shared_state` returned when the checkpoint was saved.
+        """
 
     def load(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Loads what `shared_state` and `virtual_rank_state` returned."""
+        """Loads saved state.
+
+        Args:
+            shared: what `shared_state` returned when the checkpoint was saved.
+            states: what `virtual_rank_state` returned then, by the number of the virtual rank.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedModule:
-    """A module as `World.prepare` returns it, and what the rest of Lockstep must know about it."""
+    """What `wrap` returns: the object that the user calls, and facts about it for Lockstep."""
 
     module: nn.Module
     """The object that the user calls."""
     choices: list[Choice] = field(default_factory=list)
-    """What the strategy decided for this module, with its reasons. Rank 0 prints it."""
+    """What the strategy decided for this module, and why. Rank 0 prints these lines."""
     replaced_parameters: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
-    """Parameters of the user's module that an optimizer must not hold any more, each with the
-    parameter that took its place. None if that one is on other ranks."""
+    """Pairs of a parameter that was removed from the user's module and the parameter that replaced
+    it (None if that one is on another rank). Optimizers must not hold removed parameters."""
     may_unfreeze: bool = False
-    """True if parameters that are frozen now may be trained later."""
+    """True if the user may later unfreeze parameters that are frozen now."""
     unsharded_parameters: Sequence[nn.Parameter] = ()
     """The parameters that forward passes use, if the parameters of `module` are shards."""
     zero_grad_misses_gradients: bool = False
-    """True if gradients of micro-batches add up in tensors that no `zero_grad` reaches."""
+    """True if the gradients of micro-batches accumulate in tensors that `zero_grad` does not
+    clear."""
     gradients_after_backward: bool = False
     """True if gradients are also written after `backward` has returned."""
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     """Submodules that communicate in their forward pass, by name."""
     equal_tensors: Callable[[], Iterable[EqualTensors]] = tuple
-    """Returns the tensors that must be equal on several ranks; called when they are compared."""
+    """Returns the tensors that must be equal on several ranks; called at each comparison."""
     check_every: int = CHECK_EVERY
-    """Global batches between two comparisons of these tensors. 0 for no comparison."""
+    """How many global batches pass between two comparisons of these tensors; 0 for none."""
     extensions: Sequence[Extension] = ()
-    """What the strategy does with this module in each step."""
+    """What the strategy does with this module at the events of each step."""
     gradient_bits: Callable[[], dict[str, Tensor]] | None = None
-    """Returns a sum of the bits of each parameter's gradient, by name, for the virtual rank whose
-    backward pass has just ended, if it `is_compared`. None: the gradients are in `parameter.grad`.
-    """
+    """Returns a sum over the bits of each parameter's gradient, by name. It is called after the
+    backward pass of a virtual rank whose gradients are compared. None if the gradients can be read
+    from `parameter.grad`."""
     compressed: CompressedMeans | None = None
     """The compressor of the gradients, if there is one. Checkpoints save its rounding errors."""
     virtual_rank_state: VirtualRankState | None = None
-    """Access to the state that each virtual rank has of this module, if there are virtual ranks."""
+    """Reads and loads the state of this module's virtual ranks, if each of them trains by itself.
+    """
 
 
 def changed_parameters_error(found: str) -> UsageError:
-    """Returns the error for trained parameters that are not the ones that were prepared.
+    """Returns the error for a model whose parameters were changed after it was prepared.
 
     Args:
-        found: which parameters, and how they changed.
+        found: which parameters were changed, and how.
     """
     return UsageError(
         "parameters added, replaced, unfrozen or moved after world.prepare",
@@ -275,14 +296,18 @@ def changed_parameters_error(found: str) -> UsageError:
 
 
 _EMPTY_PART_NOTE = "lockstep: this rank"
-"""How the note of `note_empty_part` begins."""
+"""The beginning of the note that `note_empty_part` adds."""
 
 
 def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> None:
-    """Adds a note to an error, once, if this rank had no samples when it was raised.
+    """Explains an error of the user's model if this rank had no samples when it was raised.
 
-    Many functions of torch refuse tensors without rows, and their errors do not say why there are
-    none.
+    Many functions of torch reject tensors without rows, and their messages do not say why there are
+    no rows. The explanation is added to the error as a note, once.
+
+    Args:
+        error: the error of a forward pass; None if there was none.
+        micro_batch: the micro-batch of that forward pass.
     """
     if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return
@@ -313,7 +338,7 @@ def move_to_device(module: nn.Module, device: torch.device) -> list[Choice]:
     """Moves a module to a device, unless the user has spread it over several GPUs.
 
     Returns:
-        What is to be printed about it: nothing, or that the module stays on its GPUs.
+        The lines to print: none, or one that says that the module stays on its GPUs.
     """
     gpus: set[str] = set()
     for parameter in module.parameters():
@@ -334,7 +359,9 @@ class Strategy(ABC):
     name: ClassVar[str]
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Returns how a global batch is divided; by default over all ranks, with a device each.
+        """Decides how a global batch is divided.
+
+        By default every rank gets a part for its one device.
 
         Raises:
             SettingError: the run cannot use this strategy, or the shares do not fit it.
@@ -342,9 +369,9 @@ class Strategy(ABC):
         return plan_for(run, DataParallelRank(run.topology.rank, run.topology.size))
 
     def computes_in_half(self, module: nn.Module, run: Run) -> bool:
-        """Returns True if `wrap` will give a module parameters in half precision when it runs.
+        """Returns True if the forward pass of a wrapped module will use half-precision parameters.
 
-        Under precision bf16 and fp16 its forward pass is then not run under autocast.
+        It then needs no autocast under the precisions bf16 and fp16.
         """
         return False
 
@@ -352,64 +379,72 @@ class Strategy(ABC):
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Moves a module to its device and prepares it for the run.
 
-        Parameters may be NaN: values of a model that was built on the meta device are computed
-        later, unless `needs_values`.
+        Unless `needs_values` is True, the parameters of a model that was built on the meta device
+        may still be NaN here. Their values are computed later.
         """
 
     def spreads_model(self, run: Run) -> bool:
-        """Returns True if ranks have parts of the model.
+        """Returns True if each rank holds only a part of the model.
 
-        Then `wrap` is given parameters on the meta device, and gives memory to this rank's part.
+        `wrap` then gets a model on the meta device as it is, and allocates memory for this rank's
+        part.
         """
         return False
 
     @property
     def needs_values(self) -> bool:
-        """True if `wrap` copies parameters, so that they must have their values."""
+        """True if `wrap` copies the values of parameters, which must therefore be known by then."""
         return False
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """Runs the backward pass of a loss that is already weighted.
+        """Runs the backward pass of a loss that is already multiplied by its weight.
 
         Args:
             modules: all modules that `wrap` has returned.
-            loss: a tensor of one element.
-            precision: scales the loss, if needed, and runs the pass.
+            loss: a tensor with one element.
+            precision: scales the loss if its dtype requires that, and runs the backward pass.
             **options: arguments of `torch.autograd.backward`.
         """
         precision.backward(loss, **options)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """Returns the norm of the gradient of the whole model, a plain tensor, on every rank."""
+        """Returns the norm of the gradient of the whole model, as a plain tensor, on every rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Single(Strategy):
-    """One process on one device: plain torch, which all other strategies are compared with."""
+    """One process on one device: plain torch, the reference for all other strategies."""
 
     name: ClassVar[str] = "single"
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Raises SettingError on more than one process."""
+        """Plans a run of one process.
+
+        Raises:
+            SettingError: there are several processes.
+        """
         check_number_of_processes(self.name, run.topology.size)
         return replace(super().plan(run), can_autotune=True)
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Returns the module itself, on its device."""
+        """Moves the module to its device and returns it without a wrapper."""
         choices = move_to_device(module, run.device)
         return replace(on_one_process(module, run), choices=choices)
 
 
 def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
-    """Returns a module as it is prepared if there is one process: nothing is sent."""
+    """Prepares a module for a run of one process, in which nothing has to be sent.
+
+    Virtual ranks still need extensions, which keep their gradients and buffers apart.
+    """
     if run.settings.virtual_ranks is None:
         return PreparedModule(module=module)
 
-    # These modules need what is defined above.
+    # Imported here because these modules import this one.
     from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
     from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree
 
@@ -422,15 +457,15 @@ def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
 class ModuleWrapper(nn.Module):
     """A wrapper around the user's module, which is its attribute `module`.
 
-    Attributes that the user sets on the wrapper are set on the user's module if it has them, so
-    that scripts work the same with and without the wrapper.
+    If the user sets an attribute that the user's module has, it is set there, not on the wrapper.
+    So scripts work the same with and without the wrapper.
     """
 
     _is_initialized = False
     """True once the wrapper has all of its own attributes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the user's module, or of the wrapper if the module has none such."""
+        """Sets an attribute of the user's module if it has it, else of the wrapper."""
         belongs_to_wrapper = (
             not self._is_initialized or name in self.__dict__ or hasattr(type(self), name)
         )
@@ -441,7 +476,7 @@ class ModuleWrapper(nn.Module):
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""The attributes that every module has. None of them holds results of a forward pass."""
+"""The attributes that every module has. None of them holds a result of a forward pass."""
 
 
 def may_set_attributes(module: nn.Module) -> bool:

@@ -1,13 +1,16 @@
-"""torch's DistributedDataParallel with the exact weighting of Lockstep, and with checks.
+"""The strategy `ddp`: torch's DistributedDataParallel with Lockstep's exact weighting and checks.
 
-DDP collects gradients in *buckets*. In the last micro-batch of a global batch each bucket is
-averaged over the ranks as soon as it is complete, while the backward pass still runs (Li et al.,
-VLDB 2020). The other micro-batches send nothing: their gradients add up on each rank. The
-parameters of rank 0 are broadcast once. Forward passes send nothing, so that one rank may evaluate
-alone. Buffers that forward passes change are taken from rank 0 after each step (`moving_buffers`).
+Every rank has a copy of the model. DDP collects gradients in *buckets*. In the last micro-batch of
+a global batch it averages each bucket over the ranks as soon as it is complete, while the backward
+pass is still running (Li et al., VLDB 2020). The other micro-batches send nothing: their gradients
+accumulate on each rank.
+
+The parameters of rank 0 are broadcast once, when the model is prepared. Forward passes send
+nothing, so one rank may evaluate alone. Buffers that forward passes change are taken from rank 0
+after each step (`moving_buffers`).
 
 Several mistakes would give wrong gradients without an error: a forward pass that bypasses the
-wrapper, parameters without gradient, a second DDP around the model. They raise errors here.
+wrapper, parameters without a gradient, a second DDP around the model. They raise errors here.
 """
 
 from __future__ import annotations
@@ -58,36 +61,36 @@ from lockstep.units import format_bytes
 from lockstep.wording import join_first
 
 _TORCH_BUCKET_MIB = 25
-"""The size of a bucket with `bucket_cap_mb=None`. Torch then also makes the first bucket small, so
-that sending begins early."""
+"""The size of a bucket if `bucket_cap_mb` is None. Torch then also makes the first bucket small, so
+that the first message is sent early."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(base.Strategy):
-    """Options of DDP.
+    """The strategy `ddp` and its options.
 
     Raises:
-        SettingError: a value out of range.
+        SettingError: an option has a value out of range.
     """
 
     name: ClassVar[str] = "ddp"
 
     bucket_cap_mb: float | None = None
-    """Size of a gradient bucket in MiB. None for torch's default."""
+    """Size of a gradient bucket in MiB; None for torch's default."""
     find_unused_parameters: bool = False
-    """Look for parameters without gradient in every step, which takes a walk over the graph."""
+    """Look for parameters without a gradient in every step, by traversing the autograd graph."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters. Torch may then reorder more freely."""
+    """Promise that every step uses the same parameters, which allows torch to optimise more."""
     average_buffers: str | Sequence[str] = ()
     """Names, or patterns of names, of buffers that are averaged over the ranks after each step,
-    weighted by samples, instead of taken from rank 0. Right for running means over samples, such as
-    the statistics of InstanceNorm; not for sums, counts and codebooks."""
+    weighted by samples, instead of being taken from rank 0. This is right for running means over
+    samples, such as the statistics of InstanceNorm, but not for sums, counts and codebooks."""
     check_every: int = CHECK_EVERY
-    """Global batches between comparisons of the replicas, besides steps 1, 2, 3 and 10. 0 for no
-    comparison."""
+    """How many global batches pass between two comparisons of the ranks' models, besides those in
+    steps 1, 2, 3 and 10; 0 for no comparisons."""
     compress: Compression | None = None
-    """How gradients are compressed on their way to other machines. With one machine: on their way
-    to other ranks."""
+    """How gradients are compressed when they are sent to other machines, or, in a run on a single
+    machine, to other ranks."""
     powersgd_rank: int = 1
     """PowerSGD: the number of columns of the two matrices that approximate a gradient."""
     powersgd_start: int = 100
@@ -112,10 +115,10 @@ class DDP(base.Strategy):
         check_whole_number(f"check_every={self.check_every}", self.check_every, 0)
 
     def plan(self, run: Run) -> base.StrategyPlan:
-        """Returns a plan in which every rank computes a part of each batch.
+        """Plans a run in which every rank computes its own part of each global batch.
 
         Raises:
-            SettingError: an option does not go with virtual ranks.
+            SettingError: an option is not supported with virtual ranks.
         """
         if self.find_unused_parameters:
             base.refuse_virtual_ranks(
@@ -127,11 +130,11 @@ class DDP(base.Strategy):
         return replace(super().plan(run), can_autotune=True, static_graph=self.static_graph)
 
     def wrap(self, module: nn.Module, run: Run) -> base.PreparedModule:
-        """Wraps a module in DDP and gives it rank 0's parameters and buffers on all ranks.
+        """Wraps a module in DDP, with rank 0's parameters and buffers on all ranks.
 
-        On one process the module is not wrapped. Nor is it without trainable parameters, because
-        then there is nothing to average. A module that the user has spread over several GPUs stays
-        there.
+        A module is not wrapped if there is one process, or if it has no trainable parameters, since
+        there is nothing to average then. A module that the user has spread over several GPUs stays
+        on them.
 
         Raises:
             UsageError: the module is partly on GPUs and partly on the CPU.
@@ -153,11 +156,10 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
 
-        compress = self._compression(module, run)
         device_ids = None
         if run.device.type == "cuda" and not is_on_several_gpus:
             device_ids = [run.device.index]
-
+        compress = self._compression(module, run)
         wrapped = ExactDDP(
             module,
             run,
@@ -168,56 +170,70 @@ class DDP(base.Strategy):
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
-            # Torch 2.6 does not have it, and sends once more what is equal already.
+            # The ranks' parameters are equal already. Torch 2.6 lacks this option, and broadcasts
+            # them once more.
             **accepted(DistributedDataParallel, init_sync=False),
         )
+
         num_bytes = _gradient_bytes(module)
         reason = "averaged in buckets during backward, in place"
         choices.append(Choice("gradients", format_bytes(num_bytes), reason))
         choices.append(self._bucket_choice(num_bytes))
-
         if compress is not None:
             sent = f"gradients {describe_peers(run.device)}"
             choices.append(
                 Choice("compression", compress, f"{sent}; not the numbers of one device")
             )
 
-        extensions: list[Extension] = []
-        average: str | Sequence[str] = self.average_buffers
-        left_out: Sequence[str] = ()
-        if wrapped.virtual_ranks is not None:
-            buffers = VirtualRankBuffers(
-                module, wrapped.virtual_ranks.tree, run.step, average, prepared=wrapped
-            )
-            average = ()
-            left_out = buffers.combined
-            # Buffers are combined before those that are left are taken from rank 0.
-            extensions = [wrapped.virtual_ranks, buffers]
-
-        moving_buffers = MovingBuffers(
-            module,
-            run.step,
-            average=average,
-            left_out=left_out,
-            strategy=type(self).__name__,
-        )
-        extensions.append(_StepsUnderDDP(wrapped, moving_buffers))
         return base.PreparedModule(
             module=wrapped,
             choices=choices,
             equal_tensors=lambda: [base.EqualTensors.of(module)],
             check_every=self.check_every,
-            extensions=extensions,
+            extensions=self._extensions(module, wrapped, run),
             compressed=wrapped.compressed,
         )
+
+    def _extensions(self, module: nn.Module, wrapped: ExactDDP, run: Run) -> list[Extension]:
+        """Returns what takes part in each step of a wrapped module, in this order.
+
+        With virtual ranks: their gradients, then their buffers. In any case: DDP itself, which also
+        makes the remaining buffers equal on all ranks.
+
+        Args:
+            module: the user's module.
+            wrapped: the same module in its DDP wrapper.
+            run: the run of this process.
+        """
+        extensions: list[Extension] = []
+        average: str | Sequence[str] = self.average_buffers
+        already_equal: Sequence[str] = ()
+        if wrapped.virtual_ranks is not None:
+            buffers = VirtualRankBuffers(
+                module, wrapped.virtual_ranks.tree, run.step, average, prepared=wrapped
+            )
+            extensions = [wrapped.virtual_ranks, buffers]
+            average = ()
+            already_equal = buffers.combined
+
+        moving_buffers = MovingBuffers(
+            module,
+            run.step,
+            average=average,
+            left_out=already_equal,
+            strategy=type(self).__name__,
+        )
+        extensions.append(_StepsUnderDDP(wrapped, moving_buffers))
+        return extensions
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """Runs the backward pass of a loss that is already weighted.
+        """Runs the backward pass of a loss that is already multiplied by its weight.
 
         Raises:
-            UsageError: an embedding with sparse gradients was not used, and torch cannot skip it.
+            UsageError: an embedding with sparse gradients was not used, which torch does not
+                support.
         """
         try:
             super().backward(modules, loss, precision, **options)
@@ -239,10 +255,10 @@ class DDP(base.Strategy):
             ) from error
 
     def _compression(self, module: nn.Module, run: Run) -> Compression | None:
-        """Returns how the gradients of a module are compressed, None for not at all.
+        """Returns how the gradients of a module are compressed; None for no compression.
 
         Raises:
-            SettingError: the option does not work with this module or precision.
+            SettingError: compression does not work with this module or with the run's precision.
         """
         if self.compress is None or run.settings.uncompressed:
             return None
@@ -268,7 +284,11 @@ class DDP(base.Strategy):
         return self.compress
 
     def _bucket_choice(self, num_bytes: int) -> Choice:
-        """Returns the line about the bucket size for a model with this many bytes of gradients."""
+        """Returns the printed line about the bucket size.
+
+        Args:
+            num_bytes: the size of all gradients of the model.
+        """
         if self.bucket_cap_mb is not None:
             return Choice("bucket", f"{self.bucket_cap_mb:g} MiB", "as set")
         reason = "torch's default: large enough to fill a link, small enough to overlap"
@@ -278,13 +298,13 @@ class DDP(base.Strategy):
 
 
 class _BucketAverager:
-    """A communication hook of DDP that averages the gradients of a bucket over the ranks, in place.
+    """A communication hook of DDP that averages a bucket of gradients over the ranks, in place.
 
-    Ranks of one machine average through shared memory. Between machines the hook only starts the
-    exchange of a bucket (`pending_buckets`).
+    The ranks of one machine average through shared memory. Between machines, this hook only starts
+    the exchange of a bucket, so that several buckets can be under way (`pending_buckets`).
 
     Args:
-        shared: the shared memory of the ranks of this machine, if they use it.
+        shared: the shared memory of this machine's ranks; None if it is not used.
     """
 
     def __init__(self, shared: SharedMemory | None) -> None:
@@ -293,18 +313,19 @@ class _BucketAverager:
         self._pending = PendingBuckets()
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Averages a bucket; torch calls this in the backward pass.
+        """Averages a bucket; called by torch in the backward pass.
 
         Returns:
-            A future of the averaged gradients.
+            A future that is completed with the averaged gradients.
         """
         gradients = bucket.buffer()
-        if gradients.layout is not torch.strided:  # gradients of `Embedding(sparse=True)`
+        if gradients.layout is not torch.strided:  # sparse, from `Embedding(sparse=True)`
             work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
 
-        if self._shared is not None and self._shared.across is None:  # a single machine
+        all_ranks_share_memory = self._shared is not None and self._shared.across is None
+        if self._shared is not None and all_ranks_share_memory:
             self._shared.all_reduce(gradients, scale=self._scale)
             averages = torch.futures.Future[Tensor]()
             averages.set_result(gradients)
@@ -319,13 +340,13 @@ class _BucketAverager:
 
 
 class _ForwardGuard:
-    """A forward pre-hook of the user's module, which refuses calls that bypass the DDP wrapper.
+    """A forward pre-hook of the user's module that rejects training calls bypassing the wrapper.
 
-    It also counts the forward passes of the wrapper. The counts are here because attributes of a
-    plain object are much faster to set than those of a module.
+    It also counts the wrapper's forward passes. The counts are kept here because setting an
+    attribute of a plain object is much faster than setting one of a module.
 
     Args:
-        module: the user's module.
+        module: the user's module; None for a guard that allows every call.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -333,12 +354,12 @@ class _ForwardGuard:
         self.is_allowed = False
         """True while the wrapper calls the module."""
         self.num_forwards = 0
-        """Forward passes of the wrapper with gradients."""
+        """How many forward passes with gradients the wrapper has run."""
         self.num_forwards_at_backward = 0
-        """What `num_forwards` was at the last backward pass."""
+        """The value of `num_forwards` at the latest backward pass."""
 
     def __reduce__(self) -> tuple[type[_ForwardGuard], tuple[()]]:
-        """Copies and pickles it as a guard that allows everything: copied modules may be called."""
+        """Makes copies and pickles allow every call, since a copied module has no wrapper."""
         return _ForwardGuard, ()
 
     @outside_compiled_code
@@ -358,13 +379,13 @@ class _ForwardGuard:
 
 
 class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
-    """DDP that communicates only in the last micro-batch of a global batch.
+    """A DDP wrapper that communicates only in the last micro-batch of a global batch.
 
     Args:
         module: the user's module.
-        run: of this process.
-        options: the strategy's.
-        compress: how gradients are compressed, None for not at all.
+        run: the run of this process.
+        options: the options of the strategy.
+        compress: how gradients are compressed; None for no compression.
         **torch_options: arguments of `DistributedDataParallel`.
     """
 
@@ -382,31 +403,32 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         self._guard = _ForwardGuard(module)
         module.register_forward_pre_hook(self._guard)
         self._forwards_at_last_step: dict[int, int] = {}
-        """The number of forward passes at the last step of each optimizer, by its id."""
+        """The number of forward passes before the latest step of each optimizer, by its `id`."""
         self._trained: list[tuple[str, nn.Parameter]] = []
-        """The trainable parameters, with their names."""
+        """The names and the trainable parameters of the module."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._trained.append((name, parameter))
 
         self._trained_by_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        """The parameters of `_trained` that an optimizer has, by the optimizer's id."""
+        """Those of `_trained` that an optimizer holds, by the `id` of the optimizer."""
         self.by_choice = ""
-        """An option that changes results and that `verify` therefore switches off, in words."""
+        """A sentence about an option that changes results, which `verify` therefore switches off.
+        """
         if options.compress is not None and run.settings.uncompressed:
             self.by_choice = f"gradients are sent as {options.compress}"
 
         self.compressed: CompressedMeans | None = None
         self.virtual_ranks: VirtualRankGradients | None = None
-        """Keeps the gradients of virtual ranks apart, if there are any."""
+        """Keeps the gradients of virtual ranks apart, if the run has virtual ranks."""
         if run.settings.virtual_ranks is not None:
             self.virtual_ranks = VirtualRankGradients(
                 list(module.parameters()), make_virtual_rank_tree(run), run.step
             )
 
         self._averager: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
-        """Becomes DDP's communication hook in the first forward pass, unless the user registers
-        another hook before."""
+        """Registered as DDP's communication hook in the first forward pass, unless the user has
+        registered another hook by then."""
         if compress is not None:
             parameters = [parameter for _, parameter in self._trained]
             self.compressed = CompressedMeans(
@@ -417,21 +439,22 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self._averager = BucketTreeSum(self.virtual_ranks)
         elif run.device.type == "cpu":
             shared = routing.shared_memory()
-            # Our own hook also measures how long this rank waits for others.
+            # This hook also measures how long the rank waits for other ranks.
             is_measured = run.link is not None or run.settings.report is not None
             if shared is not None or is_measured:
                 self._averager = _BucketAverager(shared)
 
         self._bytes_per_backward = 0
-        """What torch's own reduction sends in a backward pass. Our hooks count for themselves."""
+        """How many bytes torch's own all-reduce sends in a backward pass; 0 with a hook of ours,
+        which counts the bytes that it sends."""
         if self._averager is None:
             self._bytes_per_backward = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
 
         self._is_initialized = True
 
-    @never_compiled  # compiled code would keep the process group after the run
+    @never_compiled  # compiled code would keep the process group alive after the run
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the forward pass of the module; without gradients it involves no other rank."""
+        """Runs the forward pass of the module. Without gradients, it does not communicate."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
 
@@ -439,22 +462,22 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self._explain(error)
+            self._add_notes(error)
             raise
         finally:
             self._guard.is_allowed = was_allowed
 
     @outside_compiled_code
     def _begin_forward(self) -> bool:
-        """Prepares torch's DDP for the current micro-batch, and lets the guard allow the pass.
+        """Prepares torch's DDP for the current micro-batch, and lets the forward pass begin.
 
         Returns:
-            True if the guard allowed it before already, as in a forward pass within another one.
-            The caller restores that.
+            True if the guard allowed it already, because this forward pass runs inside another one.
+            The caller restores this value at the end of the forward pass.
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
-            SettingError: `static_graph` with micro-batches.
+            SettingError: `static_graph` was set and the global batch is computed in micro-batches.
         """
         if self.reducer is None:
             raise UsageError(
@@ -472,8 +495,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
 
         if self._averager is not None:
-            # A lambda without annotations, because torch refuses annotations that are strings, as
-            # all of this file are (`from __future__ import annotations`).
+            # torch rejects hooks whose annotations are strings, and `from __future__ import
+            # annotations` makes all annotations of this file strings. A lambda has none.
             self.register_comm_hook(self._averager, lambda averager, bucket: averager(bucket))
 
         micro_batch = self.run.step.micro_batch
@@ -493,8 +516,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         return was_allowed
 
     @outside_compiled_code
-    def _explain(self, error: Exception) -> None:
-        """Adds notes to an error of the forward pass: too little memory, or no samples here."""
+    def _add_notes(self, error: Exception) -> None:
+        """Adds a note to an error of the forward pass if it ran out of memory or had no samples."""
         micro_batch = self.run.step.micro_batch
         add_memory_advice(error, micro_batch.local_rows)
         base.note_empty_part(error, micro_batch)
@@ -502,27 +525,27 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the user's module in place, with the arguments of `torch.compile`.
 
-        Torch would compile the call of this wrapper instead. That only breaks the graph, because
-        what the wrapper does around the module's forward pass cannot be compiled.
+        Torch would compile the call of this wrapper instead, where the graph breaks at once,
+        because the wrapper's code around the forward pass cannot be compiled.
         """
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up an attribute of the wrapper, or else of the user's module.
+        """Looks up an attribute of the wrapper and then of the user's module.
 
-        On one process `World.prepare` returns the user's module itself, so scripts use its
-        attributes.
+        Scripts rely on the module's attributes because `World.prepare` returns the user's module
+        itself if there is one process.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not set yet, so asking it would never end
+            if name == "module":  # not set yet, so `self.module` below would recurse forever
                 raise
-        # Not above: an error of the module would then be told with that of the wrapper.
+        # Outside the `except` block, so that an error here is not chained to the wrapper's error.
         return getattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copies only the user's module: gradients of copies are not averaged."""
+        """Copies only the user's module, because the gradients of a copy are not averaged."""
         module: nn.Module = copy.deepcopy(self.module, memo)
         return module
 
@@ -534,20 +557,20 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., nn.Module], Any]:
         """Pickles only the user's module.
 
-        `torch.save(model)` then writes the same as on one process, and the file can be loaded
+        So `torch.save(model)` writes the same file as in one process, and the file can be loaded
         without a process group.
         """
         return _user_module, (self.module,)
 
     def expect_backward(self, loss: Tensor) -> None:
-        """Makes torch await the backward pass that is about to run.
+        """Prepares torch for the backward pass that is about to run.
 
-        Torch prepares its reducer for one backward pass in each forward pass. If a loop calls
-        backward twice after one forward pass, or once after two, the reducer is prepared again
-        here; otherwise the gradients would stay on this rank.
+        Torch prepares its reducer in each forward pass, for one backward pass. If a loop calls
+        `backward` twice after one forward pass, or once after two of them, the reducer must be
+        prepared again. Otherwise the gradients would not be sent to the other ranks.
 
         Args:
-            loss: of that backward pass.
+            loss: the tensor on which `backward` is about to be called.
         """
         guard = self._guard
         forwards_since_backward = guard.num_forwards - guard.num_forwards_at_backward
@@ -565,10 +588,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         await_another_backward(self, [loss] if looks_for_unused else [])
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a communication hook of the user, which then averages instead of ours.
+        """Registers a communication hook of the user, which replaces the hook of Lockstep.
 
         Raises:
-            UsageError: gradients are compressed, which is a hook as well.
+            UsageError: Lockstep's hook cannot be replaced, because it compresses gradients or sums
+                over virtual ranks.
         """
         if self.compressed is not None and state is not self.compressed:
             raise UsageError(
@@ -591,9 +615,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def release(self) -> None:
         """Drops all references to the process group, so that its threads end with the run.
 
-        A thread of Gloo that outlives the run may ask for the interpreter's lock, to free a tensor,
-        while the interpreter shuts down. Python then ends the thread in the middle of C++, and the
-        process aborts ("terminate called without an active exception").
+        If a thread of Gloo outlives the run, it may need the interpreter's lock to free a tensor
+        while the interpreter shuts down. Python then ends the thread in the middle of C++ code, and
+        the process aborts ("terminate called without an active exception").
         """
         self.reducer = None  # type: ignore[assignment]
         self.logger = None
@@ -602,22 +626,27 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         self.compressed = None
 
     def will_sync_module_buffers(self) -> bool:
-        """Tells torch not to send buffers before a forward pass: they are sent after each step."""
+        """Keeps torch from broadcasting buffers in forward passes; Lockstep does so after steps."""
         return False
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises UsageError if gradients that an optimizer would use were not averaged.
+        """Checks before a step that the optimizer's gradients were averaged over the ranks.
 
-        Keeps the number of forward passes until now, for the next step of the optimizer.
+        It also records the present number of forward passes, with which the next call finds out
+        whether the model was called in between.
+
+        Raises:
+            UsageError: gradients were not averaged, or some parameters have no gradient.
         """
-        key = id(optimizer)
+        num_forwards = self._guard.num_forwards
+        has_run_forward = num_forwards > self._forwards_at_last_step.get(id(optimizer), 0)
+        self._forwards_at_last_step[id(optimizer)] = num_forwards
+
         trained = self._trained_by(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
-        num_forwards = self._guard.num_forwards
-        has_run_forward = num_forwards > self._forwards_at_last_step.get(key, 0)
-        self._forwards_at_last_step[key] = num_forwards
-        has_no_gradient = len(missing) == len(trained)
-        if has_no_gradient:  # the loss has not used this module, and nothing was to be averaged
+        if len(missing) == len(
+            trained
+        ):  # the loss did not use this module, so nothing was averaged
             return
 
         if not has_run_forward:
@@ -632,7 +661,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self._check_missing(trained, missing)
 
     def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        """Returns the names and trainable parameters of the module that an optimizer has."""
+        """Returns the names and trainable parameters of this module that an optimizer holds."""
         key = id(optimizer)
         if key not in self._trained_by_optimizer:
             ids = {id(parameter) for parameter in base.parameters_of(optimizer)}
@@ -644,11 +673,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def _check_missing(
         self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]
     ) -> None:
-        """Raises UsageError if it is not right that some parameters have no gradient.
+        """Raises UsageError unless the options allow parameters without a gradient.
 
         Args:
-            trained: the names and parameters that an optimizer has.
-            missing: the names of those without gradient.
+            trained: the names and the parameters of this module that the optimizer holds.
+            missing: the names of the parameters that have no gradient.
         """
         ids_in_module = {id(parameter) for parameter in self.module.parameters()}
         replaced: list[str] = []
@@ -674,17 +703,17 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         )
 
 
-# Messages of Python's and torch's, and `print(model)`, have the name that users know.
+# In messages of Python and torch, and in `print(model)`, the class has the name that users know.
 ExactDDP.__name__ = DistributedDataParallel.__name__
 ExactDDP.__qualname__ = DistributedDataParallel.__qualname__
 
 
 class _StepsUnderDDP(Extension):
-    """Calls a module under DDP, and its buffers, at the events of a step.
+    """Tells a module under DDP, and its buffers, about the events of each step.
 
     Args:
-        module: the wrapped module.
-        moving_buffers: keeps the buffers that forward passes change equal on all ranks.
+        module: the module in its DDP wrapper.
+        moving_buffers: makes the buffers that forward passes change equal on all ranks.
     """
 
     def __init__(self, module: ExactDDP, moving_buffers: MovingBuffers) -> None:
@@ -692,16 +721,16 @@ class _StepsUnderDDP(Extension):
         self.moving_buffers = moving_buffers
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Makes torch await this backward pass."""
+        """Prepares torch for this backward pass."""
         self._module.expect_backward(weighted_loss)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError if the gradients are not those of the global batch."""
+        """Raises UsageError if the gradients were not averaged over the ranks."""
         if self._module in modules:
             self._module.check_gradients(optimizer)
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Makes buffers that forward passes change equal on all ranks."""
+        """Makes the buffers that forward passes change equal on all ranks."""
         if self._module in modules:
             self.moving_buffers.follow()
 
@@ -711,17 +740,17 @@ class _StepsUnderDDP(Extension):
 
 
 def _user_module(module: nn.Module) -> nn.Module:
-    """Returns its argument. A pickled `ExactDDP` is loaded by calling this with the module."""
+    """Returns its argument. A pickled `ExactDDP` calls this function with the user's module."""
     return module
 
 
 def _gradient_bytes(module: nn.Module) -> int:
-    """Returns the size of all gradients of a module."""
+    """Returns the size of all gradients of a module, in bytes."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def sparse_weights(module: nn.Module) -> list[str]:
-    """Returns the names of the parameters with sparse gradients: the weights of some embeddings."""
+    """Returns the names of the parameters with sparse gradients: weights of embeddings."""
     names: list[str] = []
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
@@ -730,10 +759,10 @@ def sparse_weights(module: nn.Module) -> list[str]:
 
 
 def _advice_on_unused(sparse: Sequence[str]) -> str:
-    """Returns what to do about parameters that the loss does not use.
+    """Returns advice for parameters that the loss does not use.
 
     Args:
-        sparse: the names of those that have sparse gradients.
+        sparse: the names of those parameters that have sparse gradients.
     """
     advice = (
         "use them, freeze them with requires_grad_(False) before world.prepare, or pass "

@@ -1,17 +1,19 @@
 """Gives memory and values to the tensors of a prepared model that were built on the meta device.
 
-Each rank gives memory to what it has of the model: its shards (`fsdp`), its stages (`pipeline`) or
-all. Values come from files that `lockstep.load_weights` was given before `world.prepare`, and are
-read at once; from what is loaded after `world.prepare`, such as a checkpoint; and else they are
-computed from what the context `lockstep.deferred_init` has recorded. A model that was built in
-`torch.device("meta")` has recorded nothing, so `reset_parameters` of its modules is recorded in
-`world.prepare`.
+Each rank allocates memory for its part of the model: its shards (`fsdp`), its stages (`pipeline`)
+or everything. The values of a tensor come from one of three *sources*:
 
-Computing may take long, and a checkpoint that is resumed makes it needless. So it is put off until
-values are needed: until the first batch, the first forward pass, or the first call of
+- files that were given to `lockstep.load_weights` before `world.prepare`, which are read at once;
+- what is loaded after `world.prepare`, such as a checkpoint;
+- a *recording*: the operations that the context `lockstep.deferred_init` recorded while the model
+  was built, which are now computed. A model that was built in `torch.device("meta")` has recorded
+  nothing, so `world.prepare` records the `reset_parameters` of its modules instead.
+
+Computing values may take long, and is unnecessary if a checkpoint is resumed. So it is put off
+until values are needed: at the first batch, the first forward pass, or the first call of
 `parameters()` or `state_dict()`. Until then parameters are NaN.
 
-While it waits, nothing here communicates, so values may be needed on one rank alone.
+Nothing here communicates after `world.prepare`, so values may be needed on a single rank.
 """
 
 from __future__ import annotations
@@ -56,27 +58,27 @@ from lockstep.wording import count_noun, join_first, with_article
 OWN_INIT_METHODS = (
     "init_weights", "_init_weights", "initialize_weights", "reset_lora_parameters",
 )  # fmt: skip
-"""What libraries call the methods that initialise a model otherwise than `reset_parameters` of its
-layers does."""
+"""The names that libraries give to methods that initialise a model. Such a method may give other
+values than the `reset_parameters` of the model's layers."""
 DEFERRED_INIT_ADVICE = "build the model inside `with lockstep.deferred_init():`"
 
 
 class DeferredTensor(NamedTuple):
-    """A tensor of the model that was on the meta device."""
+    """A parameter or buffer of the model that was on the meta device."""
 
     names: list[str]
-    """All its names; several if it is tied."""
+    """All names of the tensor in the model; several if it is tied."""
     source: Source | None
-    """None: no values are known."""
+    """Where its values come from; None if that is not known."""
     is_parameter: bool
     is_in_state: bool
-    """False for a buffer that no state dict has (`persistent=False`)."""
+    """False for a buffer that is not in the state dict (`persistent=False`)."""
     is_reset: bool
-    """True if its values are those of a `reset_parameters` that `world.prepare` has called."""
+    """True if its values come from a `reset_parameters` that `world.prepare` has recorded."""
 
     @property
     def recorded(self) -> RecordedSource | None:
-        """What would compute its values, also if they come from a file."""
+        """The recording of the tensor, even if its values come from a file; None without one."""
         if isinstance(self.source, FileSource):
             return self.source.recorded
         return self.source
@@ -86,65 +88,73 @@ class DeferredModel(Extension):
     """The tensors of a model that have no values yet.
 
     Args:
-        module: the user's, before a strategy wraps it.
-        run: of this process.
-        drawn_shapes: the shapes of the parameters of each model of the run that `reset_parameters`
-            has drawn. This model adds its own.
+        module: the user's module, before a strategy wraps it.
+        run: the run of this process.
+        drawn_shapes: for each model of the run that was initialised by `reset_parameters`, the
+            shapes of its parameters. This model appends its own.
     """
 
     def __init__(
         self, module: nn.Module, run: Run, drawn_shapes: list[list[tuple[int, ...]]]
     ) -> None:
         self._module = module
-        self._class_name = type(module).__name__  # FSDP changes it
+        self._class_name = type(module).__name__  # kept for messages, since FSDP changes the class
         self._drawn_shapes = drawn_shapes
         self._run = run
         keys_of_resets = _record_resets(module)
         self._tensors = _find_tensors(module, keys_of_resets)
 
-        self._group_of_name: dict[str, DeferredTensor] = {}
+        self._tensor_of_name: dict[str, DeferredTensor] = {}
         for tensor in self._tensors:
             for name in tensor.names:
-                self._group_of_name[name] = tensor
+                self._tensor_of_name[name] = tensor
 
-        self._states: dict[int, list[Tensor | None]] = {}
-        """By the id of a recording, its `generator_states` on rank 0."""
+        self._generator_states: dict[int, list[Tensor | None]] = {}
+        """The random states of rank 0 with which a recording is computed, by the recording's `id`.
+        """
         self._loaded: set[str] = set()
-        """Names of tensors that were loaded; the same on all ranks."""
+        """The names of tensors whose values were loaded; the same on all ranks."""
         self._computed: set[str] = set()
+        """The names of tensors whose values were computed."""
         self._targets: dict[str, Tensor] = {}
-        """By name what this rank has of the tensors whose values are put off."""
+        """This rank's part of each tensor whose values are still missing, by name."""
         self._write_counts: dict[str, int] = {}
-        """How often each of them had been written to when it was NaN throughout."""
+        """How often each of these parts had been written to when it was filled with NaN."""
         self._prepared = module
-        """What the strategy has made of the module."""
+        """The module that the strategy returned."""
         self._processors_differ = False
-        """True if the ranks would draw other last bits. Then they draw in `world.prepare`, and take
-        what must be equal from the first of them."""
+        """True if random numbers may differ between ranks in the last bits.
+
+        Then values are computed
+        in `world.prepare`, and what must be equal is taken from the first rank."""
         self._handles: list[Any] = []
-        """Of the hooks that notice when values are needed, or loaded."""
+        """The hooks that notice when values are needed or loaded; empty when nothing is missing."""
 
     # While the model is prepared
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Gives memory to the buffers, on each rank in full, and values as far as they are known.
+        """Allocates the buffers, on each rank in full, and fills those whose values are known.
 
-        All ranks call it together. It comes before the strategy, which compares buffers.
+        All ranks call this together, before the strategy wraps the module, since strategies compare
+        buffers.
+
+        Args:
+            device: the device of the buffers.
 
         Raises:
-            UsageError: nothing could ever give values to one of them.
+            UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
         self._take_states_of_first_rank()
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        targets = {name: buffers[name] for name in self._group_of_name if name in buffers}
+        targets = {name: buffers[name] for name in self._tensor_of_name if name in buffers}
         self._read_files(targets)
 
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
-            source = self._group_of_name[name].source
-            # One that is drawn at random waits for what is drawn before it.
+            source = self._tensor_of_name[name].source
+            # Random values depend on what is drawn before them, so these are computed later.
             if isinstance(source, RecordedSource):
                 if not source.recording.draws([source.view.key]):
                     computable[name] = target
@@ -152,28 +162,28 @@ class DeferredModel(Extension):
         self._compute(computable)
 
     def give_memory(self, device: torch.device) -> None:
-        """Gives memory to all parameters, for a strategy under which each rank has all of them."""
+        """Allocates all parameters, for a strategy under which each rank has all of them."""
         convert_tensors(self._module, lambda tensor: with_memory(tensor, device))
 
     def put_off(self, wrapped: PreparedModule) -> list[Choice]:
-        """Reads files, and waits with the rest until values are needed.
+        """Reads values from files, and puts off computing the others until they are needed.
 
         Args:
-            wrapped: what the strategy has made of the module.
+            wrapped: what the strategy returned for the module.
 
         Returns:
-            What is to be printed.
+            The lines to print about where values come from.
         """
         present = dict(_named_tensors(self._module))
         targets: dict[str, Tensor] = {}
-        for name in self._group_of_name:
+        for name in self._tensor_of_name:
             is_here = name in present and not present[name].is_meta
             if is_here and name not in self._computed:
                 targets[name] = present[name]
 
         self._read_files(targets)
 
-        # Files are read on all ranks, so this is what all ranks have loaded, other stages included.
+        # Each rank has read its own part, but `_loaded` lists what was read on any rank.
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 self._loaded.update(tensor.names)
@@ -184,7 +194,9 @@ class DeferredModel(Extension):
                 self._write_counts[name] = write_counts([target])[0]
 
         self._watch(wrapped.module)
+
         if self._processors_differ:
+            # Now is the last time that all ranks are here together and can send values.
             self.fill()
             for equal in wrapped.equal_tensors():
                 tensors = [*equal.parameters.values(), *equal.buffers.values()]
@@ -195,20 +207,20 @@ class DeferredModel(Extension):
     # While it waits
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Computes what is missing, before the first batch is trained."""
+        """Computes missing values before the first batch is trained."""
         self.fill()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Computes what is missing, if a loop has no loader of Lockstep's."""
+        """Computes missing values before a step, for loops without a prepared loader."""
         self.fill()
 
     def fill(self) -> None:
-        """Computes all values that are missing, and ends the waiting.
+        """Computes all values that are still missing. Later calls do nothing.
 
         Raises:
-            UsageError: it is not known where some of them should come from.
+            UsageError: nothing can give values to some tensor.
         """
-        if not self._handles:  # done
+        if not self._handles:  # nothing is missing any more
             return
 
         self._check_sources()
@@ -218,10 +230,10 @@ class DeferredModel(Extension):
             if name not in self._loaded and not self._was_written(name, target):
                 missing[name] = target
 
-        self._end_waiting()
+        self._stop_watching()
         self._compute(missing)
 
-    def _end_waiting(self) -> None:
+    def _stop_watching(self) -> None:
         """Removes the hooks and all references to recordings and files."""
         for handle in self._handles:
             handle.remove()
@@ -230,40 +242,46 @@ class DeferredModel(Extension):
         forget_sources(self._module)
 
     def release(self) -> None:
-        """Ends the waiting at the end of the run."""
+        """Removes the hooks at the end of the run, if values are still missing."""
         if self._handles:
-            self._end_waiting()
+            self._stop_watching()
 
     def _watch(self, prepared: nn.Module) -> None:
-        """Registers hooks that call `fill` when values are needed, and note what is loaded."""
+        """Registers hooks that compute values when they are needed, and that note what is loaded.
+
+        Args:
+            prepared: the module that the strategy returned.
+        """
         self._prepared = prepared
-        fill = outside_compiled_code(lambda *_: self.fill())
+
+        # The submodules that have tensors without values, and the whole model.
         parts = {prepared, self._module}
         for path, part in self._module.named_modules(remove_duplicate=False):
             own = members(part)
-            own_names: dict[str, str] = {}
+            name_in_model: dict[str, str] = {}
             for own_name in [*own.parameters, *own.buffers]:
                 name = f"{path}.{own_name}" if path else own_name
-                if name in self._group_of_name:
-                    own_names[own_name] = name
+                if name in self._tensor_of_name:
+                    name_in_model[own_name] = name
 
-            if own_names:
+            if name_in_model:
                 parts.add(part)
-                note = _NoteLoaded(self._note_loaded, own_names)
+                note = _NoteLoaded(self._note_loaded, name_in_model)
                 self._handles.append(part.register_load_state_dict_pre_hook(note))
 
+        fill = outside_compiled_code(lambda *_: self.fill())
         for part in parts:
             self._handles.append(part.register_forward_pre_hook(fill, prepend=True))
             before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
             self._handles.append(before_state)
-            # Modules under FSDP refuse to be copied.
+            # Modules under FSDP have this method already, which refuses to copy them.
             if "__deepcopy__" not in vars(part):
                 self._handles.append(_FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy))
 
     def watch_parameters(self) -> None:
-        """Computes what is missing when the user asks for `parameters()`.
+        """Makes the first call of `parameters()` compute missing values.
 
-        Called at the end of `world.prepare`, which asks for them itself.
+        Called at the end of `world.prepare`, which calls `parameters()` itself before that.
         """
         if self._handles:
             for part in {self._prepared, *self._prepared.modules()}:
@@ -271,29 +289,37 @@ class DeferredModel(Extension):
                 self._handles.append(handle)
 
     def _before_state_dict(self, *_: Any) -> None:
-        """A hook: computes what is missing before `state_dict()` returns it."""
+        """A hook that computes missing values before `state_dict()` returns them."""
         if values_are_needed():
             self.fill()
 
     def _note_loaded(self, names: list[str]) -> None:
-        """Notes that tensors of these names have got values from a state dict."""
+        """Notes that a state dict has given values to the tensors of these names."""
         for name in names:
-            self._loaded.update(self._group_of_name[name].names)
+            self._loaded.update(self._tensor_of_name[name].names)
 
     def _was_written(self, name: str, target: Tensor) -> bool:
-        """Returns True if the user has given a tensor values since `world.prepare`.
+        """Returns True if the user has given values to a tensor since `world.prepare`.
+
+        Args:
+            name: the name of the tensor.
+            target: this rank's part of it.
 
         Raises:
-            UsageError: something was computed from the NaN that it held, or a part was written.
+            UsageError: the user has changed only a part of the tensor, or has computed with its
+                NaN.
         """
+        was_written_to = write_counts([target])[0] != self._write_counts[name]
         local = to_local(target)
-        if not local.is_floating_point() or not local.numel():
-            return write_counts([target])[0] != self._write_counts[name]
+        can_hold_nan = local.is_floating_point() and local.numel() > 0
+        if not can_hold_nan:
+            return was_written_to
 
+        # A tensor without values is filled with NaN.
         is_nan = local.isnan()
         if not is_nan.any():
             return True
-        if is_nan.all() and write_counts([target])[0] == self._write_counts[name]:
+        if is_nan.all() and not was_written_to:
             return False
 
         raise UsageError(
@@ -306,42 +332,56 @@ class DeferredModel(Extension):
     # Values
 
     def _read_files(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads the values of tensors that are in files."""
-        done: set[int] = set()
+        """Reads the values of those tensors whose source is a file.
+
+        Args:
+            targets: this rank's part of each tensor, by name. Tied tensors occur several times.
+        """
+        ids_of_read: set[int] = set()
         for name, target in targets.items():
-            source = self._group_of_name[name].source
-            if isinstance(source, FileSource):
-                if id(target) not in done:
-                    copy_part(source.value, target)
-                done.add(id(target))
-                self._loaded.add(name)
+            source = self._tensor_of_name[name].source
+            if not isinstance(source, FileSource):
+                continue
+            if id(target) not in ids_of_read:
+                copy_part(source.value, target)
+            ids_of_read.add(id(target))
+            self._loaded.add(name)
 
     def _compute(self, targets: Mapping[str, Tensor]) -> None:
-        """Computes the values of tensors by replaying what was recorded."""
-        recordings: dict[int, Recording] = {}
-        targets_of_key: dict[int, dict[int, list[tuple[RecordedSource, Tensor]]]] = {}
-        done: set[int] = set()
+        """Computes the values of tensors by replaying the operations that were recorded.
+
+        Args:
+            targets: this rank's part of each tensor, by name. Tied tensors occur several times.
+        """
+        recordings: dict[int, Recording] = {}  # by their `id`
+        # For each recording, by its `id`: the tensors whose values are in a piece of recorded
+        # memory, by the key of this memory.
+        targets_of_recording: dict[int, dict[int, list[tuple[RecordedSource, Tensor]]]] = {}
+        ids_of_targets: set[int] = set()
         for name, target in targets.items():
-            source = self._group_of_name[name].source
-            assert isinstance(source, RecordedSource)  # others are named by `_check_sources`
+            source = self._tensor_of_name[name].source
+            assert isinstance(source, RecordedSource)  # `_check_sources` has rejected all others
             self._computed.add(name)
-            if id(target) in done:  # tied
+            if id(target) in ids_of_targets:  # a tied tensor, which was seen under another name
                 continue
 
-            done.add(id(target))
-            identifier = id(source.recording)
-            recordings[identifier] = source.recording
-            by_key = targets_of_key.setdefault(identifier, {})
-            by_key.setdefault(source.view.key, []).append((source, target))
+            ids_of_targets.add(id(target))
+            recording_id = id(source.recording)
+            recordings[recording_id] = source.recording
+            targets_of_key = targets_of_recording.setdefault(recording_id, {})
+            targets_of_key.setdefault(source.view.key, []).append((source, target))
 
-        for identifier, recording in recordings.items():
-            by_key = targets_of_key[identifier]
-            deliver = _Deliver(by_key)
-            states = self._states.get(identifier)
-            recording.replay(set(by_key), self._keys_loaded(recording), deliver, states)
+        for recording_id, recording in recordings.items():
+            targets_of_key = targets_of_recording[recording_id]
+            recording.replay(
+                set(targets_of_key),
+                self._keys_loaded(recording),
+                _CopyToTargets(targets_of_key),
+                self._generator_states.get(recording_id),
+            )
 
     def _keys_loaded(self, recording: Recording) -> set[int]:
-        """Returns the keys of tensors that were loaded, whose values are not drawn."""
+        """Returns the memory keys of the tensors that were loaded, which need not be computed."""
         keys: set[int] = set()
         for tensor in self._tensors:
             recorded = tensor.recorded
@@ -351,12 +391,15 @@ class DeferredModel(Extension):
         return keys
 
     def _take_states_of_first_rank(self) -> None:
-        """Has all ranks draw from the random stream of rank 0.
+        """Makes all ranks draw random values from the random states of rank 0.
+
+        All ranks call this together. It also finds out whether the ranks have different processors.
 
         Raises:
-            RanksDifferError: the ranks have not called `deferred_init`, or seeded, equally often.
+            RanksDifferError: the ranks have called or seeded `deferred_init` a different number of
+                times.
         """
-        recordings: dict[int, Recording] = {}
+        recordings: dict[int, Recording] = {}  # by their `id`, in the same order on all ranks
         for tensor in self._tensors:
             if tensor.recorded is not None:
                 recordings[id(tensor.recorded.recording)] = tensor.recorded.recording
@@ -364,41 +407,45 @@ class DeferredModel(Extension):
         if self._run.collectives.single_process or not recordings:
             return
 
+        # One list of states for each recording. Only rank 0 sends the states, as hexadecimal text;
+        # the others send empty texts, from which their number can be seen.
         states_of_recordings: list[list[str]] = []
         for recording in recordings.values():
-            states: list[str] = []
+            texts: list[str] = []
             for state in recording.generator_states():
                 if state is None or not self._run.topology.is_main:
-                    states.append("")
+                    texts.append("")
                 else:
-                    states.append(state.numpy().tobytes().hex())
-            states_of_recordings.append(states)
+                    texts.append(state.numpy().tobytes().hex())
+            states_of_recordings.append(texts)
 
         processor = torch.backends.cpu.get_cpu_capability()
         reports = self._run.collectives.exchange([processor, states_of_recordings])
         self._processors_differ = any(report[0] != processor for report in reports)
-        counts_of_ranks = [[len(states) for states in report[1]] for report in reports]
 
-        if any(counts != counts_of_ranks[0] for counts in counts_of_ranks):
+        num_states_by_rank = [[len(texts) for texts in report[1]] for report in reports]
+        if any(num_states != num_states_by_rank[0] for num_states in num_states_by_rank):
             raise RanksDifferError(
                 "world.prepare of a model on the meta device",
                 "ranks have called lockstep.deferred_init, or have seeded inside it, differently "
-                f"often: {counts_of_ranks}",
+                f"often: {num_states_by_rank}",
                 "build the same models in the same contexts on every rank",
             )
 
-        for identifier, states_on_main in zip(recordings, reports[0][1], strict=True):
-            self._states[identifier] = []
-            for text in states_on_main:
-                as_bytes: Tensor | None = None
+        _, texts_of_first_rank = reports[0]
+        for recording_id, texts in zip(recordings, texts_of_first_rank, strict=True):
+            states: list[Tensor | None] = []
+            for text in texts:
+                state_bytes: Tensor | None = None
                 if text:
-                    as_bytes = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-                self._states[identifier].append(as_bytes)
+                    state_bytes = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+                states.append(state_bytes)
+            self._generator_states[recording_id] = states
 
-    # Checks and texts
+    # Checks, and what is printed
 
     def _check_buffers(self) -> None:
-        """Raises UsageError for buffers that have no values and that no state dict will have."""
+        """Raises UsageError for buffers whose values are neither known nor part of a state dict."""
         names: list[str] = []
         for tensor in self._tensors:
             if tensor.source is None and not tensor.is_in_state:
@@ -413,10 +460,10 @@ class DeferredModel(Extension):
             )
 
     def _check_sources(self) -> None:
-        """Raises UsageError if it is not known where values of the model should come from."""
+        """Raises UsageError if it is not known where some values of the model should come from."""
         unknown: list[str] = []
         is_reset: list[str] = []
-        shapes: list[tuple[int, ...]] = []
+        shapes: list[tuple[int, ...]] = []  # of the parameters that `reset_parameters` gives values
         for tensor in self._tensors:
             if tensor.names[0] in self._loaded:
                 continue
@@ -459,7 +506,7 @@ class DeferredModel(Extension):
         self._drawn_shapes.append(shapes)
 
     def _choices(self) -> list[Choice]:
-        """Describes where values come from."""
+        """Returns the printed lines about where values come from, with the number of tensors."""
         num_from_files = 0
         num_recorded = 0
         num_reset = 0
@@ -488,45 +535,53 @@ class DeferredModel(Extension):
         return choices
 
 
-class _Deliver:
-    """Copies computed memory to the tensors of this rank.
+class _CopyToTargets:
+    """Copies computed values to the tensors of this rank; called by `Recording.replay`.
 
     Args:
-        targets_of_key: by the key of memory, the tensors that have their values there.
+        targets_of_key: by the key of a piece of recorded memory, the tensors whose values are in
+            it, and where in it.
     """
 
     def __init__(self, targets_of_key: dict[int, list[tuple[RecordedSource, Tensor]]]) -> None:
         self._targets_of_key = targets_of_key
 
     def __call__(self, key: int, content: torch.UntypedStorage) -> None:
+        """Copies the content of a piece of memory that was computed."""
         for source, target in self._targets_of_key[key]:
             copy_part(source.view.in_memory(content), target)
 
 
 class _NoteLoaded:
-    """A hook of a module that notes which of its own tensors a state dict has.
+    """A hook of a module that notes which of its tensors are in a state dict that is loaded.
 
     Args:
-        note: called with their names in the model.
-        names: in the model, by the names in the module.
+        note: called with the names in the model of the tensors that are loaded.
+        name_in_model: the name in the model for each name in the module, for example
+            `{"weight": "layers.0.weight"}`.
     """
 
-    def __init__(self, note: Callable[[list[str]], None], names: Mapping[str, str]) -> None:
+    def __init__(self, note: Callable[[list[str]], None], name_in_model: Mapping[str, str]) -> None:
         self._note = note
-        self._names = names
+        self._name_in_model = name_in_model
 
     def __call__(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
-        self._note([name for own, name in self._names.items() if prefix + own in state])
+        """Called by torch before the module loads a state dict."""
+        loaded: list[str] = []
+        for own_name, name in self._name_in_model.items():
+            if prefix + own_name in state:
+                loaded.append(name)
+        self._note(loaded)
 
 
 class _FillBefore:
-    """Makes a method of a module compute missing values first.
+    """Makes a method of a module compute missing values before it runs.
 
     Args:
-        fill: computes them, and removes this.
+        fill: computes missing values, and calls `remove`.
         module: the module.
-        method: name of the method.
-        call: called in its place, with the module and its arguments.
+        method: the name of the method.
+        call: runs the original method, with the module and the arguments of the call.
     """
 
     def __init__(
@@ -539,25 +594,27 @@ class _FillBefore:
         vars(module)[method] = self._fill_and_call
 
     def _fill_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the method."""
         if values_are_needed():
             self._fill()
         return self._call(self._module, *args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the module its method back."""
+        """Restores the original method."""
         del vars(self._module)[self._method]
 
 
 def _named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls the method of the module's class."""
+    """Calls `named_parameters` of the module's class, which `_FillBefore` hides on the object."""
     return type(module).named_parameters(module, *args, **kwargs)
 
 
 @torch.no_grad()
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor with memory on a device for one on the meta device; any other as it is.
+    """Returns a tensor on a device with the shape of a tensor on the meta device, filled with NaN.
 
-    It is NaN throughout, so that nobody takes what it holds for values.
+    NaN shows that the values are missing. Tensors of other dtypes are filled with zeros, and a
+    tensor that is not on the meta device is returned as it is.
     """
     if not tensor.is_meta:
         return tensor
@@ -568,7 +625,7 @@ def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
-    """Gives memory to the buffers on the meta device; tied ones stay tied."""
+    """Allocates the buffers that are on the meta device. Tied buffers stay tied."""
     real_by_id: dict[int, Tensor] = {}
     for part in module.modules():
         buffers = members(part).buffers
@@ -580,12 +637,18 @@ def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredTensor]:
-    """Returns the tensors of a module that are on the meta device."""
+    """Returns the tensors of a module that are on the meta device.
+
+    Args:
+        module: the user's module.
+        keys_of_resets: the memory keys of tensors whose `reset_parameters` was recorded.
+    """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
+
+    # A tied tensor has several names, but is listed once.
     tensor_of_id: dict[int, Tensor] = {}
     names_of_id: dict[int, list[str]] = {}
-
     for name, tensor in _named_tensors(module):
         if tensor.is_meta:
             tensor_of_id[id(tensor)] = tensor
@@ -609,13 +672,13 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields all parameters and buffers under all their names."""
+    """Yields all parameters and buffers, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _source_of_any(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Source | None:
-    """Returns the source of a tensor, by any of its names. A file comes before a recording."""
+    """Returns the source of a tensor, by any of its names. A file is preferred to a recording."""
     recorded: Source | None = None
     for name in names:
         owner, _, own_name = name.rpartition(".")
@@ -626,16 +689,16 @@ def _source_of_any(module: nn.Module, names: Sequence[str], tensor: Tensor) -> S
     return recorded
 
 
-# What `torch.device("meta")` does not record
+# Recording for models that were built in `torch.device("meta")`, which records nothing
 
 
 def _record_resets(module: nn.Module) -> set[int]:
-    """Records `reset_parameters` of the submodules that have tensors without a source.
+    """Records the `reset_parameters` methods of submodules that have tensors without a source.
 
-    Submodules come before what they are in, as constructors call it.
+    A submodule comes before the modules that contain it, as when constructors call this method.
 
     Returns:
-        The keys of the memory of these tensors.
+        The memory keys of these tensors.
     """
     lacking: dict[int, Tensor] = {}
     for name, tensor in _named_tensors(module):
@@ -652,7 +715,7 @@ def _record_resets(module: nn.Module) -> set[int]:
             if method is None or not any(id(tensor) in lacking for tensor in tensors):
                 continue
 
-            # A tensor that has values already gets them back.
+            # The method also resets tensors that have values already, so these are restored.
             others = [tensor for tensor in tensors if id(tensor) not in lacking]
             values = [tensor.detach().clone() for tensor in others]
             method()
@@ -665,9 +728,13 @@ def _record_resets(module: nn.Module) -> set[int]:
 
 
 def _recompute_buffers(module: nn.Module, lacking: Mapping[int, Tensor]) -> None:
-    """Records how models of transformers compute buffers that no file has (`inv_freq`).
+    """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
-    They do it in `_init_weights(submodule)`, a method of the model.
+    They do so in `_init_weights(submodule)`, a method of the model.
+
+    Args:
+        module: the user's module.
+        lacking: the tensors without a source, by their `id`.
     """
     for model in module.modules():
         compute = getattr(model, "_init_weights", None)
@@ -683,7 +750,12 @@ def _recompute_buffers(module: nn.Module, lacking: Mapping[int, Tensor]) -> None
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yields all submodules once, each after those that are in it."""
+    """Yields each submodule once, after the submodules that it contains.
+
+    Args:
+        module: the module to start with.
+        seen: the ids of modules that were yielded already, to which the others are added.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -693,7 +765,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _own_init_method(module: nn.Module) -> str | None:
-    """Returns the name of a method that may initialise more than `reset_parameters` does."""
+    """Returns the name of a method that may initialise more than `reset_parameters`, or None."""
     for part in module.modules():
         for name in OWN_INIT_METHODS:
             if callable(getattr(part, name, None)):

@@ -1,9 +1,10 @@
-"""Gradients that a script accumulates over several global batches, with virtual ranks.
+"""Supports gradient accumulation over several global batches in runs with virtual ranks.
 
-A script may step only after several global batches, or leave a step out, and not clear the
-gradients in between. What is in `parameter.grad` when a global batch begins would then count as
-part of the gradient of each process's first virtual rank. So it is put aside before the first
-backward pass of the global batch, and added after the last one.
+A *virtual rank* computes a fixed part of every global batch; its gradient must be kept apart from
+those of the others. A script may step only after several global batches without clearing the
+gradients in between. When a global batch begins, `parameter.grad` then holds the gradients of
+earlier ones, which would be taken for a part of the first virtual rank's gradient. So they are
+stored elsewhere before the first backward pass of a global batch, and added after the last one.
 """
 
 from __future__ import annotations
@@ -18,44 +19,45 @@ from lockstep.session.micro_batch import MicroBatch
 
 
 class EarlierGradients(Extension):
-    """Adds what earlier global batches have left in the gradients to that of the present one.
+    """Keeps the gradients of earlier global batches apart while a global batch is computed.
 
-    Its place is after the extension that sums the gradients of virtual ranks.
+    It must come after the extension that sums the gradients of virtual ranks.
 
     Args:
-        parameters: of a module, those that the optimizer has.
+        parameters: the parameters of a module that the optimizer holds.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._put_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._stored: list[tuple[nn.Parameter, Tensor]] = []
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Puts the gradients aside that are there before the first backward pass."""
+        """Stores existing gradients elsewhere before the first backward pass of a global batch."""
         if not micro_batch.first:
             return
-        self._put_aside.clear()
+        self._stored.clear()
         for parameter in self._parameters:
             if parameter.grad is not None:
                 # A copy: DDP may compute the next gradient in the same memory.
-                self._put_aside.append((parameter, parameter.grad.clone()))
+                self._stored.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Adds them after the last backward pass."""
-        if micro_batch.last and self._put_aside:
-            self._add()
+        """Adds the stored gradients after the last backward pass of a global batch."""
+        if micro_batch.last and self._stored:
+            self._add_stored()
 
     @torch.no_grad()
-    def _add(self) -> None:
-        """Adds what was put aside to the gradients."""
-        for parameter, gradient in self._put_aside:
+    def _add_stored(self) -> None:
+        """Adds the stored gradients to those of this global batch."""
+        for parameter, gradient in self._stored:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-        self._put_aside.clear()
+
+        self._stored.clear()
 
     def clear_gradients(self) -> None:
-        """Forgets the gradients of a global batch that was broken off."""
-        self._put_aside.clear()
+        """Drops the stored gradients when the loop was left in the middle of a global batch."""
+        self._stored.clear()

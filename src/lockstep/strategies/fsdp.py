@@ -1,38 +1,40 @@
-"""The strategies FSDP and HSDP: torch's `fully_shard` (FSDP2) with the exact weighting of Lockstep.
+"""The strategies FSDP and HSDP: torch's `fully_shard` (FSDP2) with Lockstep's exact weighting.
 
 Every rank keeps a *shard* of every parameter, of its gradient and of the optimizer's state
 (Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277). The
-model is divided into *units* (`fsdp_blocks`); the parameters of a unit are gathered just before it
-runs and freed after it. `HSDP` shards within groups of ranks, and each group has a copy of the
-model.
+model is divided into *units* (`fsdp_blocks`): the parameters of a unit are gathered just before it
+runs, and freed after it has run. `HSDP` shards within groups of ranks, and each group has a copy of
+the model.
 
-Communication: the parameters and buffers of rank 0 are broadcast once, unit by unit, so that no
-device ever holds the whole model. Every forward pass gathers each unit once, with gradients or
-without, so all ranks have to make every forward pass. A backward pass gathers each unit but the
-last once more (`reshard_after_forward`). In the last micro-batch of a global batch it also averages
-the gradients with a reduce-scatter for each unit, while it still runs; `HSDP` adds an all-reduce
+Communication: The parameters and buffers of rank 0 are broadcast once, unit by unit, so that no
+device ever holds the whole model. Every forward pass gathers each unit once, with or without
+gradients, so all ranks have to make every forward pass. A backward pass gathers each unit except
+the last one again (`reshard_after_forward`). In the last micro-batch of a global batch the backward
+pass also averages the gradients, with one reduce-scatter for each unit; `HSDP` adds an all-reduce
 over the groups. Buffers that forward passes change are taken from rank 0 after each step
 (`moving_buffers`). In each step the ranks compare in the background which units they ran
 (`extensions.checks.unit_order`).
 
-Micro-batches before the last send no gradients: whole gradients add up on every rank. That is fast
-and takes the memory of one whole gradient. With `accumulate_shards` they are averaged each time.
+Micro-batches before the last one send no gradients: whole gradients accumulate on every rank. That
+is fast, and takes the memory of one whole gradient. With `accumulate_shards` the gradients of each
+micro-batch are averaged, and only shards are kept.
 
-Under precision bf16 and fp16 units are gathered and computed in half precision, without autocast
-(torch's `MixedPrecisionPolicy`): half as many bytes are sent, and no copy of the weights is left
-when a unit has run. Gradients are averaged in fp32, and the shards, which the optimizer updates,
-are in fp32. Under autocast the gathered parameters would be in fp32, and the copies in half
-precision that it makes of them would stay for the backward pass: those of the whole model, on every
-rank. But operations that autocast computes in fp32 (normalisation, softmax, losses inside of the
-model, sums along a residual stream) are computed in half precision, which gives other results than
-`ddp`, and errors about mixed dtypes in models that convert to fp32 inside. `FSDP(autocast=True)` is
-for these. Virtual ranks compute under autocast, because they promise the bits of `ddp`, and so do
-models that have BatchNorm layers of torch's own, which want parameters in fp32.
+Under the precisions bf16 and fp16, units are gathered and computed in half precision, without
+autocast (torch's `MixedPrecisionPolicy`). Half as many bytes are sent, and no copy of the weights
+is left when a unit has run. Gradients are averaged in fp32, and the shards, which the optimizer
+updates, are in fp32. Autocast would gather the parameters in fp32 and keep a half-precision copy of
+each for the backward pass, that is, of the whole model on every rank.
+
+But without autocast, operations for which it uses fp32 (normalisation, softmax, losses inside the
+model, sums along a residual stream) run in half precision. Results then differ from those of `ddp`,
+and models that convert to fp32 inside may raise errors about mixed dtypes. `FSDP(autocast=True)` is
+for such models. Two kinds of runs always use autocast: runs with virtual ranks, which promise the
+bits of `ddp`, and models with torch's own BatchNorm layers, which need parameters in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -93,41 +95,40 @@ from lockstep.wording import describe_type
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Strategy):
-    """Options of FSDP: every parameter is sharded over all ranks."""
+    """The strategy `fsdp`, which shards every parameter over all ranks, and its options."""
 
     name: ClassVar[str] = "fsdp"
 
     blocks: ModuleFilter | None = None
     """The submodules that are gathered as units: a class or tuple of classes, a pattern of names as
-    in `named_modules()`, or a function of a module. None for the blocks that the model repeats."""
+    in `named_modules()`, or a function of a module. None for the repeated blocks of the model."""
     reshard_after_forward: bool = True
-    """Free a unit's parameters after its forward pass. If False, they are kept until the last
-    micro-batch has run backward: they are gathered once in each global batch, and meanwhile the
-    whole model is on every device."""
+    """Free a unit's parameters after its forward pass. If False, they are gathered once per global
+    batch and kept until the last micro-batch's backward pass, so that the whole model is on every
+    device in the meantime."""
     accumulate_shards: bool = False
     """Average the gradients of every micro-batch, so that only this rank's shard of them is kept
-    between micro-batches. If False, whole gradients are kept and only the last micro-batch sends.
-    """
+    between micro-batches. If False, whole gradients are kept, and averaged after the last one."""
     find_unused_parameters: bool = False
-    """Allow ranks to use different parameters in a step. Each rank sends zeros for those that it
-    has not used. Parameters that no rank has used keep the gradient None, as on one device, which
-    takes one small all-reduce in each step. Needs a newer torch than 2.11."""
+    """Allow ranks to use different parameters in a step. Each rank sends zeros for parameters that
+    it has not used. If no rank has used a parameter, its gradient stays None, as on one device;
+    finding these takes one small all-reduce in each step. Requires a newer torch than 2.11."""
     average_buffers: str | Sequence[str] = ()
     """Names, or patterns of names, of buffers that are averaged over the ranks after each step,
-    weighted by samples, instead of taken from rank 0. Right for running means over samples, such as
-    the statistics of InstanceNorm; not for sums, counts and codebooks."""
+    weighted by samples, instead of being taken from rank 0. This is right for running means over
+    samples, such as the statistics of InstanceNorm, but not for sums, counts and codebooks."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in the memory of the host. GPUs only."""
+    """Keep parameters, gradients and optimizer state in host memory. For GPUs only."""
     autocast: bool = False
-    """Under precision bf16 and fp16, compute under autocast, with the numbers of `ddp`. It keeps a
+    """Under the precisions bf16 and fp16, compute under autocast, as `ddp` does. This keeps a
     half-precision copy of the model's weights on every rank from forward to backward. If False,
     everything in the model is computed in half precision, and only shards are kept."""
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Returns a plan in which every rank computes a part of each batch.
+        """Plans a run in which every rank computes its own part of each global batch.
 
         Raises:
-            SettingError: an option does not work with this run or this version of torch.
+            SettingError: an option is not supported in this run or by this version of torch.
         """
         if self.cpu_offload and (run.device.type == "cpu" or run.topology.size == 1):
             found = "one process: nothing is sharded, so nothing is moved away and back"
@@ -189,7 +190,7 @@ class FSDP(Strategy):
         return is_sharded and self._reason_for_autocast(module, run) == ""
 
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
-        """Returns why a module is computed under autocast in half precision; empty: it is not."""
+        """Returns why a module uses autocast in half precision; an empty string if it does not."""
         if self.autocast:
             return "autocast=True: the numbers of ddp"
         if run.settings.virtual_ranks is not None:
@@ -200,17 +201,17 @@ class FSDP(Strategy):
         return ""
 
     def spreads_model(self, run: Run) -> bool:
-        """Returns True if there are several ranks."""
+        """Returns True if there are several ranks, since each of them then holds only shards."""
         return run.topology.size > 1
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Replaces the parameters of a module by shards, unless there is only one process.
+        """Replaces the parameters of a module by shards, which have the values of rank 0.
 
-        The shards have the values of rank 0's parameters.
+        With one process, or without parameters, nothing is sharded.
 
         Raises:
-            SettingError: `blocks` matches nothing.
-            UsageError: parameters cannot be sharded.
+            SettingError: no submodule matches the option `blocks`.
+            UsageError: a parameter cannot be sharded.
         """
         if run.topology.size == 1:
             prepared = on_one_process(module.to(run.device), run)
@@ -225,60 +226,43 @@ class FSDP(Strategy):
         check_parameters(module)
         parameters_before = dict(module.named_parameters())
         check_hooks(parameters_before)
-        blocks = find_blocks(module, self.blocks)
 
-        # The whole model comes last: fully_shard takes the parameters that no block has taken.
+        # The whole model is the last unit: it gets the parameters that belong to no block.
+        blocks = find_blocks(module, self.blocks)
         units = {**dict(blocks.found), "": module}
         check_dtypes(list(units.values()))
-        num_bytes = sum(parameter.nbytes for parameter in parameters_before.values())
 
-        # Before sharding, because torch then changes the names of the blocks' classes.
+        # The blocks are described before they are sharded, because torch renames their classes.
+        num_bytes = sum(parameter.nbytes for parameter in parameters_before.values())
         choices = [self._units_choice(blocks), self._shards_choice(run, num_bytes)]
         choices += self._precision_choices(module, run)
+
         in_half = self.computes_in_half(module, run)
         half_dtype = HALF_DTYPES[run.settings.precision] if in_half else None
         _take_from_first(list(module.buffers()), run.device)
         mesh = self._make_mesh(run)
+        outputs_of_units = self._shard_units(units, mesh, run, half_dtype)
 
-        outputs_of_units: list[UnitOutputs] = []
-        for unit in units.values():
-            inner_units = [block for _, block in blocks.found] if unit is module else []
-            outputs = UnitOutputs(unit, inner_units)
-            outputs_of_units.append(outputs)
-
-            # Forward hooks are called in the order in which they are registered. Torch's own is
-            # registered by `fully_shard`, between these two.
-            unit.register_forward_hook(outputs.before_torch)
-
-            # Inputs of the whole model are converted by `Precision.attach`, in any container.
-            policy = MixedPrecisionPolicy(
-                param_dtype=half_dtype,
-                reduce_dtype=torch.float32 if in_half else None,
-                cast_forward_inputs=unit is not module,
-            )
-            self._shard(unit, mesh, run, policy)
-            unit.register_forward_hook(outputs.after_torch)
-
+        # Allocate the shards of a model that was built on the meta device.
         device = torch.device("cpu") if self.cpu_offload else run.device
         if any(parameter.is_meta for parameter in module.parameters()):
             convert_tensors(module, lambda tensor: with_memory(tensor, device))
 
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
-        left_out: Sequence[str] = ()
+        already_equal: Sequence[str] = ()
         gradient_bits = None
-
         if run.settings.virtual_ranks is not None:
             tree = make_virtual_rank_tree(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
             average = ()
-            left_out = buffers.combined
+            already_equal = buffers.combined
             sharded_virtual_ranks = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
             gradient_bits = sharded_virtual_ranks.gradient_bits
             extensions = [sharded_virtual_ranks, buffers]
 
         moving_buffers = MovingBuffers(
-            module, run.step, average=average, left_out=left_out, strategy=type(self).__name__
+            module, run.step, average=average, left_out=already_equal, strategy=type(self).__name__
         )
         sharded = ShardedModule(
             units,
@@ -293,9 +277,9 @@ class FSDP(Strategy):
         for outputs in outputs_of_units:
             outputs.on_double_backward = sharded.begin_double_backward
 
+        # Methods of other libraries that expect whole parameters.
         if isinstance(module, AveragedModel):
             average_shards_separately(module)
-
         if callable(getattr(module, "save_pretrained", None)):
             save_pretrained_whole(module, run)
 
@@ -315,12 +299,51 @@ class FSDP(Strategy):
             extensions=[*extensions, sharded],
         )
 
-    def _make_mesh(self, run: Run) -> DeviceMesh:
-        """Returns the mesh of all ranks. Parameters are sharded over its last dimension.
+    def _shard_units(
+        self,
+        units: Mapping[str, nn.Module],
+        mesh: DeviceMesh,
+        run: Run,
+        half_dtype: torch.dtype | None,
+    ) -> list[UnitOutputs]:
+        """Applies `fully_shard` to each unit, between two forward hooks that show it all outputs.
 
-        It is made of groups that are open already. `init_device_mesh` would open its own, some of
-        them without a timeout; and in a second run of one process on GPUs it ends the process with
-        a segmentation fault, as torch's `split_group` does before 2.14 (pytorch#192106, #192109).
+        Args:
+            units: the units by name. The last one is the whole model, with an empty name.
+            mesh: the mesh over which parameters are sharded.
+            run: the run of this process.
+            half_dtype: the dtype in which units are computed; None for that of their parameters.
+
+        Returns:
+            The hooks of each unit.
+        """
+        *blocks, module = units.values()
+        outputs_of_units: list[UnitOutputs] = []
+        for unit in units.values():
+            inner_units = blocks if unit is module else []
+            outputs = UnitOutputs(unit, inner_units)
+            outputs_of_units.append(outputs)
+
+            # Hooks are called in the order of registration, and `fully_shard` registers torch's.
+            unit.register_forward_hook(outputs.before_torch)
+            policy = MixedPrecisionPolicy(
+                param_dtype=half_dtype,
+                reduce_dtype=None if half_dtype is None else torch.float32,
+                # `Precision.attach` converts the inputs of the whole model, in any container.
+                cast_forward_inputs=unit is not module,
+            )
+            self._shard(unit, mesh, run, policy)
+            unit.register_forward_hook(outputs.after_torch)
+
+        return outputs_of_units
+
+    def _make_mesh(self, run: Run) -> DeviceMesh:
+        """Returns a mesh of all ranks. Parameters are sharded over its last dimension.
+
+        The mesh is made of process groups that are open already. `init_device_mesh` would open
+        groups of its own, some of them without a timeout. In a second run of the same process on
+        GPUs, it would also end the process with a segmentation fault, as torch's `split_group` does
+        before 2.14 (pytorch#192106, #192109).
         """
         share_meshes_with_copies()
         device_type = run.device.type
@@ -330,12 +353,12 @@ class FSDP(Strategy):
             assert all_ranks is not None  # it is open while there is a run
             return DeviceMesh.from_group(all_ranks, device_type, mesh_dim_names=("shard",))
 
-        # Shape (copies of the model, shards): a row has the ranks that share a copy, a column those
-        # with the same shard. `open_group` makes a group of each row.
+        # Shape (copies of the model, shards). The ranks of a row share one copy of the model, and
+        # the ranks of a column hold the same shard. For 2 copies of 2 shards: [[0, 1], [2, 3]].
         ranks = torch.arange(run.topology.size).view(shape)
         if "shard" not in run.groups:  # all models of a run use the same groups
-            open_group(run, "replicate", ranks.T)
-            open_group(run, "shard", ranks)
+            open_group(run, "replicate", ranks.T)  # one group for each column
+            open_group(run, "shard", ranks)  # one group for each row
 
         groups = [run.groups["replicate"], run.groups["shard"]]
         return DeviceMesh.from_group(
@@ -345,15 +368,18 @@ class FSDP(Strategy):
     def _shard(
         self, unit: nn.Module, mesh: DeviceMesh, run: Run, policy: MixedPrecisionPolicy
     ) -> None:
-        """Replaces those parameters of a unit that are not sharded yet by shards of rank 0's."""
+        """Replaces the parameters of a unit by shards, which have the values of rank 0.
+
+        Parameters of inner units, which are sharded already, stay as they are.
+        """
         parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
         _take_from_first([p for p in parameters if not p.is_meta], run.device)
+
         options: dict[str, Any] = {}
         if not self.reshard_after_forward:
-            # By default torch frees a unit after its forward pass, but not the root: backward
-            # begins with it.
+            # Without this option torch keeps only the parameters of the root, with which the
+            # backward pass begins.
             options["reshard_after_forward"] = False
-
         fully_shard(
             unit,
             mesh=mesh,
@@ -361,15 +387,17 @@ class FSDP(Strategy):
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
+
         for parameter in parameters:
-            # An optimizer still has the old object, and with it would keep its memory.
+            # An optimizer may still hold the old parameter, so its memory is freed here.
             parameter.data = parameter.data.new_empty(0)
-            # Torch refuses to swap a tensor that a graph or a weak reference has, too.
+            # Any use of it then raises an error. Torch refuses to swap a tensor that a graph or a
+            # weak reference also refers to.
             with suppress(RuntimeError):
                 swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """Returns the norm of the whole gradient. Takes one all-reduce of one or two numbers."""
+        """Returns the norm of the whole gradient, with one all-reduce of one or two numbers."""
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
@@ -380,16 +408,21 @@ class FSDP(Strategy):
         return norm.to(shards[0].device)
 
     def _mesh_shape(self, run: Run) -> tuple[int, ...]:
-        """Returns the number of shards, or the number of copies of the model and that of shards."""
+        """Returns the shape of the mesh: `(shards,)`, or `(copies, shards)` under HSDP."""
         return (run.topology.size,)
 
     def _shards_choice(self, run: Run, num_bytes: int) -> Choice:
-        """Returns the line about the shards of a model whose parameters have this many bytes."""
+        """Returns the printed line about the shards.
+
+        Args:
+            run: the run of this process.
+            num_bytes: the size of the model's parameters.
+        """
         value = f"{format_bytes(num_bytes)} over {run.topology.size} ranks"
         return Choice("shards", value, "parameters, gradients and optimizer state")
 
     def _precision_choices(self, module: nn.Module, run: Run) -> list[Choice]:
-        """Returns the lines about the precision of the units; none under fp32 and fp64."""
+        """Returns the printed lines about the precision of the units; none under fp32 and fp64."""
         precision = run.settings.precision
         if precision not in HALF_DTYPES:
             return []
@@ -397,7 +430,8 @@ class FSDP(Strategy):
         value = f"{precision} under autocast"
         reason = self._reason_for_autocast(module, run)
         if run.topology.size == 1:
-            if self.autocast or run.settings.virtual_ranks is not None:  # as on several ranks
+            computes_as_on_several = self.autocast or run.settings.virtual_ranks is not None
+            if computes_as_on_several:
                 return []
             reason = "one process; on several norms and softmax are in it too (autocast=False)"
         elif reason:
@@ -411,7 +445,7 @@ class FSDP(Strategy):
         return [Choice("precision", value, reason)]
 
     def _units_choice(self, blocks: Blocks) -> Choice:
-        """Returns the line about the units."""
+        """Returns the printed line about the units."""
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
             return Choice("units", "the whole model", reason)
@@ -428,28 +462,27 @@ class FSDP(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class HSDP(FSDP):
-    """Options of HSDP: groups of `shard_size` ranks shard the parameters, and each group has a copy
-    of the model.
+    """The strategy `hsdp`, in which each group of ranks shards a copy of the model.
 
     Raises:
-        SettingError: the shard size is no whole number above 0.
+        SettingError: the shard size is not a whole number above 0.
     """
 
     name: ClassVar[str] = "hsdp"
 
     shard_size: int | None = None
-    """How many neighbouring ranks share a copy of the model. None for those of one machine."""
+    """How many neighbouring ranks share a copy of the model; None for all ranks of a machine."""
 
     def __post_init__(self) -> None:
         if self.shard_size is not None:
             check_whole_number(f"HSDP(shard_size={self.shard_size})", self.shard_size)
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Returns a plan in which every rank computes a part of each batch.
+        """Plans a run in which every rank computes its own part of each global batch.
 
         Raises:
-            SettingError: the shard size does not divide the number of ranks.
-            RanksDifferError: `shard_size` is None and machines have different numbers of ranks.
+            SettingError: the number of ranks is not a multiple of the shard size.
+            RanksDifferError: `shard_size` is None and the machines have different numbers of ranks.
         """
         size = run.topology.size
         shard_size = self._ranks_per_group(run)

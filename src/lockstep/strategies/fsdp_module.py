@@ -1,11 +1,12 @@
 """Follows the steps of a training with a module that is sharded by torch's `fully_shard`.
 
 `fully_shard` divides a module into *units*, whose parameters are gathered when they run. The
-parameters that an optimizer has are *shards* (DTensors); those that forward passes use are *whole*.
-Before the last micro-batch of a global batch, gradients add up in the whole parameters. In the last
-one torch averages them over the ranks and moves them to the shards. `ShardedModule` tells torch
-which micro-batch it is, frees gathered parameters in time, and refuses what would go wrong without
-an error.
+optimizer holds *shards* (DTensors); forward passes use *whole* parameters. Before the last
+micro-batch of a global batch, gradients accumulate in the whole parameters. In the last one torch
+averages them over the ranks and moves them to the shards.
+
+`ShardedModule` tells torch which micro-batch is computed, frees gathered parameters in time, and
+rejects what would otherwise go wrong without an error.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from lockstep.wording import join_first
 
 
 class ShardedModule(Extension):
-    """A sharded module during the training.
+    """Follows the training of one sharded module.
 
     Args:
         units: the modules that `fully_shard` was applied to, by name. The last one is the whole
             model, and its name is empty.
-        mesh: of the ranks.
-        run: of this process.
-        keep_gathered: gathered parameters stay until the last micro-batch has run backward.
-        accumulate_shards: gradients are averaged in every micro-batch.
-        find_unused_parameters: ranks may use different parameters.
-        half_dtype: the dtype of gathered parameters, if that is half precision.
-        moving_buffers: keeps buffers that forward passes change equal on all ranks.
+        mesh: the mesh over which parameters are sharded.
+        run: the run of this process.
+        keep_gathered: True if gathered parameters stay until the backward pass of the last
+            micro-batch.
+        accumulate_shards: True if gradients are averaged in every micro-batch.
+        find_unused_parameters: True if ranks may use different parameters.
+        half_dtype: the dtype of gathered parameters if it is a half-precision one, else None.
+        moving_buffers: makes the buffers that forward passes change equal on all ranks.
     """
 
     def __init__(
@@ -92,25 +94,25 @@ class ShardedModule(Extension):
             self._unused = UnusedParameters(list(root.parameters()), whole_parameters)
 
         self._storages = {name: shard.untyped_storage() for name, shard in self._shards.items()}
-        """The storages of the shards. If the user sets `parameter.data`, it is another object."""
+        """The storage of each shard, by name. It is replaced if the user sets `parameter.data`."""
         self._names_with_hook: set[str] = set()
-        """The shards whose gradient hook refuses gradients that autograd brings."""
+        """The names of shards with a gradient hook that rejects gradients from autograd."""
         self._refuse_autograd_gradients()
         self._step_key: StepKey | None = None
-        """The optimizer step that the latest pass belonged to."""
+        """Identifies the optimizer step that the latest forward or backward pass belonged to."""
         self._averages_gradients = True
         """True if torch is set to average gradients in the next backward pass."""
         self._frees_after_backward = True
         """True if torch is set to free gathered parameters after the next backward pass."""
         self._late_gradients: list[RemovableHandle] = []
-        """Hooks that convert gradients which come in the last micro-batch alone."""
+        """Handles of hooks that convert the gradients of parameters which only the last micro-batch
+        uses."""
         self._is_double_backward = False
         """True if units stay gathered because a backward pass will itself be differentiated."""
         self._forward_is_running = False
-        """True while torch runs the forward pass. Not while it is still refused before it begins.
-        """
+        """True while torch runs the forward pass, after the checks that may reject it."""
         self._has_failed = False
-        """True if a forward pass has raised and torch cannot reset the model."""
+        """True if a forward pass raised an error and torch cannot reset the model after it."""
         self._is_released = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
@@ -120,7 +122,11 @@ class ShardedModule(Extension):
             refuse_copies(unit)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Sets torch for this micro-batch. Raises UsageError for a loss made of shards."""
+        """Sets torch to what the current micro-batch needs.
+
+        Raises:
+            UsageError: the loss was computed from shards, outside the model's forward pass.
+        """
         if isinstance(weighted_loss, DTensor):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
 
@@ -128,6 +134,8 @@ class ShardedModule(Extension):
         if self._unused is not None:
             self._unused.before_backward()
 
+        # The gradients of earlier micro-batches are in fp32, but a parameter that only the last one
+        # uses gets its gradient in half precision. torch cannot send both in one message.
         if self._half_dtype is not None and micro_batch.last and not micro_batch.first:
             for unit in self._units:
                 self._late_gradients += torch_compat.accumulate_late_gradients(
@@ -135,7 +143,7 @@ class ShardedModule(Extension):
                 )
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Frees gathered units, and removes gradients of parameters that no rank has used."""
+        """Frees gathered units, and removes the gradients of parameters that no rank has used."""
         self._end_double_backward()
         for hook in self._late_gradients:
             hook.remove()
@@ -146,7 +154,7 @@ class ShardedModule(Extension):
     def _follow_micro_batch(self) -> None:
         """Sets torch to what the current micro-batch needs.
 
-        Torch is told only what has changed, since it walks through all units each time.
+        Torch's settings are only changed where necessary, because each change visits all units.
         """
         step = self._run.step
         if self._step_key != step.key:  # another optimizer step begins
@@ -155,13 +163,12 @@ class ShardedModule(Extension):
                 self._drop_unfinished_gradients()
 
         is_last = step.micro_batch.last
-
-        # Gradients of virtual ranks are handed on when each of them has ended.
-        averages_gradients = is_last or step.micro_batch.virtual_rank_ends
         if self._keep_gathered and is_last is not self._frees_after_backward:
             self._frees_after_backward = is_last
             self._root.set_reshard_after_backward(is_last)
 
+        # With virtual ranks, the gradients of each virtual rank are collected at its end.
+        averages_gradients = is_last or step.micro_batch.virtual_rank_ends
         if averages_gradients is self._averages_gradients:
             return
 
@@ -180,14 +187,14 @@ class ShardedModule(Extension):
             self._unused.forget_round()
 
     def begin_double_backward(self) -> None:
-        """Keeps units gathered, because a backward pass is differentiated and needs them again."""
+        """Keeps units gathered because a backward pass is differentiated and needs them again."""
         if not self._is_double_backward:
             self._is_double_backward = True
             self._root.set_reshard_after_backward(False)
             self._root.set_reshard_after_forward(False)
 
     def _end_double_backward(self) -> None:
-        """Lets units be freed again, if a backward pass was differentiated and kept them."""
+        """Lets torch free units again after a backward pass that was differentiated."""
         if not self._is_double_backward:
             return
 
@@ -195,8 +202,8 @@ class ShardedModule(Extension):
         frees_after_backward = self._frees_after_backward
         self._root.set_reshard_after_backward(frees_after_backward)
         if not self._keep_gathered:
-            # Not the root, which is the last unit: torch keeps its parameters after the forward
-            # pass, because the backward pass begins with them.
+            # The last unit, which is the root, is left out: torch keeps its parameters after the
+            # forward pass because the backward pass begins with them.
             for unit in self._units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
 
@@ -209,7 +216,9 @@ class ShardedModule(Extension):
             unit.reshard()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Frees gathered parameters, which the step would make out of date, and checks gradients.
+        """Prepares for an optimizer step: frees gathered parameters and checks the gradients.
+
+        The step changes the shards, so parameters that stay gathered would be out of date.
 
         Raises:
             UsageError: gradients were not averaged, or the user has changed parameters in a way
@@ -221,16 +230,7 @@ class ShardedModule(Extension):
         self._check_failed()
         self._end_double_backward()
         self._reshard()
-        ids_with_gradients: set[int] = set()
-        if self._half_dtype is not None:
-            for unit in self._units:
-                ids_with_gradients.update(map(id, torch_compat.with_accumulated_gradients(unit)))
-
-        not_averaged: list[str] = []
-        for name, parameter in self.whole_parameters.items():
-            if parameter.grad is not None or id(parameter) in ids_with_gradients:
-                not_averaged.append(name)
-
+        not_averaged = self._parameters_with_whole_gradient()
         if not_averaged:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
@@ -247,13 +247,31 @@ class ShardedModule(Extension):
             self._refuse_autograd_gradients()
             self._check_shards()
 
+    def _parameters_with_whole_gradient(self) -> list[str]:
+        """Returns the names of whole parameters that still hold a gradient.
+
+        When a global batch has ended, torch should have moved all gradients to the shards.
+        """
+        # In half precision torch accumulates gradients in fp32, outside of `parameter.grad`.
+        ids_with_accumulated_gradient: set[int] = set()
+        if self._half_dtype is not None:
+            for unit in self._units:
+                accumulated = torch_compat.with_accumulated_gradients(unit)
+                ids_with_accumulated_gradient.update(map(id, accumulated))
+
+        names: list[str] = []
+        for name, parameter in self.whole_parameters.items():
+            if parameter.grad is not None or id(parameter) in ids_with_accumulated_gradient:
+                names.append(name)
+        return names
+
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Makes buffers that forward passes change equal on all ranks."""
+        """Makes the buffers that forward passes change equal on all ranks."""
         if self._root in modules:
             self._moving_buffers.follow()
 
     def _check_failed(self) -> None:
-        """Raises UsageError if a forward pass has raised and torch cannot reset the model."""
+        """Raises UsageError if a forward pass raised an error and torch cannot reset the model."""
         if self._has_failed:
             raise UsageError(
                 "a sharded model whose forward pass has raised",
@@ -262,7 +280,11 @@ class ShardedModule(Extension):
             )
 
     def _refuse_autograd_gradients(self) -> None:
-        """Registers hooks that refuse gradients from autograd, for parameters that are trained."""
+        """Registers hooks on trainable shards that reject gradients which come from autograd.
+
+        Gradients reach the shards by torch's reduce-scatter, not by autograd, unless the loss was
+        computed from the shards themselves.
+        """
         for name, shard in self._shards.items():
             if shard.requires_grad and name not in self._names_with_hook:
                 self._names_with_hook.add(name)
@@ -285,12 +307,13 @@ class ShardedModule(Extension):
             )
 
     def release(self) -> None:
-        """Drops references to the process group, so that its threads end with the run.
+        """Drops references to the process groups, so that their threads end with the run.
 
-        `ExactDDP.release` says what happens otherwise.
+        See `ExactDDP.release` for what could happen otherwise.
         """
         self._is_released = True
-        # Not the mesh of the parameters: torch caches meshes, so it may be that of an earlier run.
+        # The mesh is that of this run. Torch caches meshes, so the parameters may refer to the mesh
+        # of an earlier run.
         torch_compat.drop_fsdp_groups(self._units, self._mesh)
 
     def equal_tensors(self) -> Iterator[EqualTensors]:
@@ -304,9 +327,9 @@ class ShardedModule(Extension):
         """Raises UsageError if `module.to(...)` or a similar method would change a tensor.
 
         Args:
-            convert: what the method does with a tensor. It returns the same tensor if there is
-                nothing to change.
-            recurse: given by torch, not used.
+            convert: the conversion that the method applies to each tensor. It returns the same
+                tensor if there is nothing to change.
+            recurse: an argument of torch's method, not used here.
         """
         shards = [shard.to_local() for shard in self._shards.values()]
         for tensor in [*shards, *self._root.buffers()]:
@@ -323,7 +346,7 @@ class ShardedModule(Extension):
     def _before_load(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
-        """Raises UsageError if a state that is loaded has whole tensors in the place of shards."""
+        """Raises UsageError if a state dict to be loaded has whole tensors instead of shards."""
         whole: list[str] = []
         for name in self._shards:
             loaded = state.get(prefix + name)
@@ -338,7 +361,7 @@ class ShardedModule(Extension):
             )
 
     def _freeze_shards(self) -> None:
-        """Freezes or unfreezes shards as the user has done with the whole parameters.
+        """Freezes and unfreezes shards as the user has done with the whole parameters.
 
         While units stay gathered, the model's parameters are the whole ones.
         """
@@ -348,7 +371,12 @@ class ShardedModule(Extension):
 
     @torch_compat.outside_compiled_code
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Sets torch for the current micro-batch, before the model's forward pass."""
+        """Sets torch to what the current micro-batch needs, before the model's forward pass.
+
+        Raises:
+            UsageError: the model cannot run, because the run has ended or a forward pass has
+                failed.
+        """
         if self._is_released:
             raise UsageError(
                 "a forward pass of a sharded model after world.close()",
@@ -362,7 +390,7 @@ class ShardedModule(Extension):
             self._follow_micro_batch()
             if self._unused is not None:
                 self._unused.before_forward()
-            # The user may have frozen whole parameters, which have stayed in the model.
+            # The whole parameters have stayed in the model, where the user may have frozen them.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards()
 
@@ -370,16 +398,16 @@ class ShardedModule(Extension):
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Frees parameters after an evaluation, and resets torch if the forward pass has raised."""
+        """Frees parameters after an evaluation, and resets torch after an error."""
         was_running = self._forward_is_running
         self._forward_is_running = False
 
-        # Torch also calls this hook, without output, if the forward pass has raised.
+        # Torch also calls this hook if the forward pass raised an error, then without an output.
         error = sys.exception() if output is None else None
         if error is None:
             if not torch.is_grad_enabled() and not self._is_double_backward:
-                # Torch keeps the root's parameters for a backward pass, and a step would make them
-                # out of date.
+                # Torch keeps the root's parameters for a backward pass. There will be none, and the
+                # next optimizer step would make them out of date.
                 self._reshard()
             return
 
@@ -390,7 +418,7 @@ class ShardedModule(Extension):
         if self._half_dtype is not None:
             note_mixed_dtypes(error, self._half_dtype)
 
-        # Without a reset torch would go on as if this pass still ran, with its old parameters.
+        # Without a reset torch would behave as if this forward pass were still running.
         reset = getattr(self._root, "reset_iter_state", None)
         if reset is None:
             self._has_failed = True
@@ -399,10 +427,10 @@ class ShardedModule(Extension):
 
 
 def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns the parameters that torch puts into the modules while they run, by name.
+    """Returns the whole parameters, which torch puts into the modules while they run, by name.
 
-    Torch makes them when a unit is gathered for the first time. Later it keeps the objects and
-    only frees their memory. Each unit is gathered here because parameters that are made in a
+    Torch creates them when a unit is gathered for the first time. Later it keeps the objects and
+    only frees their memory. Each unit is gathered here because parameters that are created in a
     forward pass under `torch.inference_mode()` could never be trained.
     """
     whole_parameters: dict[str, nn.Parameter] = {}
@@ -413,6 +441,6 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
             if not isinstance(parameter, DTensor):
                 whole_parameters[name] = parameter
         unit.reshard()
-        return_free_memory()  # of the whole unit, if it was on the CPU
+        return_free_memory()  # a unit on the CPU has just been freed
 
     return whole_parameters

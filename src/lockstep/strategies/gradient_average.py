@@ -1,8 +1,9 @@
-"""Averages gradients over the ranks of a group while the backward pass still runs.
+"""Averages gradients over the ranks of a group while the backward pass is still running.
 
-The gradients travel in *buckets* (`replication.make_buckets`). A bucket is sent as soon as all of
-its gradients are complete, and the buckets are sent in one order, the same on all ranks. Gradients
-are complete in about the reverse order of the parameters, so the buckets are in that order.
+Gradients are sent in *buckets*: lists of parameters whose gradients travel in one message
+(`replication.make_buckets`). A bucket is sent as soon as all of its gradients are complete. All
+ranks send the buckets in the same order, which is the reverse order of the parameters, because
+gradients are completed roughly in that order.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from lockstep.strategies.replication import make_buckets
 
 
 class GradientAverage:
-    """The average of the gradients of one global batch, taken once. All ranks of a group make one.
+    """Averages the gradients of one global batch.
 
-    If a parameter has no gradient on some ranks, it counts as zero there. If it has none on any
-    rank, it stays None.
+    All ranks of the group create one and use it once.
+
+    If a parameter has no gradient on some ranks, it counts as zero there. If it has no gradient on
+    any rank, it stays None.
 
     Args:
-        group: the ranks; None for all.
+        group: the ranks to average over; None for all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -40,11 +43,11 @@ class GradientAverage:
 
     @contextmanager
     def during_backward(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Sends the gradients of some parameters while the backward pass inside completes them.
+        """A context for a backward pass. Gradients are sent as soon as they are complete.
 
         Args:
-            parameters: in the same order on all ranks. Their gradients are complete after this
-                backward pass.
+            parameters: parameters whose gradients are complete after this backward pass, in the
+                same order on all ranks.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -59,7 +62,7 @@ class GradientAverage:
         next_bucket = next(unsent, None)
 
         def on_gradient(bucket: _Bucket, parameter: nn.Parameter) -> None:
-            """Called by torch when a parameter's gradient is complete."""
+            """Notes a complete gradient, and sends the buckets that may go now; called by torch."""
             nonlocal next_bucket
             bucket.add(parameter)
             while next_bucket is not None and next_bucket.is_complete:
@@ -69,19 +72,21 @@ class GradientAverage:
         with ExitStack() as hooks:
             for bucket in buckets:
                 for parameter in bucket.parameters:
-                    # It is registered now, so that it is called after the hooks of the user.
+                    # Hooks run in the order of registration. The user's hooks may change the
+                    # gradient, so this one is registered last.
                     hook = partial(on_gradient, bucket)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     handle = register(hook)
                     hooks.callback(handle.remove)
             yield
 
-        while next_bucket is not None:  # it has parameters without a gradient
+        # The remaining buckets hold parameters that got no gradient in this backward pass.
+        while next_bucket is not None:
             next_bucket.send()
             next_bucket = next(unsent, None)
 
     def finish(self) -> None:
-        """Waits for the sums, and replaces every gradient by its mean.
+        """Waits until all gradients have been added up, and replaces each gradient by its mean.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -89,26 +94,28 @@ class GradientAverage:
         if not self._buckets:
             return
 
-        marks: list[int] = []
+        # Whether a bucket has changed since it was sent, and which parameters have a gradient, may
+        # differ between ranks. A sum over the ranks shows what is true on any of them.
+        flags: list[int] = []
         for bucket in self._buckets:
-            marks.append(int(bucket.has_changed))
-            marks += [int(parameter.grad is not None) for parameter in bucket.parameters]
+            flags.append(int(bucket.has_changed))
+            flags += [int(parameter.grad is not None) for parameter in bucket.parameters]
+        sums_of_flags = torch.tensor(flags, dtype=torch.int32)
+        wait_for_flags = routing.start_all_reduce(sums_of_flags, self._group)
 
-        sums_of_marks = torch.tensor(marks, dtype=torch.int32)
-        wait_for_marks = routing.start_all_reduce(sums_of_marks, self._group)
-
-        # Sums are waited for in the order in which they were started.
+        # Sums must be waited for in the order in which they were started.
         for bucket in self._buckets:
             bucket.wait()
+        wait_for_flags()
 
-        wait_for_marks()
-        remaining_marks = iter(sums_of_marks.tolist())
+        remaining_flags = iter(sums_of_flags.tolist())
         num_ranks = dist.get_world_size(self._group)
         for bucket in self._buckets:
-            if next(remaining_marks) > 0:  # on some rank a gradient has changed since it was sent
+            has_changed_on_any_rank = next(remaining_flags) > 0
+            if has_changed_on_any_rank:
                 bucket.send()
                 bucket.wait()
-            has_gradient = [next(remaining_marks) > 0 for _ in bucket.parameters]
+            has_gradient = [next(remaining_flags) > 0 for _ in bucket.parameters]
             bucket.write_mean(num_ranks, has_gradient)
 
         self._buckets = []
@@ -118,36 +125,36 @@ class _Bucket:
     """Parameters whose gradients are sent together.
 
     Args:
-        parameters: of one device and dtype.
-        group: the ranks; None for all.
+        parameters: parameters of the same device and dtype.
+        group: the ranks to average over; None for all ranks.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self.parameters = parameters
         self.has_changed = False
-        """True if a gradient was written after it was sent. Activation checkpointing does so with
-        `use_reentrant=True`, which runs several backward passes inside of one."""
+        """True if a gradient was written after it was sent. This happens with reentrant activation
+        checkpointing, which runs several backward passes inside one."""
         self._group = group
         self._without_gradient = set(parameters)
         """The parameters whose gradients are not complete yet."""
         self._message: Tensor | None = None
-        """The gradients one after the other, as they were sent; then their sum."""
+        """The concatenated gradients, which the all-reduce replaces by their sum."""
         self._wait: Callable[[], None] | None = None
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Notes that a gradient is complete."""
+        """Notes that the gradient of a parameter is complete."""
         self._without_gradient.discard(parameter)
         if self._message is not None:
             self.has_changed = True
 
     @property
     def is_complete(self) -> bool:
-        """True if all of its gradients are complete."""
+        """True if all gradients of this bucket are complete."""
         return not self._without_gradient
 
     @torch.no_grad()
     def send(self) -> None:
-        """Starts to sum up the gradients over the ranks; a missing one is sent as zeros.
+        """Starts adding up the gradients over the ranks. A missing gradient is sent as zeros.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -172,17 +179,17 @@ class _Bucket:
         self._wait = routing.start_all_reduce(self._message, self._group)
 
     def wait(self) -> None:
-        """Waits for the sum."""
+        """Waits until the gradients are added up."""
         assert self._wait is not None  # it was sent
         self._wait()
 
     @torch.no_grad()
     def write_mean(self, num_ranks: int, has_gradient: Sequence[bool]) -> None:
-        """Replaces the gradients by their mean, once the sum is there.
+        """Writes the mean of each gradient into `parameter.grad`, after `wait`.
 
         Args:
-            num_ranks: of the group.
-            has_gradient: for each parameter, whether any rank has a gradient of it.
+            num_ranks: the number of ranks in the group.
+            has_gradient: for each parameter, True if any rank has a gradient of it.
         """
         assert self._message is not None  # it was sent
         means = self._message.div_(num_ranks).to(self.parameters[0].device)
@@ -190,10 +197,10 @@ class _Bucket:
         sources: list[Tensor] = []
         sizes = [parameter.numel() for parameter in self.parameters]
 
-        for parameter, mean, is_there in zip(
+        for parameter, mean, is_used in zip(
             self.parameters, torch.split(means, sizes), has_gradient, strict=True
         ):
-            if not is_there:
+            if not is_used:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -210,8 +217,8 @@ def average_gradients(
     """Replaces every gradient by its mean over the ranks of a group, after the backward pass.
 
     Args:
-        parameters: in the same order on all ranks.
-        group: None for all ranks.
+        parameters: the parameters whose gradients are averaged, in the same order on all ranks.
+        group: the ranks to average over; None for all ranks.
 
     Raises:
         UsageError: a gradient is sparse.

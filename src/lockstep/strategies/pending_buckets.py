@@ -1,4 +1,9 @@
-"""The buckets of a backward pass of DDP whose exchange is under way."""
+"""Lets several gradient buckets of DDP travel to other machines at the same time.
+
+In a backward pass DDP passes each *bucket* of gradients to a communication hook, which returns a
+future. The hook only starts the exchange of a bucket and adds it here. All exchanges are waited for
+when the last bucket is added.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +15,28 @@ from torch import Tensor
 
 
 class PendingBuckets:
-    """Waits for the exchanges of all buckets in the last one.
-
-    So several buckets are on their way to other machines at the same time.
-    """
+    """The exchanges of one backward pass that were started and not waited for yet."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Tensor], Tensor]] = []
-        """What waits for each exchange, and the future that gets the bucket's buffer then."""
+        """For each bucket: a function that waits for its exchange, the future to complete then, and
+        the bucket's buffer."""
 
     def add(
         self, bucket: dist.GradBucket, wait: Callable[[], None]
     ) -> torch.futures.Future[Tensor]:
-        """Adds a bucket, and waits for all of them if it is the last one.
+        """Adds a bucket. If it is the last one of the backward pass, waits for all of them.
 
         Args:
-            bucket: the buckets of a backward pass are added in order.
-            wait: waits for the exchange, whose result is then in the bucket's buffer.
+            bucket: a bucket of DDP. The buckets of a backward pass are added in order.
+            wait: waits for the exchange of this bucket, which leaves its result in the bucket's
+                buffer.
 
         Returns:
-            A future of the buffer, which a communication hook of DDP returns.
+            A future of the buffer, for DDP's communication hook to return.
         """
         if bucket.index() == 0:
-            # If a backward pass has raised, its buckets are still here.
+            # A backward pass that raised an error has left its buckets here.
             self._pending.clear()
 
         buffer = bucket.buffer()

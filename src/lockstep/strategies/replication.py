@@ -1,9 +1,10 @@
 """Makes tensors equal on several ranks, by taking them from the first rank or by adding them up.
 
-Strategies use these functions for parameters and gradients that are not averaged by DDP or FSDP.
+Strategies use these functions for parameters and gradients that DDP and FSDP do not average.
 Tensors are sent in *buckets* of about 25 MiB, because many small messages take longer than a few
-large ones. A group of ranks is a process group of torch; None stands for all ranks. Every function
-is collective: all ranks of the group call it with tensors of the same number, shapes and dtypes.
+large ones. A *group* of ranks is a process group of torch, or None for all ranks. Every function is
+collective: all ranks of the group call it with the same number of tensors, of the same shapes and
+dtypes.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from lockstep.errors import UsageError
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 BUCKET_BYTES = 25 * 2**20
-"""The most bytes that are sent at a time, unless a single tensor is larger."""
+"""The maximum size of a message, unless a single tensor is larger."""
 
 
 def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Gives tensors the values of the first rank of a group.
+    """Overwrites tensors with the values that they have on the first rank of a group.
 
-    They are sent as bytes, because no backend knows all dtypes.
+    They are sent as bytes, because no backend supports all dtypes.
 
     Args:
-        tensors: on devices that the backend of the group can send from.
-        group: None for all ranks.
+        tensors: tensors on devices that the backend of the group supports.
+        group: the ranks to make equal; None for all ranks.
 
     Raises:
-        UsageError: one of them is sparse.
+        UsageError: a tensor is sparse.
     """
-    filled: list[Tensor] = []
+    sent: list[Tensor] = []
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise UsageError(
@@ -53,9 +54,9 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
             tensor.data = tensor.data.contiguous()
 
         if tensor.numel():
-            filled.append(tensor.detach())
+            sent.append(tensor.detach())
 
-    for bucket in make_buckets(filled, attrgetter("device")):
+    for bucket in make_buckets(sent, attrgetter("device")):
         tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
         message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
         routing.broadcast(message, group=group)
@@ -63,13 +64,13 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
         for tensor, as_bytes in zip(bucket, received, strict=True):
             if as_bytes.data_ptr() == tensor.data_ptr():
-                continue  # the message was received in the memory of the tensor
-            # The clone is aligned in memory, as the dtype of the tensor requires.
+                continue  # the bytes were received directly into the memory of the tensor
+            # The dtype of the tensor requires an aligned address, which the clone has.
             tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Returns True if elements share memory, as after `expand`: such a tensor cannot be written."""
+    """Returns True if elements share memory, as after `expand`, so that torch refuses to write."""
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size > 1:
             return True
@@ -80,15 +81,15 @@ def _is_expanded(tensor: Tensor) -> bool:
 def start_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
-    """Starts to replace tensors by their sums over the ranks of a group.
+    """Starts replacing tensors by their sums over the ranks of a group.
 
     Args:
         tensors: dense tensors.
-        group: None for all ranks.
+        group: the ranks to add up; None for all ranks.
 
     Returns:
-        A function that waits for the sums and writes them to the tensors. If several sums are under
-        way, all ranks must call these functions in the same order.
+        A function that waits for the sums and writes them into the tensors. If several sums have
+        been started, all ranks must call these functions in the same order.
     """
     sent: list[tuple[list[Tensor], Tensor, Callable[[], None]]] = []
     for bucket in make_buckets(tensors, attrgetter("device", "dtype")):
@@ -98,6 +99,7 @@ def start_sum(
 
     @torch.no_grad()
     def finish() -> None:
+        """Waits for the sums, and writes them into the tensors."""
         for bucket, message, wait in sent:
             wait()
             sums = message.to(bucket[0].device)
@@ -111,13 +113,15 @@ def start_sum(
 def _extreme_over_ranks(
     local_norm: Tensor, norm_type: float, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Returns the largest of the ranks' norms for the type inf, or the smallest for the type -inf.
+    """Returns the largest norm of any rank for the norm type inf, and the smallest for -inf.
 
-    It is NaN if the norm of any rank is.
+    The result is NaN if the norm of any rank is NaN.
     """
-    # The smallest is found as the largest of the negative norms.
+    # The smallest norm is found as the maximum of the negated norms.
     sign = math.copysign(1.0, norm_type)
-    # Whether the maximum of NaN and a number is NaN depends on the device, so that is sent too.
+
+    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced, and
+    # a second maximum shows whether any rank had it.
     number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
     maxima = torch.stack([number, local_norm.isnan().double()])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -133,17 +137,17 @@ def norm_over_ranks(
     *,
     copies: int = 1,
 ) -> Tensor:
-    """Returns the norm of all tensors that the ranks of a group have together.
+    """Returns the norm of all tensors that the ranks of a group hold together.
 
-    It takes one all-reduce of one or two numbers in float64, in which powers of large norms do not
-    overflow.
+    It takes one all-reduce of one or two numbers. They are in float64, so that the powers of large
+    norms do not overflow.
 
     Args:
-        local_tensors: what this rank has. It may have nothing.
-        norm_type: as for `torch.nn.utils.get_total_norm`.
-        device: of the result, and of the backend of the group.
-        group: None for all ranks.
-        copies: how many ranks have the same tensors.
+        local_tensors: the tensors of this rank, possibly none.
+        norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`.
+        device: the device of the result, supported by the backend of the group.
+        group: the ranks that hold the tensors; None for all ranks.
+        copies: the number of ranks that hold the same tensors.
 
     Returns:
         A tensor without dimensions, in the widest dtype of `local_tensors`.
@@ -153,7 +157,7 @@ def norm_over_ranks(
     for dtype in dtypes:
         result_dtype = torch.promote_types(result_dtype, dtype)
 
-    # torch refuses the largest element of an empty tensor.
+    # torch refuses to take the maximum of an empty tensor.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         local_norm = torch.nn.utils.get_total_norm(filled, norm_type)
@@ -176,7 +180,8 @@ def make_buckets(
 
     Args:
         tensors: any tensors.
-        key: only tensors for which it returns the same go into one bucket.
+        key: a function of a tensor, for example its dtype. Tensors with different keys are put into
+            different buckets.
     """
     bucket: list[AnyTensor] = []
     bucket_bytes = 0
