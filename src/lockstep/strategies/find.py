@@ -1,4 +1,4 @@
-"""Finds the strategy of a run: from an options object, or from a name with options as text."""
+"""Finds the strategy of a run, given as an object or as a text such as `diloco:every=100`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from lockstep.errors import SettingError, unknown_choice_error
 from lockstep.strategies.base import Strategy
 
 DESCRIPTION_OF_TYPE = {int: "a whole number", float: "a number", bool: "true or false"}
-"""What an option of this type must be, for the error of one that is not."""
+"""What the value of an option of each type must be, for error messages."""
 
 
 def find_strategy(choice: str | Strategy | None, world_size: int) -> tuple[Strategy, str]:
-    """Returns the strategy that was asked for, or the best for the world size, and the reason.
+    """Returns the strategy that the user chose, or a default, and the reason to print.
 
     Args:
-        choice: an options object, or a name with or without options, such as
-            `diloco:every=100,compress=int8`; a list is written `A:B`. None: nothing was asked for.
-        world_size: number of processes.
+        choice: a strategy object, or a name with or without options. Examples: `"ddp"`,
+            `"diloco:every=100,compress=int8"`; a list is written `A:B`. None if the user chose
+            nothing.
+        world_size: the number of processes.
 
     Raises:
-        SettingError: an unknown name or option (the message suggests the nearest), or a value that
-            it cannot have.
+        SettingError: the name or an option is unknown (the message suggests the nearest one), or an
+            option has an invalid value.
     """
     if isinstance(choice, Strategy):
         return choice, "set in the script"
@@ -38,10 +39,10 @@ def find_strategy(choice: str | Strategy | None, world_size: int) -> tuple[Strat
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Returns the strategy that a text such as `diloco:every=100,compress=int8` names.
+    """Returns the strategy that a text such as `diloco:every=100,compress=int8` describes.
 
     Raises:
-        SettingError: an unknown name or option, or a value that it cannot have.
+        SettingError: the name or an option is unknown, or an option has an invalid value.
     """
     was_set = f"strategy={text!r}"
     name, _, options_text = text.partition(":")
@@ -60,7 +61,7 @@ def parse_strategy(text: str) -> Strategy:
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
             what = f"options of {name}"
-            # The message says "options of single are ..." and lists them; a strategy may have none.
+            # The message reads "options of ddp are ..."; a strategy may have no options.
             shown_options = known_options or ["not there"]
             raise unknown_choice_error(was_set, option, what, shown_options)
 
@@ -74,21 +75,24 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def parse_option(text: str, annotation: Any) -> Any:
-    """Returns the value of an option, which stays text unless its annotation has another type.
+    """Converts the value of an option to the type of its annotation.
+
+    Examples: `("3", int | None) -> 3`, `("true", bool) -> True`, `("2:3", Sequence[int]) -> [2,
+    3]`. Of any other type, the text is returned.
 
     Args:
-        text: the value as written.
-        annotation: a type such as `int`, `int | None` or `Sequence[str]`.
+        text: the value as the user wrote it.
+        annotation: the type of the option, such as `int`, `int | None` or `Sequence[str]`.
 
     Raises:
-        ValueError: the text is not of that type; its message says what the value must be.
+        ValueError: the text is not a value of that type. Its message says what the value must be.
     """
-    # The types of a union such as `int | None`; else the one type.
+    # The types of a union such as `int | None`, or the single type.
     alternatives: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
 
-    # `Sequence[int]` or `Sequence[int] | None`: a list, which is written "2:3".
+    # A list, from an annotation such as `Sequence[int]` or `Sequence[int] | None`.
     if typing.get_origin(alternatives[0]) is Sequence:
         (type_of_part,) = typing.get_args(alternatives[0])
         return [parse_option(part, type_of_part) for part in text.split(":")]

@@ -1,9 +1,9 @@
 """Finds the blocks of a model that FSDP shards as units.
 
-A *unit* is a submodule whose parameters are gathered together just before it runs, and freed after
-it. Units should therefore run one after the other, and each should be a small part of the model: a
-block of a transformer, a residual block of a convolutional network. Parameters that belong to no
-block (embeddings, the head) form a unit of their own, that of the whole model.
+A *unit* is a submodule whose parameters are gathered together just before it runs and freed after
+it. So units should run one after the other, and each should be a small part of the model, such as a
+block of a transformer or a residual block of a convolutional network. Parameters that belong to no
+block (embeddings, the head) form a unit of their own, together with the whole model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Blocks(NamedTuple):
     """The submodules that become units, in the order in which they are registered."""
 
     found: list[tuple[str, nn.Module]]
-    """Their names and modules. None of them is inside another."""
+    """The names and modules of the units. No unit is inside another one."""
     tied: list[str]
-    """Names of blocks that are no units, because one of their parameters is also used elsewhere."""
+    """The names of blocks that share a parameter with another module, so they cannot be units."""
 
     def __str__(self) -> str:
         counts = Counter(type(block).__name__ for _, block in self.found)
@@ -30,14 +30,14 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks:
-    """Finds the blocks of a model.
+    """Finds the blocks of a model that become units.
 
     Args:
-        module: the model; it is never a block of itself.
-        chosen: a class or tuple of classes, a pattern of names as in `named_modules()`, or a
-            function that returns True for the modules to take. Of nested matches the outermost is
-            taken. None for the blocks that the model repeats
-            (`lockstep.optim.module_filter.repeated_blocks`).
+        module: the model, which is never a block itself.
+        chosen: which submodules to choose: a class or tuple of classes, a pattern of names as in
+            `named_modules()`, or a function that returns True for them. If both a module and one
+            inside it are chosen, only the outer one is taken. None for the repeated blocks of the
+            model (`lockstep.optim.module_filter.repeated_blocks`).
 
     Raises:
         SettingError: nothing matches what was chosen.
@@ -47,7 +47,8 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     else:
         candidates = select_modules(module, chosen, "blocks={}")
 
-    times_in_model: Counter[int] = Counter()  # in how many places each submodule stands, by its id
+    # How often each submodule occurs in the model, by its `id`.
+    times_in_model: Counter[int] = Counter()
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1
 
@@ -58,9 +59,9 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
         uses_in_block = _count_uses(block)
         is_tied = False
         for parameter_id, uses in uses_in_block.items():
-            # A parameter that only this block has is registered this many times in the model, for
-            # the block itself may stand in several places of it.
-            if uses_in_model[parameter_id] != uses * times_in_model[id(block)]:
+            # The block itself may occur several times, and its parameters with it.
+            uses_if_not_tied = uses * times_in_model[id(block)]
+            if uses_in_model[parameter_id] != uses_if_not_tied:
                 is_tied = True
 
         if is_tied:
@@ -72,7 +73,7 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:
-    """Returns in how many places of a module each parameter is registered, by its id."""
+    """Counts how often each parameter is registered in a module, by the `id` of the parameter."""
     uses: Counter[int] = Counter()
     for _, parameter in module.named_parameters(remove_duplicate=False):
         uses[id(parameter)] += 1

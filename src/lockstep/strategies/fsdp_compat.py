@@ -1,6 +1,6 @@
 """Makes methods of other libraries work on models whose parameters are shards.
 
-`fully_shard` replaces the parameters of a model by DTensors, of which each rank has a shard. Some
+`fully_shard` replaces the parameters of a model by DTensors, of which each rank has a *shard*. Some
 methods expect whole parameters: `save_pretrained` of Hugging Face's models would write shards, and
 torch's `AveragedModel` would mix shards and plain tensors in one call. They are replaced here.
 """
@@ -25,24 +25,25 @@ from lockstep.distributed.process_group import Run
 def save_pretrained_whole(module: Any, run: Run) -> None:
     """Makes `save_pretrained`, a method of Hugging Face's models, write whole weights.
 
-    All ranks have to call the new one: rank 0 gathers the weights on the CPU and writes them.
+    All ranks have to call the method together: rank 0 gathers the weights on the CPU and writes
+    them.
     """
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
-        """Gathers the weights on rank 0, which writes them. Returns what the original returns."""
+        """Gathers the weights on rank 0, and calls the original method there."""
         if options.get("state_dict") is not None:  # the caller has gathered the weights
             return original(save_directory, *args, **options)
 
         state = plain_state_dict(module)
-        gather_on_main(state, run.collectives)  # in place: whole weights on rank 0
+        gather_on_main(state, run.collectives)  # replaces shards by whole weights, on rank 0
 
         def write() -> Any:
             """Writes the weights on rank 0; does nothing on the others."""
             if not run.topology.is_main:
                 return None
-            # The gathered weights are not given as an argument, since libraries differ in what
-            # save_pretrained takes; but all call the model's state_dict.
+            # Not all libraries accept the weights as an argument of `save_pretrained`, but all of
+            # them call the model's `state_dict`.
             with _state_dict_returns(module, state):
                 return original(save_directory, *args, **options)
 
@@ -53,7 +54,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
 
 @contextmanager
 def _state_dict_returns(module: Any, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes `module.state_dict()` return a copy of a state, inside the block."""
+    """A context in which `module.state_dict()` returns a copy of the given state."""
     vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
     try:
         yield
@@ -62,14 +63,14 @@ def _state_dict_returns(module: Any, state: Mapping[str, Any]) -> Iterator[None]
 
 
 def average_shards_separately(module: AveragedModel) -> None:
-    """Lets `AveragedModel(use_buffers=True)` average parameters that are shards.
+    """Lets `AveragedModel(use_buffers=True)` average a model whose parameters are shards.
 
-    It passes parameters and buffers to one call of `multi_avg_fn`, but torch cannot compute with
-    DTensors and plain tensors in one list. So they are passed in two calls.
+    `AveragedModel` passes parameters and buffers to one call of `multi_avg_fn`, but torch cannot
+    compute with DTensors and plain tensors in one list. So they are passed in two calls.
     """
     average = module.multi_avg_fn
     if average is None:
-        # `avg_fn` is called for each tensor. Without one torch would average lists on GPUs.
+        # `avg_fn` is called for each tensor. Without it torch would average whole lists on GPUs.
         module.avg_fn = module.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return
 

@@ -1,9 +1,9 @@
-"""Errors for what a script cannot do with a model that is sharded by FSDP.
+"""Errors for operations that a script cannot do with a model that is sharded by FSDP.
 
-After `fully_shard` each rank has only a shard of every parameter, the parameter objects from before
-are of no use, and gradients reach the shards without autograd. Many things that are right for a
-plain model would then give wrong results without an error: hooks on gradients are not called,
-penalties on old parameters are 0, copies are not averaged. They are refused here.
+After `fully_shard` each rank has only a *shard* of every parameter, the previous parameter objects
+are useless, and gradients reach the shards without autograd. Code that is right for a plain model
+would then go wrong without an error: hooks on gradients are not called, penalties on old parameters
+are 0, gradients of copies are not averaged. Such code raises an error here.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def _problem_with(parameter: nn.Parameter) -> tuple[str, str] | None:
 
 
 def check_dtypes(units: Sequence[nn.Module]) -> None:
-    """Raises UsageError if the gradients of one unit have several dtypes.
+    """Raises UsageError if the trainable parameters of a unit have different dtypes.
 
     The gradients of a unit are sent in one tensor.
 
     Args:
-        units: units inside others come first; a parameter belongs to the first that has it.
+        units: the units of a model, inner units before outer ones. A parameter belongs to the first
+            unit that contains it.
     """
     ids_in_earlier_units: set[int] = set()
     for unit in units:
@@ -79,11 +80,11 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
 
 
 def check_hooks(parameters: Mapping[str, Tensor], *, num_own_hooks: int = 0) -> None:
-    """Raises UsageError if the user has hooks on gradients, because nothing would call them.
+    """Raises UsageError if the user has registered hooks on gradients, since they are never called.
 
     Args:
-        parameters: by name.
-        num_own_hooks: how many hooks of Lockstep's each of them has.
+        parameters: the parameters by name.
+        num_own_hooks: how many hooks Lockstep has registered on each of them.
     """
     hooked: list[str] = []
     for name, parameter in parameters.items():
@@ -100,10 +101,12 @@ def check_hooks(parameters: Mapping[str, Tensor], *, num_own_hooks: int = 0) -> 
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter that a shard has replaced in the model. Any operation on it raises UsageError.
+    """A parameter whose place in the model a shard has taken.
 
-    It has no elements and no gradient any more. Without an error its norm would be 0, and so would
-    a penalty on it.
+    Any operation on it raises UsageError.
+
+    It has no elements and no gradient any more. Without the error, its norm would be 0, and so
+    would a penalty on it.
     """
 
     @classmethod
@@ -119,28 +122,28 @@ class ReplacedParameter(nn.Parameter):
 
 
 def refuse_autograd_gradient(name: str, gradient: Tensor) -> None:
-    """A hook of a shard's gradient, which raises UsageError.
+    """A gradient hook of a shard, which always raises UsageError.
 
-    Autograd brings a gradient to a shard only if the loss uses the shard itself. In a forward pass
-    of the model, torch puts whole parameters in its place.
+    Autograd brings a gradient to a shard only if the loss was computed from the shard itself. In
+    the model's forward pass torch replaces shards by whole parameters.
 
     Args:
-        name: of the parameter.
-        gradient: what autograd brings.
+        name: the name of the parameter.
+        gradient: the gradient that autograd brings.
     """
     raise outside_forward_error(f"{name} was a shard there, or made whole from shards")
 
 
 _ABOUT_DTYPES = re.compile(r"\bdtypes?\b|(scalar|same|bias|weight) type|promoting")
-"""What torch writes where the operands of an operation have several dtypes."""
+"""Matches torch's messages about operands of different dtypes."""
 
 
 def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> None:
-    """Adds a note to an error of a forward pass that is about dtypes, once.
+    """Adds a note to an error of a forward pass if its message is about dtypes.
 
     Args:
-        error: None if there was none.
-        half_dtype: of the parameters in the forward pass.
+        error: the error; None if there was none.
+        half_dtype: the dtype of the parameters in the forward pass.
     """
     if not isinstance(error, RuntimeError | ValueError) or isinstance(error, LockstepError):
         return
@@ -156,7 +159,11 @@ def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> N
 
 
 def outside_forward_error(found: str) -> UsageError:
-    """Returns the error for a loss that uses shards outside of the model's forward pass."""
+    """Returns the error for a loss that uses parameters outside of the model's forward pass.
+
+    Args:
+        found: how the parameters were used, for the message.
+    """
     return UsageError(
         "a loss computed from a parameter of a sharded model, outside of its forward pass",
         f"{found}: such a gradient is neither averaged over the ranks nor weighted",

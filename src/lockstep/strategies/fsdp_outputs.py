@@ -1,13 +1,13 @@
 """Shows torch's FSDP all tensors that leave a unit in a forward pass.
 
-A *unit* is a submodule that `fully_shard` was applied to. Torch puts hooks on the tensors that a
-unit returns in lists, tuples and dicts; in the backward pass these hooks gather the unit's
-parameters and average its gradients. Tensors may leave a unit in other ways: in an object (such as
-a `torch.distributions` object) or as an attribute of one of its modules (`self.aux_loss`). If a
-gradient came back only through these, the unit would compute with memory that was freed already.
+A *unit* is a submodule that `fully_shard` was applied to. Torch registers hooks on the tensors that
+a unit returns in lists, tuples and dicts. In the backward pass these hooks gather the unit's
+parameters and average its gradients. But tensors may also leave a unit inside an object (such as a
+`torch.distributions` object) or as an attribute of a module (`self.aux_loss`). If a gradient came
+back only through these *hidden* tensors, the backward pass would use memory that was freed already.
 
-So each unit gets two forward hooks of ours, one before torch's own and one after it. The first adds
-such tensors to the output, where torch finds them, and the second removes them again.
+So each unit gets two more forward hooks. The first one runs before torch's hook and adds the hidden
+tensors to the output, where torch finds them. The second one runs after it and removes them again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from lockstep.distributed import torch_compat
 from lockstep.strategies.base import MODULE_ATTRIBUTES, may_set_attributes
 
 _SHOWN_BY = "_lockstep_shown_by"
-"""The attribute of a tensor that has the ids of the `UnitOutputs` that have shown it to torch."""
+"""The attribute of a tensor with the ids of the `UnitOutputs` objects that have shown it to torch.
+"""
 _MAX_DEPTH = 4
-"""How deep objects inside of objects are searched for tensors."""
+"""How many levels of nested containers and objects are searched for tensors."""
 
 
 class UnitOutputs:
-    """Two forward hooks of one unit, to be registered before and after `fully_shard` is applied.
+    """The two forward hooks of one unit, registered before and after `fully_shard` is applied.
 
     Args:
         unit: the module, before `fully_shard`.
-        inner_units: units inside of it, which have hooks of their own.
+        inner_units: units inside this one, which have hooks of their own.
     """
 
     def __init__(self, unit: nn.Module, inner_units: Sequence[nn.Module]) -> None:
@@ -42,7 +43,7 @@ class UnitOutputs:
             ids_in_inner_units.update(id(module) for module in inner_unit.modules())
 
         self._attributes: list[dict[str, Any]] = []
-        """The attributes of the unit's modules."""
+        """The attributes of each module of the unit, without those of inner units."""
         for module in unit.modules():
             if id(module) not in ids_in_inner_units and may_set_attributes(module):
                 self._attributes.append(vars(module))
@@ -52,14 +53,13 @@ class UnitOutputs:
 
     @torch_compat.outside_compiled_code
     def before_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Returns the output and, beside it, all other tensors through which gradients may come.
+        """Adds hidden tensors to the output, so that torch finds all that may bring gradients.
 
-        Outputs that are views are replaced by tensors that share their memory but are no views: an
-        operation in place on a view would drop torch's hooks, and torch warns of each.
+        Outputs that are views are replaced by tensors that share their memory but are no views.
+        Otherwise an in-place operation on a view would drop torch's hooks, of which torch warns.
 
         Returns:
-            The pair `(output, hidden tensors)`, in which torch finds all of them. Without gradients
-            there is nothing to show, and the output is returned alone.
+            The pair `(output, hidden tensors)`; or only the output, if gradients are disabled.
         """
         if not torch.is_grad_enabled():
             return output
@@ -79,17 +79,17 @@ class UnitOutputs:
 
     @torch_compat.outside_compiled_code
     def after_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Returns the output without the tensors that `before_torch` has added."""
+        """Removes the tensors that `before_torch` has added to the output."""
         return output[0] if torch.is_grad_enabled() else output
 
     def _hidden_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Returns tensors inside objects of the output, and those that modules keep as attributes.
+        """Returns the tensors inside objects of the output and those in attributes of modules.
 
-        A tensor that stays an attribute for several forward passes is returned only once: that it
-        was shown is noted in an attribute of the tensor.
+        A tensor in an attribute is returned only once, even if it stays there for several forward
+        passes. An attribute of the tensor records that it was returned.
 
         Args:
-            leaves: what the containers of the output hold.
+            leaves: the values in the containers of the output.
         """
         tensors: list[Tensor] = []
         for leaf in leaves:
@@ -104,7 +104,6 @@ class UnitOutputs:
         for tensor in in_attributes:
             if _SHOWN_BY not in vars(tensor):
                 vars(tensor)[_SHOWN_BY] = set()
-            # The ids of the `UnitOutputs` that have returned the tensor already.
             shown_by = vars(tensor)[_SHOWN_BY]
             if id(self) not in shown_by:
                 shown_by.add(id(self))
@@ -113,8 +112,8 @@ class UnitOutputs:
         return tensors
 
     def _notice_double_backward(self, gradient: Tensor) -> None:
-        """A hook of each tensor's gradient. It changes nothing."""
-        # Gradients are enabled in a backward pass only with `create_graph=True`.
+        """A gradient hook that only notices a backward pass with `create_graph=True`."""
+        # In a backward pass gradients are only enabled with `create_graph=True`.
         if torch.is_grad_enabled() and self.on_double_backward is not None:
             self.on_double_backward()
 
@@ -122,12 +121,12 @@ class UnitOutputs:
 def _collect_tensors(
     value: Any, tensors: list[Tensor], *, search_objects: bool, depth: int = _MAX_DEPTH
 ) -> None:
-    """Adds to a list all tensors inside a value that were computed with gradients.
+    """Adds all tensors inside a value that were computed with gradients to the list `tensors`.
 
     Args:
         value: a tensor, a container, a dataclass, or anything else.
-        tensors: the list.
-        search_objects: also search the attributes of objects of any other class.
+        tensors: the list to which tensors are added.
+        search_objects: True to search the attributes of other objects, too.
         depth: how many levels of containers and objects are searched.
     """
     if isinstance(value, Tensor):
@@ -154,7 +153,7 @@ def _collect_tensors(
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. Its result shares the memory of its argument and is no view for autograd."""
+    """The identity function. Its result shares the argument's memory but is no view of it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Removes the gradients of parameters that no rank has used, of a model that is sharded by FSDP.
+"""Removes the gradients of parameters that no rank has used, for models that are sharded by FSDP.
 
 Under `find_unused_parameters` every rank sends zeros for the parameters that it has not used, so
-that all ranks average the same ones. A parameter that no rank has used would then have a gradient
-of zeros, and to an optimizer that is a gradient: weight decay shrinks the weights, and momentum
-moves them on. On one device the gradient is None, and the optimizer leaves the parameter alone. So
-the ranks tell each other which parameters they have used, and the zeros of the others are removed.
+that all ranks average the same parameters. A parameter that no rank has used would then have a
+gradient of zeros, with which an optimizer still changes it, by weight decay or momentum. On one
+device its gradient is None, and the optimizer skips it. So the ranks tell each other which
+parameters they have used, and the other gradients are removed.
 
-A *round* is all backward passes of one global batch, whose gradients are averaged together. A
-*shard* is this rank's part of a parameter. Communication: one all-reduce in each round, of one byte
-for each parameter.
+A *round* consists of the backward passes of one global batch, whose gradients are averaged
+together. A *shard* is this rank's part of a parameter. Communication: one all-reduce in each round,
+of one byte for each parameter.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class UnusedParameters:
     ) -> None:
         self._shards = list(shards)
         self._used_here = [False] * len(self._shards)
-        """Whether this rank has used each parameter in the current round."""
+        """For each parameter, True if this rank has used it in the current round."""
         self._round_has_begun = False
         """True if a backward pass of the current round has run."""
         self._forward_since_round = False
         """True if a forward pass has run since the latest round ended."""
         self._gradients_before: list[TensorWeakRef | None] = []
-        """The gradient that each shard had before the current round, mostly None."""
+        """The gradient that each shard had before the current round, usually None."""
         self._remember_gradients()
         for index, parameter in enumerate(whole_parameters):
             _register_gradient_hook(parameter, self._make_hook(index))
 
     def before_forward(self) -> None:
-        """Must be called before each forward pass with gradients, on all ranks."""
+        """Records a forward pass; called before each forward pass with gradients, on all ranks."""
         self._forward_since_round = True
 
     def before_backward(self) -> None:
-        """Must be called before each backward pass of `world.backward`."""
+        """Begins a round if none is under way; called before each pass of `world.backward`."""
         if not self._round_has_begun:
             self._round_has_begun = True
             self._remember_gradients()
@@ -63,15 +63,18 @@ class UnusedParameters:
             self.end_round()
 
     def end_round(self) -> None:
-        """Removes gradients of unused parameters; must be called on all ranks after averaging."""
+        """Removes the gradients of parameters that no rank has used.
+
+        All ranks call this together, after the gradients have been averaged.
+        """
         used = torch.tensor(self._used_here, dtype=torch.uint8)
         routing.all_reduce(used, dist.ReduceOp.MAX)
         used_anywhere = used.tolist()
         for index, shard in enumerate(self._shards):
             if used_anywhere[index]:
                 continue
-            # The gradient is zeros, and goes; or the round has added zeros to a gradient that was
-            # there before, which stays.
+            # The round has either created a gradient of zeros, which is removed, or added zeros to
+            # a gradient of an earlier round, which is kept.
             reference = self._gradients_before[index]
             was_there_before = reference is not None and reference() is shard.grad
             if not was_there_before:
@@ -80,16 +83,16 @@ class UnusedParameters:
         self.forget_round()
 
     def forget_round(self) -> None:
-        """Begins a new round. Must also be called if the loop has left a global batch early."""
+        """Begins a new round. Also called if the loop has left a global batch early."""
         self._used_here = [False] * len(self._shards)
         self._round_has_begun = False
         self._forward_since_round = False
         self._remember_gradients()
 
     def _remember_gradients(self) -> None:
-        """Remembers the gradients that shards have now.
+        """Remembers the present gradients of the shards.
 
-        The references are weak, so that `zero_grad` frees the memory of a gradient at once.
+        The references are weak, so that `zero_grad` can free the memory of a gradient at once.
         """
         self._gradients_before = []
         for shard in self._shards:
@@ -97,7 +100,7 @@ class UnusedParameters:
             self._gradients_before.append(reference)
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Returns a hook that notes that the parameter of this index was used."""
+        """Returns a hook that notes that the parameter with this index was used."""
 
         def note_use(parameter: Tensor) -> None:
             self._used_here[index] = True
@@ -106,9 +109,9 @@ class UnusedParameters:
 
 
 def _register_gradient_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Registers a hook that is called after autograd has given a parameter a gradient.
+    """Registers a hook that torch calls when autograd has given a parameter a gradient.
 
-    A frozen parameter gets it as well, for the case that the user unfreezes it later.
+    It is also registered on frozen parameters, because the user may unfreeze them later.
     """
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # torch refuses hooks of frozen parameters

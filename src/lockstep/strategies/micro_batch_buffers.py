@@ -1,9 +1,9 @@
-"""Warns of buffers that forward passes change, if a global batch is computed in micro-batches.
+"""Warns of buffers that change in every micro-batch of a global batch.
 
-One device that computes the whole global batch at once changes such a buffer (a running mean, a
-codebook) once per optimizer step. With micro-batches it changes once per micro-batch and gets other
-values. Lockstep cannot correct that without knowing what the buffer means, so it warns once.
-BatchNorm is left out: what it does with micro-batches is printed at the start of the run.
+A device that computes the whole global batch at once updates a buffer such as a running mean or a
+codebook once per optimizer step. With micro-batches the buffer is updated once per micro-batch, and
+gets other values. Lockstep cannot correct that without knowing what the buffer means, so it warns
+once. BatchNorm layers are left out, because the start of the run prints how they are computed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 
 MIN_CHANGES_BEFORE_WARNING = 2
-"""A cache that the first forward pass fills changes once, but a running statistic each time."""
+"""A cache changes only once, in the first forward pass; a running statistic changes every time."""
 
 
 class _BufferValue(NamedTuple):
-    """What is compared of a buffer."""
+    """The properties of a buffer that are compared."""
 
     shape: torch.Size
     sum_of_bits: int
@@ -37,11 +37,12 @@ class MicroBatchBuffers(Extension):
     """Warns once of buffers that change from one micro-batch of a global batch to the next.
 
     In some of the first global batches, and then at regular intervals, the buffers at the beginning
-    of the first micro-batch are compared with those at the beginning of the second.
+    of the first micro-batch are compared with those at the beginning of the second one.
 
     Args:
-        module: whose buffers are compared. Those on the meta device belong to other ranks.
-        step: of the run.
+        module: the module whose buffers are compared. Buffers on the meta device belong to other
+            ranks and are left out.
+        step: the state of the current optimizer step.
         pipelined: True if the strategy itself divides global batches into micro-batches.
     """
 
@@ -62,19 +63,21 @@ class MicroBatchBuffers(Extension):
                 self._names.append(name)
 
         self._num_changes = dict.fromkeys(self._names, 0)
+        """In how many comparisons each buffer had changed, by name."""
         self._values_at_first: dict[str, _BufferValue] = {}
-        """The buffers when the first micro-batch of `_compared_step` began."""
+        """The buffers at the beginning of the first micro-batch of `_compared_step`."""
         self._compared_step: StepKey | None = None
+        """The optimizer step in which the buffers are being compared; None if there is none."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Notes the buffers in the first micro-batch, and compares them in the second."""
-        # There is nothing to compare, or the warning was given.
-        if micro_batch.num_micro_batches == 1 or not self._names:
+        """Records the buffers in the first micro-batch, and compares them in the second one."""
+        if micro_batch.num_micro_batches == 1:
+            return
+        if not self._names:  # there are no buffers to compare, or the warning was given already
             return
 
-        # The step that this micro-batch belongs to is not finished yet.
-        number_when_finished = self._step.number + 1
-        if not check_due(number_when_finished):
+        number_of_this_step = self._step.number + 1  # `number` counts finished steps
+        if not check_due(number_of_this_step):
             return
 
         if micro_batch.opens:
@@ -85,10 +88,9 @@ class MicroBatchBuffers(Extension):
             self._compare(micro_batch.num_micro_batches)
 
     def _values(self) -> dict[str, _BufferValue]:
-        """Returns what is compared of each buffer, by name."""
+        """Returns the present properties of each compared buffer, by name."""
         buffers = dict(self._module.named_buffers())
-        # The user may have removed some since.
-        names = [name for name in self._names if name in buffers]
+        names = [name for name in self._names if name in buffers]  # the user may have removed some
         sums = bit_sums([buffers[name] for name in names]).tolist()
         values: dict[str, _BufferValue] = {}
         for name, sum_of_bits in zip(names, sums, strict=True):
@@ -96,16 +98,15 @@ class MicroBatchBuffers(Extension):
         return values
 
     def _compare(self, num_micro_batches: int) -> None:
-        """Counts the buffers that have changed, and warns of those that change each time.
+        """Compares the buffers with `_values_at_first`, and warns of those that change repeatedly.
 
-        They are compared with `_values_at_first`, their values in the first micro-batch. After the
-        warning nothing is compared any more.
+        After the warning nothing is compared any more.
         """
         values = self._values()
         for name, value_at_first in self._values_at_first.items():
             value = values.get(name)
             if value is None or value.shape != value_at_first.shape:
-                continue  # another buffer, not a statistic that is updated
+                continue  # the buffer was replaced, so it is not a statistic that is updated
             if value.sum_of_bits != value_at_first.sum_of_bits:
                 self._num_changes[name] += 1
 
@@ -115,11 +116,11 @@ class MicroBatchBuffers(Extension):
                 changing.append(name)
 
         if changing:
-            self._names = []  # compare no more: it warns once
+            self._names = []  # end the comparisons
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:
-        """Warns of buffers, by their names, that change in each micro-batch."""
+        """Warns of the buffers with these names, which change in each micro-batch."""
         advice = (
             "update them once per global batch, from sums over its micro-batches, or choose the "
             "momentum of running means for so many updates"

@@ -1,12 +1,13 @@
-"""Keeps buffers that forward passes change equal on all ranks.
+"""Keeps the buffers that forward passes change equal on all ranks.
 
 Each rank computes its own samples, so a buffer that a forward pass changes (a running mean, a
-codebook) gets other values on each rank. After each optimizer step such *moving* buffers are taken
-from the first rank, or averaged if the user has asked for it.
+codebook) gets different values on each rank. Such buffers are called *moving* here. After each
+optimizer step they are taken from the first rank, or averaged if the user has asked for that.
 
-The statistics of a SyncBatchNorm are equal by construction, and most other buffers (masks, tables)
-never change, so sending all buffers would be waste. Which of them move is found by comparing their
-bits, in the first steps and then at regular intervals, with one small all-reduce.
+Sending all buffers would be a waste: most of them (masks, tables) never change, and the statistics
+of a SyncBatchNorm are equal on all ranks anyway. So the ranks find out which buffers move, in the
+first steps and then at regular intervals, by comparing sums of their bits with one small
+all-reduce.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class MovingBuffers:
     Buffers on the meta device belong to other ranks and are left out.
 
     Args:
-        module: whose buffers are kept equal.
-        step: of the run.
-        group: None for all ranks.
-        average: patterns of the names of floating-point buffers that are averaged over the ranks,
-            weighted by their samples. All others are taken from the first rank.
-        left_out: names of buffers that something else keeps equal.
-        strategy: the name of the class whose option `average_buffers` a warning may suggest.
+        module: the module whose buffers are kept equal.
+        step: the state of the current optimizer step.
+        group: the ranks on which buffers are to be equal; None for all ranks.
+        average: names, or patterns of names, of floating-point buffers that are averaged over the
+            ranks, weighted by samples. All other buffers are taken from the first rank.
+        left_out: names of buffers that are made equal elsewhere.
+        strategy: the name of the strategy whose option `average_buffers` a warning may recommend;
+            None if it has no such option.
     """
 
     def __init__(
@@ -59,15 +61,17 @@ class MovingBuffers:
         self._strategy = strategy
         self._has_warned = False
         self._num_steps = 0
-        """The steps since the module was prepared. A run that was resumed counts anew, as it has to
-        find out anew which buffers move."""
+        """The number of steps since the module was prepared. A resumed run starts again at 0,
+        because it does not know yet which buffers move."""
         synchronised_ids = _buffer_ids(module, SyncBatchNorm)
         self._batchnorm_ids = _buffer_ids(module, BatchNorm)
-        """Buffers that need no warning: rank 0 has printed that BatchNorm is not synchronised."""
+        """The ids of buffers that need no warning: rank 0 has already printed that BatchNorm is not
+        synchronised."""
         patterns = [average] if isinstance(average, str) else average
         self._averaged: list[str] = []
+        """The names of buffers that are averaged after each step."""
         self._watched: list[str] = []
-        """The names of buffers that are averaged, and of those that may move."""
+        """The names of all other buffers, which may move."""
 
         for name, buffer in module.named_buffers():
             if buffer.numel() == 0 or buffer.is_meta or id(buffer) in synchronised_ids:
@@ -82,7 +86,7 @@ class MovingBuffers:
                 self._watched.append(name)
 
         self._first_sums = self._bit_sums()
-        """The bits of the watched buffers before the training."""
+        """For each watched buffer, the sum of its bits before the training."""
         self.moving: list[str] = []
         """The names of the watched buffers that have changed on some rank."""
 
@@ -98,31 +102,31 @@ class MovingBuffers:
             take_from_first([buffers[name] for name in self.moving], self._group)
 
     def _find_moving(self) -> None:
-        """Finds the buffers that have changed on any rank, and warns of those that ranks differ in.
+        """Sets `moving` to the names of the watched buffers that have changed on any rank.
 
-        The names of the first are put into `moving`. The warning is given once. The bits of the
-        buffers are compared, because torch does not count what its BatchNorm writes as a change.
+        Warns once if the values of some of them differ between ranks. The bits of buffers are
+        compared because torch's own count of the writes to a tensor misses those of its BatchNorm.
         """
-        sums = self._bit_sums()  # one number for each watched buffer
+        sums = self._bit_sums()
         has_changed = (sums != self._first_sums).to(torch.int64)
 
-        # One maximum over the ranks gives three results for each buffer: 1 if it has changed on any
-        # rank, the largest sum, and the smallest one, as the maximum of the negative values.
+        # A single maximum over the ranks answers three questions about each buffer: whether it has
+        # changed on any rank (1), the largest sum, and the smallest one, as the maximum of its
+        # negative.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
         micro_batch = self._step.micro_batch
         if micro_batch.global_samples and not micro_batch.local_rows:
-            # This rank has no samples, so its buffers are as they were: it does not take part in
-            # the comparison.
+            # Without samples, the buffers of this rank have kept their old values. So they must not
+            # count in the comparison, and the smallest possible number never is the maximum.
             maxima[1:] = torch.iinfo(torch.int64).min
-
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
         changed_anywhere, largest, negative_smallest = maxima.tolist()
+
         buffers = dict(self._module.named_buffers())
         moving: list[str] = []
         different: list[str] = []
-
         for index, name in enumerate(self._watched):
-            # A buffer that has moved once may have got its first value back.
+            # A buffer that has moved once may have returned to its first value.
             if changed_anywhere[index] or name in self.moving:
                 moving.append(name)
             is_equal = largest[index] == -negative_smallest[index]
@@ -135,7 +139,7 @@ class MovingBuffers:
             self._warn(different)
 
     def _warn(self, names: Sequence[str]) -> None:
-        """Warns of buffers, by their names, whose values differ between ranks."""
+        """Warns that the values of the buffers with these names differ between ranks."""
         advice = "compute them from the global batch: world.sum of sums and counts, in forward"
         if self._strategy is not None:
             advice += (
@@ -153,11 +157,11 @@ class MovingBuffers:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Replaces buffers by their mean over the ranks, weighted by the samples of each rank."""
+        """Replaces buffers by their means over the ranks, weighted by the samples of each rank."""
         micro_batch = self._step.micro_batch
 
-        # The ranks count equally if it is not known how many samples each of them had: without a
-        # prepared loader, or in several micro-batches, of which this is only the last one.
+        # All ranks get the same weight if the number of samples is unknown: without a prepared
+        # loader, or with several micro-batches, since the step knows only the last one.
         weight = 1.0
         if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
             weight = float(micro_batch.local_rows)
@@ -165,14 +169,14 @@ class MovingBuffers:
         buffers = dict(self._module.named_buffers())
         averaged = [buffers[name] for name in self._averaged]
 
-        # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. Each buffer has a
-        # weight of its own dtype and device.
+        # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. The weight is sent
+        # once for each buffer, with the dtype and device of the buffer.
         sums: list[Tensor] = []
         total_weights: list[Tensor] = []
         for buffer in averaged:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             if weight == 0:
-                # Not 0 times the buffer: without samples it may have become NaN.
+                # A buffer that has seen no samples may be NaN, and so would be 0 times its value.
                 sums.append(torch.zeros_like(buffer, dtype=dtype))
             else:
                 sums.append(buffer.to(dtype) * weight)
@@ -184,13 +188,13 @@ class MovingBuffers:
             buffer.copy_(total / total_weight)
 
     def _bit_sums(self) -> Tensor:
-        """Returns the sum of the bits of each watched buffer."""
+        """Returns the sum of the bits of each watched buffer, shape `(watched buffers,)`."""
         buffers = dict(self._module.named_buffers())
         return bit_sums([buffers[name] for name in self._watched])
 
 
 def _buffer_ids(module: nn.Module, layer_type: type[nn.Module]) -> set[int]:
-    """Returns the ids of the buffers of all layers of a type."""
+    """Returns the ids of the buffers of all layers of a given type."""
     ids: set[int] = set()
     for layer in module.modules():
         if isinstance(layer, layer_type):

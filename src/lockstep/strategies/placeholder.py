@@ -1,13 +1,13 @@
-"""Lets a rank without samples run the model: with one *placeholder* sample, which is removed again.
+"""Lets a rank without samples run the model, with one *placeholder* sample.
 
 If a batch has fewer samples than there are ranks, some ranks get tensors without rows. They still
 have to run the model, because the other ranks wait for their gradients, shards or statistics. But
-many models refuse such tensors (a reshape with -1, packed sequences). So a prepared module that is
-called with them gets one row of a real sample instead, and the row is removed from what it returns.
-The training loop never sees it.
+many models reject tensors without rows (because of a reshape with -1, or packed sequences). So a
+prepared module that is called with such tensors is given one row of a real sample instead, and that
+row is removed from its output. The training loop never sees it.
 
-The placeholder has no effect: all its gradients are zero, BatchNorm leaves it out, other layers
-with statistics compute as in evaluation, and buffers and random streams are restored.
+The placeholder has no effect on the training: all its gradients are zero, BatchNorm ignores it,
+other layers with statistics compute as in evaluation, and buffers and random streams are restored.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class Placeholders(Extension):
     """Gives the prepared modules of a run a placeholder sample when this rank has no samples.
 
     Args:
-        step: of the run.
-        modules: all prepared modules. The collection may still grow.
+        step: the state of the current optimizer step.
+        modules: all prepared modules; the collection may still grow.
     """
 
     def __init__(self, step: Step, modules: Collection[nn.Module]) -> None:
         self._step = step
         self._modules = modules
         self._is_needed = False
-        """True once this rank had a micro-batch without samples."""
+        """True if this rank has had a micro-batch without samples."""
         self.was_computed = False
-        """True if a forward pass with gradients of this micro-batch has computed a placeholder."""
+        """True if a forward pass of this micro-batch, with gradients, used a placeholder."""
 
     def part_is_empty(self) -> None:
-        """Registers the hooks of all prepared modules."""
+        """Registers hooks on all prepared modules when this rank first has no samples."""
         self._is_needed = True
         for module in self._modules:
             self._attach(module)
 
     def module_prepared(self, wrapped: Any) -> None:
-        """Registers the hooks of a module that is prepared later."""
+        """Registers hooks on a module that is prepared later."""
         if self._is_needed:
             self._attach(wrapped.module)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Notes that no forward pass of this micro-batch has computed a placeholder yet."""
+        """Resets `was_computed` at the beginning of a micro-batch."""
         self.was_computed = False
 
     def _attach(self, module: nn.Module) -> None:
@@ -69,14 +69,14 @@ class Placeholders(Extension):
     def in_backward(self) -> AbstractContextManager[None]:
         """Returns a context for the backward pass.
 
-        Activation checkpointing runs forward passes again in it, so SyncBatchNorm has to know
-        again if its samples are a placeholder.
+        In the backward pass activation checkpointing runs forward passes again. SyncBatchNorm must
+        then know whether they compute a placeholder.
         """
         return self._recomputing() if self._is_needed else nullcontext()
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Tells SyncBatchNorm again, in this context, if its samples are a placeholder."""
+        """Tells SyncBatchNorm, in this context, whether forward passes compute a placeholder."""
         sync_batchnorm.placeholder.computed = self.was_computed
         try:
             yield
@@ -84,7 +84,7 @@ class Placeholders(Extension):
             sync_batchnorm.placeholder.computed = False
 
     def report_inputs(self, inputs: Any) -> None:
-        """Tells the step which tensors a module is called with, before they are replaced."""
+        """Tells the step which tensors a module was called with, before they are replaced."""
         if torch.is_grad_enabled():
             has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
             self._step.module_called(storages(inputs), has_gradient=has_gradient)
@@ -97,7 +97,7 @@ class Placeholders(Extension):
 
     @property
     def sample_tensors(self) -> list[Tensor]:
-        """The tensors of a batch of one real sample."""
+        """The tensors of a batch with a single real sample."""
         return tensors(self._step.sample_in_place_of_none)
 
 
@@ -105,28 +105,29 @@ class _PlaceholderHooks:
     """The forward hooks of one module, which add a placeholder sample and remove it again.
 
     Args:
-        placeholders: of the run. None for copies of a module, which are called as they are.
+        placeholders: the object of this run; None makes the hooks do nothing, as in a copied
+            module.
     """
 
     def __init__(self, placeholders: Placeholders | None = None) -> None:
         self._placeholders = placeholders
         self._placeholder = Placeholder(())
         self._entered_contexts: list[AbstractContextManager[None]] = []
-        """The contexts of the forward passes that are running, one inside the other."""
+        """The contexts of the running forward passes, which may be nested."""
 
     def __reduce__(self) -> tuple[type[_PlaceholderHooks], tuple[()]]:
-        """Copies and pickles the hooks as ones that do nothing."""
+        """Makes copies and pickles contain hooks that do nothing."""
         return _PlaceholderHooks, ()
 
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Adds a row to inputs without rows, if this rank has no samples of the micro-batch.
 
-        SyncBatchNorm is told that a placeholder is computed, and side effects of the forward pass
-        are prevented until `after` is called.
+        It also tells SyncBatchNorm about the placeholder, and prevents side effects of the forward
+        pass until `after` is called.
 
         Returns:
-            The new positional and keyword arguments; None: they stay as they are.
+            The new positional and keyword arguments, or None to leave them unchanged.
         """
         if self._placeholders is None:  # the module is a copy
             return None
@@ -134,7 +135,7 @@ class _PlaceholderHooks:
             return None
 
         self._placeholders.report_inputs((args, kwargs))
-        if not self._placeholders.rank_has_no_samples:  # tensors without rows of the user's own
+        if not self._placeholders.rank_has_no_samples:  # the user made the tensors without rows
             return None
 
         self._placeholder = Placeholder(self._placeholders.sample_tensors)
@@ -150,7 +151,7 @@ class _PlaceholderHooks:
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Removes the row from what the module returned; returns None for no change."""
+        """Removes the placeholder's row from the output; returns None if there is none."""
         if not self._entered_contexts:  # `before` has added no row
             return None
         sync_batchnorm.placeholder.computed = False
@@ -160,10 +161,10 @@ class _PlaceholderHooks:
 
 @contextmanager
 def _without_side_effects(module: nn.Module) -> Iterator[None]:
-    """Runs a forward pass that leaves buffers and random streams as they were.
+    """A context for a forward pass that must not change buffers and random streams.
 
-    Normalisation layers compute as in evaluation. SyncBatchNorm is an exception: all ranks compute
-    its statistics together, and it leaves out placeholders by itself.
+    Normalisation layers compute as in evaluation, except for SyncBatchNorm: all ranks compute its
+    statistics together, and it ignores placeholders by itself.
     """
     normalisation_layers: list[nn.Module] = []
     synchronised_ids: set[int] = set()
@@ -176,8 +177,8 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
     values = [buffer.detach().clone() for buffer in buffers]
 
-    # Torch counts the writes to each tensor. Only buffers that were written to are restored: the
-    # backward pass would fail if autograd has saved a tensor that is written to afterwards.
+    # Only buffers that the forward pass has written to are restored. If autograd has saved another
+    # one, writing to it would make the backward pass fail.
     write_counts_before = write_counts(buffers)
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The options of DiLoCo, and their checks.
 
-A *virtual rank* trains its own copy of the model; the option `replicas` is their number. An
-*exchange* merges them. The *outer optimizer* is the one that does so.
+A *virtual rank* trains its own copy of the model; the option `replicas` is their number. Every few
+steps an *exchange* merges the copies, by means of the *outer optimizer*.
 """
 
 from __future__ import annotations
@@ -16,29 +16,34 @@ from lockstep.settings import check_whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoOptions:
-    """Options of DiLoCo. The defaults are those of the paper, except that it uses `every=500`.
+    """Options of DiLoCo.
+
+    The defaults are those of the paper, except that the paper uses `every=500`.
 
     Raises:
-        SettingError: a value out of range, or two that do not go together.
+        SettingError: an option has a value out of range, or two options exclude each other.
     """
 
     replicas: int = 2
-    """Number of virtual ranks: at least as many as processes, or a divisor of their number."""
+    """Number of virtual ranks: at least the number of processes, or a divisor of it."""
     every: int = 50
-    """Steps from one exchange to the next."""
+    """Number of steps from one exchange to the next."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer; 1 without momentum is the mean of the virtual ranks."""
+    """Learning rate of the outer optimizer. A rate of 1, without momentum, gives the mean of the
+    virtual ranks."""
     outer_momentum: float = 0.9
     fragments: int = 1
-    """Parts of nearly equal size into which the model is divided; they are exchanged at equal
-    intervals."""
+    """Number of parts, of nearly equal size, into which the model is divided. The parts are
+    exchanged one after the other, at equal intervals."""
     delay: int = 0
-    """Steps after which what was sent is applied: the time that the network has to send it."""
+    """Number of steps after which a part that was sent is applied, which gives the network time to
+    send it."""
     compress: Method | None = None
     """How differences are sent: as `bf16`, or as `int8` or `int4` with a scale for every 128
-    values; None: as they are."""
+    values; None for no compression."""
     start: int = 0
-    """Steps at the beginning in which all virtual ranks train one model, averaging gradients."""
+    """Number of steps at the beginning in which all virtual ranks train one model and average
+    gradients."""
 
     def __post_init__(self) -> None:
         minimums = {"replicas": 1, "every": 1, "fragments": 1, "delay": 0, "start": 0}
@@ -63,9 +68,8 @@ class DiLoCoOptions:
                 f"DiLoCo(compress={self.compress!r})", self.compress, "compressions", methods
             )
 
-        lr_is_valid = self.outer_lr > 0
-        momentum_is_valid = 0 <= self.outer_momentum < 1
-        if not lr_is_valid or not momentum_is_valid:
+        are_valid = self.outer_lr > 0 and 0 <= self.outer_momentum < 1
+        if not are_valid:
             raise SettingError(
                 f"DiLoCo(outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})",
                 "the rate is above 0, and the momentum from 0 to below 1",

@@ -1,9 +1,9 @@
-"""DiLoCo's outer optimizer: merges what the virtual ranks have learned into the shared weights.
+"""DiLoCo's outer optimizer, which merges the weights of the virtual ranks into the shared weights.
 
 It is SGD with Nesterov momentum. Its gradient is the *pseudo-gradient*: the mean over all virtual
 ranks of (shared weights - weights of the virtual rank). The weights are exchanged in *fragments*,
-lists of parameters, given by their indices. A fragment that was sent and not yet applied is *in
-flight*.
+which are lists of parameters, given by their indices. A fragment is *in flight* from the time it is
+sent until it is applied.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
 from lockstep.wording import count_noun
 
 WEIGHT_OF_OWN_VALUES = 0.5
-"""Where fragments are applied later than they were sent, a virtual rank goes on with this part of
-its own weights and the rest of the shared ones (alpha in the paper)."""
+"""If fragments are applied some steps after they are sent, a virtual rank continues from a mean of
+its own weights, with this weight, and the shared ones (alpha in the paper)."""
 
 
 class FragmentInFlight(NamedTuple):
     """A fragment that was sent and is not applied yet."""
 
     due_step: int
-    """The step in which it is applied."""
+    """The number of the step in which it is applied."""
     pseudo_gradients: list[Tensor]
-    """One per parameter of the fragment; complete once `wait` was called."""
+    """The pseudo-gradient of each parameter of the fragment, valid after a call of `wait`."""
     wait: Callable[[], None]
 
 
 def _already_complete() -> None:
-    """Takes the place of `wait` in a fragment whose pseudo-gradients are complete."""
+    """The `wait` of a fragment whose pseudo-gradients are complete already; does nothing."""
 
 
 class OuterOptimizer:
     """Exchanges fragments of the weights, and applies them to the shared weights.
 
     Args:
-        weights: the weights of the virtual ranks and the shared ones.
-        virtual_ranks: the numbers of those that this process computes.
+        weights: the weights of the virtual ranks, and the shared ones.
+        virtual_ranks: the numbers of the virtual ranks that this process computes.
         fragments: the indices of the parameters of each fragment.
-        exchange: averages over all virtual ranks.
-        learning_rate: of the outer optimizer.
-        momentum: of the outer optimizer.
-        compress: how pseudo-gradients are sent; None: as they are.
-        delays: True if fragments are applied later than they are sent.
+        exchange: averages tensors over all virtual ranks.
+        learning_rate: the learning rate of the outer optimizer.
+        momentum: the momentum of the outer optimizer.
+        compress: how pseudo-gradients are compressed; None for no compression.
+        delays: True if fragments are applied some steps after they are sent.
     """
 
     def __init__(
@@ -74,23 +74,26 @@ class OuterOptimizer:
         self._compress = compress
         self._delays = delays
         self._velocity: dict[int, Tensor] = {}
-        """The momentum buffer of each parameter, by its index."""
+        """The momentum buffer of each parameter, by the index of the parameter."""
         self._in_flight: dict[int, FragmentInFlight] = {}
+        """The fragments in flight, by their numbers."""
         self._quantization_errors: dict[int, dict[int, Tensor]] = {}
-        """By virtual rank and fragment: the error of what was sent last, to be added next time."""
+        """What quantization lost of each fragment when it was last sent, by virtual rank and
+        fragment. It is added to what is sent next."""
         self.reset()
 
     def reset(self) -> None:
-        """Forgets momentum, errors, and what is in flight: the shared weights are new ones."""
+        """Drops momentum, quantization errors and fragments in flight, for new weights."""
         self._velocity = {}
         self._in_flight = {}
         self._quantization_errors = {number: {} for number in self._virtual_ranks}
 
     def send(self, fragment: int, due_step: int) -> None:
-        """Starts the exchange of a fragment, which is to be applied in the step `due_step`.
+        """Starts the exchange of a fragment, which is in flight from then on.
 
-        From then on the fragment is in flight: in `_in_flight`, with its pseudo-gradients, which
-        are complete when the exchange was waited for.
+        Args:
+            fragment: the number of the fragment.
+            due_step: the number of the step in which it is to be applied.
         """
         if self._compress is None:
             pseudo_gradients, wait = self._start_exact_means(fragment)
@@ -99,7 +102,7 @@ class OuterOptimizer:
         self._in_flight[fragment] = FragmentInFlight(due_step, pseudo_gradients, wait)
 
     def _start_exact_means(self, fragment: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Starts the exchange of a fragment as it is.
+        """Starts the exchange of a fragment without compression.
 
         Returns:
             The pseudo-gradient of each parameter, and a function that waits until all are complete.
@@ -107,8 +110,8 @@ class OuterOptimizer:
         shared = self._weights.values(SHARED)
         weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
 
-        # At first the sums over this process's virtual ranks. The exchange replaces them by the
-        # means over all virtual ranks.
+        # These are sums over the virtual ranks of this process. The exchange replaces them by means
+        # over all virtual ranks.
         pseudo_gradients: list[Tensor] = []
         for index in self._fragments[fragment]:
             total = torch.zeros_like(shared[index])
@@ -121,7 +124,7 @@ class OuterOptimizer:
     def _start_quantized_means(
         self, fragment: int, method: Method
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Starts the exchange of a fragment in quantized form, and keeps what quantization loses.
+        """Starts the exchange of a quantized fragment, and keeps the quantization errors.
 
         Returns:
             The pseudo-gradient of each parameter, and a function that waits until all are complete.
@@ -129,17 +132,17 @@ class OuterOptimizer:
         indices = self._fragments[fragment]  # of the parameters of the fragment
         shared = self._weights.values(SHARED)
 
-        # The differences of each virtual rank form one vector.
+        # All differences of a virtual rank form one vector.
         vectors: list[Tensor] = []
         for number in self._virtual_ranks:
             weights = self._weights.values(number)
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # What quantization lost the last time, which is sent now; None: nothing was sent yet.
+        # None for a virtual rank that has not sent this fragment before.
         errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
 
-        # They are filled with the means when the vectors of all virtual ranks have come.
+        # The exchange writes the means into these tensors.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
             vectors, errors, pseudo_gradients, method
@@ -151,7 +154,7 @@ class OuterOptimizer:
         return pseudo_gradients, wait
 
     def due_fragments(self, step: int) -> list[int]:
-        """Returns the fragments in flight that are to be applied in this step or before."""
+        """Returns the fragments in flight that are due in this step or were due before."""
         due: list[int] = []
         for fragment, in_flight in self._in_flight.items():
             if in_flight.due_step <= step:
@@ -183,8 +186,8 @@ class OuterOptimizer:
             for number in self._virtual_ranks:
                 weight = self._weights.values(number)[index]
                 if self._delays:
-                    # It was trained further since the fragment was sent, so it goes on with the
-                    # mean of its own weights and the shared ones.
+                    # The virtual rank has been trained since the fragment was sent, so it keeps a
+                    # part of its own weights.
                     weight.lerp_(shared[index], 1.0 - WEIGHT_OF_OWN_VALUES)
                 else:
                     weight.copy_(shared[index])
@@ -196,14 +199,14 @@ class OuterOptimizer:
             self._in_flight[fragment] = in_flight._replace(wait=_already_complete)
 
     def drop_in_flight(self) -> None:
-        """Forgets the fragments in flight without waiting for them."""
+        """Drops the fragments in flight without waiting for them."""
         self._in_flight = {}
 
     def shared_state(self) -> dict[str, Any]:
         """Returns the part of the state that is equal on all ranks, for a checkpoint.
 
-        Waits for the fragments in flight. "sent" has the number, the due step and the
-        pseudo-gradients of each.
+        Waits for the fragments in flight. For each of them, "sent" lists its number, the step in
+        which it is due, and its pseudo-gradients.
         """
         self.wait()
         sent: list[list[Any]] = []
@@ -212,7 +215,7 @@ class OuterOptimizer:
         return {"fragments": len(self._fragments), "momentum": self._velocity, "sent": sent}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a shared state was saved with another number of fragments."""
+        """Raises CheckpointError if the shared state was saved with another number of fragments."""
         num_fragments = len(self._fragments)
         num_saved = saved["fragments"]
         if num_fragments != num_saved:
@@ -225,20 +228,20 @@ class OuterOptimizer:
             )
 
     def load_shared_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
-        """Loads what `shared_state` returned."""
+        """Loads a shared state, as returned by `shared_state`, and moves it to a device."""
         self._velocity = {index: value.to(device) for index, value in saved["momentum"].items()}
         for fragment, due_step, pseudo_gradients in saved["sent"]:
             on_device = [gradient.to(device) for gradient in pseudo_gradients]
             self._in_flight[fragment] = FragmentInFlight(due_step, on_device, _already_complete)
 
     def quantization_errors(self, virtual_rank: int) -> dict[int, Tensor]:
-        """Returns the errors of a virtual rank, by fragment."""
+        """Returns the quantization errors of a virtual rank, by fragment."""
         return self._quantization_errors[virtual_rank]
 
     def load_quantization_errors(
         self, virtual_rank: int, errors: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """Loads what `quantization_errors` returned."""
+        """Loads the quantization errors of a virtual rank, and moves them to a device."""
         self._quantization_errors[virtual_rank] = {
             fragment: error.to(device) for fragment, error in errors.items()
         }

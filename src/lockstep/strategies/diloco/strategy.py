@@ -1,23 +1,25 @@
-"""The strategy `diloco`: virtual ranks train apart, and are merged at regular intervals.
+"""The strategy `diloco`: virtual ranks train apart and are merged at regular intervals.
 
 A *virtual rank* (the user's option calls it a replica) trains its own copy of the model on an equal
-part of every global batch, with an inner optimizer of its own. Their number is part of the recipe,
-as the global batch is; results do not depend on the number of processes. Every `every` steps, one
-*round*, the outer optimizer merges them into the *shared* weights, and all go on from these.
+part of every global batch, with its own inner optimizer. The number of virtual ranks is part of the
+recipe, like the size of the global batch; the results do not depend on the number of processes.
+After every `every` steps, called a *round*, the outer optimizer merges the virtual ranks into the
+*shared* weights, and all of them continue from these.
 
-The outer optimizer, SGD with Nesterov momentum, takes the mean over virtual ranks of (shared
-weights - weights of the virtual rank) as gradient of the shared weights (Douillard et al.,
+The outer optimizer is SGD with Nesterov momentum. As the gradient of the shared weights it takes
+the mean over virtual ranks of (shared weights - weights of the virtual rank) (Douillard et al.,
 "DiLoCo", arXiv 2311.08105, algorithm 1). Without momentum and at a rate of 1 this is local SGD
 (Stich, arXiv 1805.09767), which may begin later (post-local SGD, Lin et al., arXiv 1808.07217).
 
-The model may be exchanged in fragments, one after the other, and what was sent be applied some
-steps later, while training goes on. A virtual rank then takes the mean of its own weights and the
-shared ones ("Streaming DiLoCo", Douillard et al., arXiv 2501.18512, algorithm 2, with alpha = 0.5).
+The model may be exchanged in fragments, one after the other. What was sent may be applied some
+steps later, while training goes on. A virtual rank then continues from the mean of its own weights
+and the shared ones ("Streaming DiLoCo", Douillard et al., arXiv 2501.18512, algorithm 2, with
+alpha = 0.5).
 
-Communication between virtual ranks: one all-reduce of a fragment when it is due, nothing else. If
-differences are compressed, one all-gather of the quantized differences instead; the quantization
-error is added to what is sent next (error feedback, Karimireddy et al., arXiv 1901.09847). Ranks
-that compute one virtual rank together average its gradient in each step.
+Communication between virtual ranks: one all-reduce of a fragment when it is due. If differences are
+compressed, it is one all-gather of the quantized differences instead, and the quantization error is
+added to what is sent next (error feedback, Karimireddy et al., arXiv 1901.09847). Ranks that
+compute one virtual rank together average its gradient in each step.
 """
 
 from __future__ import annotations
@@ -54,19 +56,19 @@ from lockstep.wording import count_noun
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(DiLoCoOptions, Strategy):
-    """The strategy `diloco`, with its options.
+    """The strategy `diloco` and its options.
 
     Raises:
-        SettingError: a value out of range, or two that do not go together.
+        SettingError: an option has a value out of range, or two options exclude each other.
     """
 
     name: ClassVar[str] = "diloco"
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Plans one part of every global batch for each virtual rank.
+        """Plans a run in which each virtual rank gets an equal part of every global batch.
 
         Raises:
-            SettingError: a world size that does not fit, or precision fp16.
+            SettingError: the strategy does not support this number of processes, or precision fp16.
         """
         refuse_virtual_ranks(
             run, self.name, "it has virtual ranks of its own, each of which trains a copy"
@@ -89,13 +91,13 @@ class DiLoCo(DiLoCoOptions, Strategy):
             )
 
         if num_ranks > 1:
+            # The ranks of a row compute the same virtual ranks. For 4 processes and 2 virtual
+            # ranks: [[0, 1], [2, 3]]; for 2 processes and 4 virtual ranks: [[0], [1]].
             ranks_per_group = max(1, num_ranks // self.replicas)
-            # Each row has the ranks that compute the same virtual ranks: one rank, or several that
-            # compute one virtual rank together. `open_group` makes a group of each row.
             ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
-            open_group(run, SAME_VIRTUAL_RANKS, ranks)
+            open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
             if self.compress:
-                open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)
+                open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)  # one group for each column
 
         run.step.num_common_steps = self.start
         return replace(
@@ -106,11 +108,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
 
     @property
     def needs_values(self) -> bool:
-        """True: each virtual rank begins with a copy of the parameters."""
+        """True, because each virtual rank begins with a copy of the parameters."""
         return True
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Returns the module itself, on its device, in which virtual ranks take turns.
+        """Prepares a module in which virtual ranks take turns; it is returned without a wrapper.
 
         Raises:
             SettingError: there are more fragments than parameters.
@@ -131,7 +133,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         if run.settings.uncompressed:
             options = replace(self, compress=None)
             if self.compress is not None:
-                # `lockstep verify` compares without compression, and says so.
+                # `lockstep verify` compares runs without compression, and prints this text.
                 untyped.by_choice = f"differences of replicas are sent as {self.compress}"
 
         training = DiLoCoTraining(module, run, options)
@@ -150,11 +152,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
         )
 
     def _choices(self, num_ranks: int, size_bytes: int) -> list[Choice]:
-        """Describes the virtual ranks and the exchange, for the block of choices.
+        """Returns the printed lines about the virtual ranks and the exchange.
 
         Args:
-            num_ranks: the world size.
-            size_bytes: of the parameters that are exchanged.
+            num_ranks: the number of processes.
+            size_bytes: the size of the parameters that are exchanged.
         """
         if self.replicas <= num_ranks:
             where = f"each on {count_noun(num_ranks // self.replicas, 'process')}"
@@ -183,10 +185,10 @@ class DiLoCo(DiLoCoOptions, Strategy):
         ]
 
     def _warn_of_statistics(self, module: nn.Module) -> None:
-        """Warns if the outer optimizer moves weights further than the running statistics.
+        """Warns if the evaluated weights will not match the running statistics of BatchNorm.
 
-        Running statistics become the mean over virtual ranks. The weights do so only with
-        outer_lr=1 and without momentum.
+        Running statistics become the mean over the virtual ranks. The weights become their mean
+        only with outer_lr=1 and without momentum; otherwise the outer optimizer moves them further.
         """
         weights_are_means = self.outer_lr == 1.0 and not self.outer_momentum
         training_layers = [layer for layer in module.modules() if layer.training]
@@ -208,9 +210,9 @@ class DiLoCo(DiLoCoOptions, Strategy):
 
 
 def _set_statistics_group(module: nn.Module, run: Run) -> None:
-    """Lets the user's SyncBatchNorm layers take statistics over one virtual rank's samples.
+    """Makes SyncBatchNorm layers compute their statistics over the samples of one virtual rank.
 
-    torch's own SyncBatchNorm is converted to ours.
+    torch's own SyncBatchNorm layers are converted to Lockstep's.
     """
     group = run.groups.get(SAME_VIRTUAL_RANKS)  # None on one process
     for layer in module.modules():
@@ -221,21 +223,23 @@ def _set_statistics_group(module: nn.Module, run: Run) -> None:
 
 
 class ModuleHook:
-    """A hook of a module, which does nothing on copies of the module and on pickled ones.
+    """A hook of a module that calls a function without arguments.
+
+    In copies of the module, and in pickled ones, the hook does nothing.
 
     Args:
-        call: called without arguments whenever the hook is; None: nothing happens.
+        call: the function to call; None for a hook that does nothing.
     """
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        """Is used by `copy` and `pickle`: a copy is a hook that does nothing."""
+        """Makes copies and pickles contain a hook that does nothing."""
         return ModuleHook, ()
 
     @outside_compiled_code
     def __call__(self, *args: Any) -> None:
-        """Is called by torch, with the module and other arguments that are not needed."""
+        """Calls the function; called by torch with arguments that are not needed."""
         if self._call is not None:
             self._call()

@@ -1,8 +1,9 @@
-"""Several versions of the values of a module's tensors, one of which is in the module at a time.
+"""Several versions of a module's tensors, one of which is in the module at a time.
 
-A process may train several virtual ranks with one module. Each has a *version* of the weights and
-of the buffers: its own values, named by its number. The version `SHARED` has the values that all
-virtual ranks have in common. Versions change places by swapping the tensors' memory, not by copies.
+A process may train several virtual ranks with one module. Each virtual rank has a *version* of the
+weights and of the buffers: its own values, identified by its number. The version `SHARED` has the
+values that all virtual ranks have in common. Versions are exchanged by swapping the memory of the
+tensors, without copying.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ class TensorVersions:
     """Versions of some tensors of a module.
 
     Args:
-        get_tensors: returns the module's present tensors (a module may replace its buffers).
+        get_tensors: returns the tensors that are in the module now (a module may replace its
+            buffers).
     """
 
     def __init__(self, get_tensors: Callable[[], Sequence[Tensor]]) -> None:
         self._get_tensors = get_tensors
         self.in_module: Version = SHARED
-        """The version whose values are in the module."""
+        """The version whose values are in the module now."""
         self._stored: dict[Version, list[Tensor]] = {}
-        """The values of all other versions that exist."""
+        """The values of all other existing versions."""
 
     def values(self, version: Version) -> list[Tensor]:
-        """Returns the values of a version; one that does not exist yet begins with the shared ones.
+        """Returns the values of a version. Writing to them changes the version.
 
-        Writing to them changes the version.
+        A version that does not exist yet begins as a copy of the shared values.
         """
         if version == self.in_module:
             return [tensor.data for tensor in self._get_tensors()]
@@ -43,18 +45,18 @@ class TensorVersions:
         return self._stored[version]
 
     def put_in_module(self, version: Version) -> None:
-        """Puts the values of a version into the module, and stores those that are there."""
+        """Puts the values of a version into the module, and stores the values that were there."""
         if version == self.in_module:
             return
 
         new_values = self.values(version)
 
-        # The memory that the module has now, which is not copied: the module gets other memory.
+        # Keep the module's present memory for the old version. The module gets other memory below.
         self._stored[self.in_module] = self.values(self.in_module)
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value
 
-        self._stored.pop(version, None)  # it is in the module now
+        self._stored.pop(version, None)  # its values are in the module now
         self.in_module = version
 
     def exists(self, virtual_rank: int) -> bool:
@@ -62,6 +64,6 @@ class TensorVersions:
         return virtual_rank == self.in_module or virtual_rank in self._stored
 
     def keep_only_shared(self) -> None:
-        """Drops the versions of all virtual ranks, so that they begin with the shared values."""
+        """Drops the versions of all virtual ranks, which begin again with the shared values."""
         self.put_in_module(SHARED)
         self._stored.clear()

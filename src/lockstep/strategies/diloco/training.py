@@ -2,9 +2,10 @@
 
 A *virtual rank* trains its own copy of the model on a fixed part of every global batch (the user's
 option calls it a replica). The virtual ranks of a process take turns in one module: from the first
-micro-batch of a virtual rank to its optimizer step, its weights, buffers and gradients are in the
-module; otherwise the *shared* weights are. A *round* is the time between two exchanges. Before the
-step `start` all virtual ranks *train one model*: they share the weights and average every gradient.
+micro-batch of a virtual rank until its optimizer step, the module has the weights, buffers and
+gradients of this virtual rank. Otherwise it has the *shared* weights, which are evaluated and
+saved. A *round* is the time between two exchanges. In the first `start` steps all virtual ranks
+*train one model*: they use the shared weights and average every gradient.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from lockstep.wording import count_noun
 
 
 class DiLoCoTraining(Extension):
-    """Puts the values of the virtual ranks into a module in turn, and runs the exchanges.
+    """Lets the virtual ranks of this process take turns in a module, and runs the exchanges.
 
     Args:
         module: the module, on its device.
-        run: the run.
-        options: of the strategy.
+        run: the run of this process.
+        options: the options of the strategy.
     """
 
     def __init__(self, module: nn.Module, run: Run, options: DiLoCoOptions) -> None:
@@ -58,7 +59,7 @@ class DiLoCoTraining(Extension):
         self.own: Sequence[int] = virtual_ranks_of(run.topology.rank, num_ranks, num_virtual_ranks)
         """The numbers of the virtual ranks that this process computes."""
         self._group: dist.ProcessGroup | None = None
-        """The ranks that compute the same virtual rank, if there are several."""
+        """The ranks that compute the same virtual rank as this one, if there are several."""
         self._moving_buffers: MovingBuffers | None = None
         if num_ranks // num_virtual_ranks > 1:
             self._group = run.groups.get(SAME_VIRTUAL_RANKS)
@@ -70,7 +71,7 @@ class DiLoCoTraining(Extension):
 
         self._parameter_names: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        """The parameters that are trained."""
+        """The trainable parameters of the module."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._parameter_names.append(name)
@@ -93,39 +94,40 @@ class DiLoCoTraining(Extension):
         )
 
         self._owner_of_gradients = self.own[0]
-        """The virtual rank to which the gradients in the module belong."""
+        """The virtual rank whose gradients are in the module."""
         self._stored_gradients: dict[int, list[Tensor | None]] = {}
-        """Gradients of the other virtual ranks."""
+        """The gradients of each other virtual rank, by its number."""
         self._optimizers: list[Optimizer] = []
         """The optimizers that hold parameters of the module."""
         self._stepped_optimizers: set[int] = set()
-        """The `id` of each optimizer that has stepped for the present virtual rank."""
+        """The ids of the optimizers that have stepped for the present virtual rank."""
         self._global_batch_is_unfinished = False
-        """True if a virtual rank has stepped for the global batch, and it is not finished."""
+        """True between the first optimizer step for a global batch and the exchange at its end."""
         self._last_virtual_rank_began = False
         """True if the last micro-batch of the global batch has begun."""
         self._writes_to_shared: list[int] = []
-        """The write count of each parameter when the shared weights were put into the module."""
+        """How often each parameter had been written to when the shared weights were put into the
+        module. A later difference shows that the user has changed them by hand."""
 
-    # Whose values are in the module
+    # Events, which decide whose values are in the module
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        """Remembers the optimizers that hold parameters of the module."""
+        """Records an optimizer if it holds parameters of this module."""
         if self._module in modules:
             self._optimizers.append(optimizer.inner)
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Puts the values of the micro-batch's virtual rank into the module.
 
-        If the global batch before this one is not finished yet, it is finished first.
+        If the previous global batch is still unfinished, finishes it first.
 
         Raises:
-            UsageError: some virtual ranks have not stepped for the global batch before this one.
+            UsageError: some virtual ranks have not stepped for the previous global batch.
         """
         if micro_batch.first and self._global_batch_is_unfinished:
-            # It is finished when all optimizers have stepped for its last virtual rank. If that has
-            # begun, the script steps one of them less often, which is allowed. Otherwise the loop
-            # was left before the last virtual rank.
+            # A global batch is finished when all optimizers have stepped for its last virtual rank.
+            # If one has not, the script may step it less often, which is allowed. But if the last
+            # virtual rank has not even begun, the loop was left too early.
             if not self._last_virtual_rank_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -133,20 +135,18 @@ class DiLoCoTraining(Extension):
                     "leave the loop where world.is_last_micro_batch is true, or by what changes "
                     "once per global batch, such as world.step",
                 )
-
             self._finish_global_batch()
 
         self._last_virtual_rank_began = micro_batch.last
         if micro_batch.opens:  # the first micro-batch of an optimizer step
             self._stepped_optimizers.clear()
-
         self._put_present_values()
 
     def before_forward(self) -> None:
-        """Puts the shared values into the module for an evaluation, else those that are trained.
+        """Chooses the values for a forward pass: those in training, or for evaluation the shared.
 
-        After the last optimizer's step for a virtual rank a forward pass in training mode belongs
-        to no step, so it gets the values that are in the module.
+        In training mode, after the last optimizer step for a virtual rank, a forward pass belongs
+        to no step. It then uses the values that are in the module.
         """
         is_training = torch.is_grad_enabled() or self._module.training
         if not is_training:
@@ -155,7 +155,7 @@ class DiLoCoTraining(Extension):
             self._put_present_values()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Puts the weights of the forward pass back, in case an evaluation came in between.
+        """Restores the weights of the forward pass, in case of an evaluation in between.
 
         Raises:
             UsageError: no loader or no optimizer is prepared.
@@ -170,14 +170,14 @@ class DiLoCoTraining(Extension):
         self._put_present_values()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Averages gradients over the ranks that compute the virtual rank, before its step.
+        """Averages gradients over ranks, after the last backward pass before a step.
 
-        While the virtual ranks train one model, it averages over all ranks. A gradient that was
-        averaged after an earlier backward pass of the same step is equal on these ranks, so it does
-        not change.
+        While the virtual ranks train one model, these are all ranks; later, the ranks that compute
+        the same virtual rank. A gradient that was averaged already, after an earlier backward pass
+        of the same step, is equal on these ranks, so averaging it again does not change it.
         """
         present = self._step.micro_batch
-        if not present.closes:  # more micro-batches follow before the step
+        if not present.closes:  # more micro-batches follow before the optimizer step
             return
         if self._trains_one_model:
             if self._run.topology.size > 1:
@@ -186,14 +186,14 @@ class DiLoCoTraining(Extension):
             average_gradients(self.parameters, self._group)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Puts the virtual rank's weights back, in case an evaluation came in between.
+        """Prepares the module for an optimizer's step for the present virtual rank.
 
-        Notes that the optimizer steps for this virtual rank. In the first steps of the training, in
-        which the virtual ranks train one model, the buffers are averaged before the first
-        optimizer's step for a global batch.
+        Restores the weights of the virtual rank, in case of an evaluation in between. While the
+        virtual ranks train one model, also averages their buffers, before the first step for a
+        global batch.
 
         Raises:
-            UsageError: the optimizer has stepped for this virtual rank before.
+            UsageError: the optimizer has stepped for this virtual rank already.
         """
         if self._module not in modules:  # an optimizer of another module
             return
@@ -208,7 +208,8 @@ class DiLoCoTraining(Extension):
 
         self._put_present_values()
         if self._trains_one_model and not self._global_batch_is_unfinished:
-            # One step for all virtual ranks, whose forward passes have changed their own buffers.
+            # This step is made for all virtual ranks together, but each of their forward passes has
+            # changed its own buffers.
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
 
@@ -216,7 +217,7 @@ class DiLoCoTraining(Extension):
         self._stepped_optimizers.add(id(optimizer))
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """After the last optimizer's step for the last virtual rank, exchanges what is due."""
+        """Finishes the global batch if all optimizers have stepped for its last virtual rank."""
         if self._module not in modules or not self._all_optimizers_stepped:
             return
         if self._moving_buffers is not None:
@@ -225,24 +226,20 @@ class DiLoCoTraining(Extension):
             self._finish_global_batch()
 
     def pass_ended(self) -> None:
-        """Puts the shared values into the module."""
+        """Puts the shared values into the module when a loop has left its loader."""
         self.put_shared_values()
 
     def put_shared_values(self) -> None:
-        """Puts the shared weights and buffers into the module.
-
-        Counts how often torch has written to the weights until now, which shows later if the user
-        has changed them by hand.
-        """
+        """Puts the shared weights and buffers into the module, for evaluation and saving."""
         self._buffers.put_in_module(SHARED)
         if self._weights.in_module is not SHARED:
             self._weights.put_in_module(SHARED)
             self._writes_to_shared = write_counts(self.parameters)
 
     def _put_present_values(self) -> None:
-        """Puts what the present micro-batch is computed with into the module.
+        """Puts the values into the module with which the present micro-batch is computed.
 
-        That is the virtual rank's buffers and, unless the virtual ranks train one model, its
+        These are the virtual rank's buffers and, unless the virtual ranks train one model, its
         weights and gradients.
         """
         if self._step.virtual_rank is None:  # outside of a training loop
@@ -254,7 +251,8 @@ class DiLoCoTraining(Extension):
             return
 
         if self._weights.in_module is SHARED and self._weights.exists(number):
-            # The virtual rank goes on from its own weights, so changed shared ones would be lost.
+            # The virtual rank continues from its own weights, so a change of the shared ones would
+            # be lost.
             self._check_shared_weights_are_unchanged()
 
         self._weights.put_in_module(number)
@@ -265,18 +263,19 @@ class DiLoCoTraining(Extension):
     def _trains_one_model(self) -> bool:
         """True in the first steps, in which all virtual ranks train one model.
 
-        The step then gives out micro-batches without a virtual rank.
+        The micro-batches of these steps have no virtual rank.
         """
         return self._step.micro_batch.virtual_rank is None
 
     def _swap_gradients(self, number: int) -> None:
-        """Stores the gradients that are in the module, and puts those of a virtual rank there.
+        """Stores the gradients in the module, and replaces them by those of a virtual rank.
 
-        The virtual rank becomes `_owner_of_gradients`.
+        Args:
+            number: the number of the virtual rank.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
-        # A virtual rank without stored gradients has computed none yet.
+        # A virtual rank without stored gradients has not run a backward pass yet.
         no_gradients: list[Tensor | None] = [None] * len(self.parameters)
         new_gradients = self._stored_gradients.pop(number, no_gradients)
         for parameter, gradient in zip(self.parameters, new_gradients, strict=True):
@@ -284,8 +283,8 @@ class DiLoCoTraining(Extension):
         self._owner_of_gradients = number
 
     def _check_shared_weights_are_unchanged(self) -> None:
-        """Raises UsageError if the user has written to the shared weights: that would be lost."""
-        if not self._writes_to_shared:  # no counts were taken since the virtual ranks began anew
+        """Raises UsageError if the user has changed the shared weights, as that would be lost."""
+        if not self._writes_to_shared:  # the shared weights were loaded, and are not trained yet
             return
 
         if self._writes_to_shared != write_counts(self.parameters):
@@ -306,16 +305,16 @@ class DiLoCoTraining(Extension):
 
     @torch.no_grad()
     def _finish_global_batch(self) -> None:
-        """Exchanges what is due after the steps of all virtual ranks for a global batch.
+        """Runs the exchanges that are due when all virtual ranks have stepped for a global batch.
 
-        Fragments of the weights that were sent `delay` steps ago are applied to the shared weights,
-        then others are sent. At the end the shared weights are in the module.
+        First applies the fragments of the weights that were sent `delay` steps ago, then sends
+        others. At the end the shared weights are in the module.
         """
         self._global_batch_is_unfinished = False
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)
 
-        # Steps since the virtual ranks have ended training one model; nothing is sent before.
+        # Nothing is sent in the first steps, in which the virtual ranks train one model.
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
@@ -327,10 +326,14 @@ class DiLoCoTraining(Extension):
         self.put_shared_values()
 
     def _fragments_to_send(self, steps_apart: int) -> list[int]:
-        """Returns the fragments that are sent after this number of steps of training apart.
+        """Returns the fragments to send after a number of steps.
 
         In each round of `every` steps the fragments are sent at equal intervals, the last one at
-        the end of the round: with 2 fragments and `every` 10, after steps 5 and 10 of each round.
+        the end of the round. For example, 2 fragments with `every` 10 are sent after steps 5 and 10
+        of each round.
+
+        Args:
+            steps_apart: the number of steps that the virtual ranks have trained apart.
         """
         every = self._options.every
         to_send: list[int] = []
@@ -341,7 +344,10 @@ class DiLoCoTraining(Extension):
         return to_send
 
     def _apply(self, fragment: int) -> None:
-        """Applies a fragment; with the last one of a round, the buffers are averaged too."""
+        """Applies a fragment to the shared weights.
+
+        The last one of a round also averages the buffers.
+        """
         self._outer_optimizer.apply(fragment)
         if fragment == self._options.fragments - 1:
             self._average_buffers()
@@ -350,16 +356,16 @@ class DiLoCoTraining(Extension):
     def _average_buffers(self) -> None:
         """Replaces each floating-point buffer by its mean over the virtual ranks.
 
-        The shared values of the buffer become the mean, and so do those of each virtual rank. Other
-        buffers, such as counters, are taken from the first virtual rank. A buffer that is equal
-        everywhere keeps its bits.
+        The mean becomes the shared value, and the value of each virtual rank. Other buffers, such
+        as counters, are taken from the first virtual rank. A buffer that is equal everywhere keeps
+        its bits.
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
 
         # new shared = shared - mean over all virtual ranks of (shared - buffer of the virtual rank)
-        # If all buffers are equal, the differences are exactly 0 and the bits stay. A mean of the
-        # buffers themselves might be rounded.
+        # If all buffers are equal, the differences are exactly 0, and the bits stay the same. A
+        # mean of the buffers themselves might be rounded.
         averaged: list[Tensor] = []
         sums_of_differences: list[Tensor] = []
         taken_from_first: list[Tensor] = []
@@ -392,8 +398,8 @@ class DiLoCoTraining(Extension):
     def equal_tensors(self) -> Iterable[EqualTensors]:
         """Yields the tensors that must be equal on several ranks.
 
-        The shared weights are equal on all ranks, those of a virtual rank on the ranks that compute
-        it.
+        The shared weights must be equal on all ranks, and the weights of a virtual rank on the
+        ranks that compute it.
         """
         if self._run.topology.size == 1:
             return
@@ -405,7 +411,7 @@ class DiLoCoTraining(Extension):
             buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
 
-        # With a group, this rank computes one virtual rank, together with the others of the group.
+        # If several ranks compute one virtual rank, this rank computes no other one.
         number = self.own[0]
         if self._group is not None and self._weights.exists(number):
             weights = self._weights.values(number)
@@ -413,17 +419,18 @@ class DiLoCoTraining(Extension):
             yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
     def shared_state(self) -> Any:
-        """Returns the state of the outer optimizer, and the fragments in flight."""
+        """Returns the state of the outer optimizer, including the fragments in flight."""
         return self._outer_optimizer.shared_state()
 
     def check(self, shared: Any) -> None:
-        """Raises CheckpointError if a shared state was saved with another number of fragments."""
+        """Raises CheckpointError if the shared state was saved with another number of fragments."""
         self._outer_optimizer.check(shared)
 
     def virtual_rank_state(self, number: int) -> Any:
-        """Returns the weights and buffers of a virtual rank; no weights if it has the shared ones.
+        """Returns the weights, buffers and quantization errors of a virtual rank, for a checkpoint.
 
-        It also returns the errors of quantization that are to be added to what it sends next.
+        The weights are None if the virtual rank has no own weights, but uses the shared ones. The
+        quantization errors are added to what it sends next.
         """
         has_weights = self._weights.exists(number)
         return {
@@ -434,7 +441,12 @@ class DiLoCoTraining(Extension):
 
     @torch.no_grad()
     def load(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Loads what `shared_state` and `virtual_rank_state` returned."""
+        """Loads the state that a checkpoint holds.
+
+        Args:
+            shared: what `shared_state` returned when it was saved.
+            states: what `virtual_rank_state` returned then, by the number of the virtual rank.
+        """
         self.forget_virtual_ranks()
         device = self._run.device
         self._outer_optimizer.load_shared_state(shared, device)
@@ -444,7 +456,7 @@ class DiLoCoTraining(Extension):
             _load_values(self._buffers, number, state["buffers"])
 
     def forget_virtual_ranks(self) -> None:
-        """Drops what virtual ranks have of their own: all begin with the module's new weights."""
+        """Drops the state of all virtual ranks, which begin again with the module's weights."""
         self._weights.keep_only_shared()
         self._buffers.keep_only_shared()
         self._writes_to_shared = []
@@ -452,10 +464,11 @@ class DiLoCoTraining(Extension):
         self._outer_optimizer.reset()
 
     def close(self, failed: bool) -> None:
-        """Waits for what is in flight, and warns if the last steps are in no exchange.
+        """Waits for running exchanges, and warns if the last steps were not exchanged.
 
         Args:
-            failed: True if the run ends by an error: then other ranks may send nothing any more.
+            failed: True if the run ends with an error. Then other ranks may not send anything any
+                more, and nothing is waited for.
         """
         if failed:
             self._outer_optimizer.drop_in_flight()
@@ -472,8 +485,8 @@ class DiLoCoTraining(Extension):
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds
 
-        # True if the last round is complete, and only its delay has passed since; or if no round
-        # has begun.
+        # Up to `delay` steps after a round are normal, because the run had to wait for the round to
+        # be applied. A negative number means that the virtual ranks have not trained apart yet.
         all_steps_are_exchanged = steps_left <= delay
         if all_steps_are_exchanged:
             return
@@ -488,7 +501,7 @@ class DiLoCoTraining(Extension):
         )
 
     def release(self) -> None:
-        """Drops references to the process group."""
+        """Drops all references to the process group."""
         group = self._run.groups.get(SAME_VIRTUAL_RANKS)
         for layer in self._module.modules():
             if isinstance(layer, SyncBatchNorm) and layer.process_group is group:
@@ -497,12 +510,12 @@ class DiLoCoTraining(Extension):
         self._moving_buffers = None
 
     def _present_buffers(self) -> list[Tensor]:
-        """Returns the buffers that the module has now; a forward pass may have replaced some."""
+        """Returns the module's buffers. A forward pass may have replaced some by new tensors."""
         return [getattr(owner, attribute) for owner, attribute in self._buffer_places]
 
 
 def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the submodule that holds a buffer of this name, and the attribute there."""
+    """Returns the submodule that has a buffer, and the name of the attribute there."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -510,9 +523,12 @@ def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _load_values(
     versions: TensorVersions, virtual_rank: int, values: Sequence[Tensor] | None
 ) -> None:
-    """Copies saved values into a virtual rank's version.
+    """Copies saved values into a virtual rank's version of some tensors.
 
-    Nothing happens if there are none: then the virtual rank begins with the shared values.
+    Args:
+        versions: the versions of these tensors.
+        virtual_rank: the number of the virtual rank.
+        values: the saved values. If there are none, the virtual rank begins with the shared values.
     """
     if not values:
         return
@@ -521,5 +537,5 @@ def _load_values(
 
 
 def _difference(shared: Tensor, other: Tensor) -> Tensor:
-    """Returns `shared - other`, and 0 where both are equal, even if they are infinite."""
+    """Returns `shared - other`, with 0 wherever both are equal, even if they are infinite."""
     return torch.where(shared == other, torch.zeros_like(shared), shared - other)
