@@ -1,8 +1,8 @@
-"""A global batch under way on a rank of a pipeline: what its training loop has brought so far.
+"""The state of a global batch that a rank of a pipeline is computing.
 
-Each turn of the loop brings the inputs of one micro-batch, when it calls the model, and then its
-loss, when it calls `world.backward`. An *action* (`schedule.Action`) is a forward or backward pass
-of a micro-batch through a stage.
+Each turn of the training loop brings one micro-batch: first its inputs, when the loop calls the
+model, and then its loss, when the loop calls `world.backward`. An *action* (`schedule.Action`) is a
+forward or backward pass of one micro-batch through one stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.strategies.pipeline.wire import PostedMessage
 
 
 class ModelCall(NamedTuple):
-    """A call of the model for one micro-batch."""
+    """One call of the model, for one micro-batch."""
 
     arguments: Arguments
     kind: InputKind | None
@@ -32,40 +32,45 @@ class BoundaryTensors(NamedTuple):
     """The tensors at both ends of a stage, which the backward pass of a micro-batch needs."""
 
     received: list[Tensor]
+    """The tensors that came from the previous stage."""
     sent: list[Tensor]
-    """The tensors that get a gradient."""
+    """Those tensors that were sent to the next stage which need a gradient."""
 
 
 @dataclass
 class GlobalBatch:
-    """A global batch under way."""
+    """A global batch that is being computed."""
 
     key: StepKey
-    """Identifies the global batch."""
+    """Identifies the optimizer step that the global batch belongs to."""
     num_micro_batches: int
     actions: deque[Action]
-    """The actions of this rank that are not done yet, in order."""
+    """The remaining actions of this rank, in order."""
     requires_grad: tuple[bool, ...]
     """`requires_grad` of each of the model's parameters."""
     training: bool
-    """True if the model was in training mode at the beginning."""
+    """True if the model was in training mode when the global batch began."""
     seed: int
-    """The seed of the random numbers that its forward passes draw."""
+    """The random seed of its forward passes."""
     calls: list[ModelCall] = field(default_factory=list)
-    """The calls of the model, one per micro-batch."""
+    """The calls of the model so far, one for each micro-batch."""
     loss_backwards: list[Callable[[], None] | None] = field(default_factory=list)
-    """One entry per call of `world.backward`: a function that runs the backward pass of the loss,
-    or None if the loss is on another rank or its backward pass was run already."""
+    """One entry for each call of `world.backward`: a function that runs the backward pass of the
+    loss. None if the loss is on another rank, or if its backward pass was run already."""
     boundary_tensors: dict[tuple[int, int], BoundaryTensors] = field(default_factory=dict)
-    """The tensors of each forward pass that waits for its backward pass, by stage and
-    micro-batch."""
+    """For each forward pass without its backward pass, the tensors at both ends of the stage, by
+    stage and micro-batch."""
     posted_gradients: dict[int, PostedMessage] = field(default_factory=dict)
-    """Receives of gradients that were started ahead of time, by micro-batch."""
+    """Messages with gradients whose receives were started early, by micro-batch."""
     average: GradientAverage | None = None
-    """Averages the gradients over several pipelines; set when the last micro-batch has come."""
+    """Averages the gradients over several pipelines; set by the loss of the last micro-batch."""
 
     def is_ready(self, action: Action) -> bool:
-        """Returns True if the training loop has brought what an action needs."""
+        """Returns True if the training loop has brought what an action needs.
+
+        A forward pass needs the call of the model for its micro-batch, a backward pass needs the
+        loss.
+        """
         if action.forward:
             return action.micro_batch < len(self.calls)
         return action.micro_batch < len(self.loss_backwards)

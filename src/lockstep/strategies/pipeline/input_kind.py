@@ -1,7 +1,7 @@
-"""Kinds of input: calls of the same kind make a model compute tensors of the same shapes.
+"""Kinds of input. Calls of a model with inputs of the same kind give activations of equal shapes.
 
-What is known of a kind is remembered, so that it is found out only once: the shapes that a
-submodule returns (`stage`), and the shapes of the messages between two stages (`wire`).
+So shapes need to be found out only once for each kind: the shapes that a submodule returns
+(`stage`), and those of the messages between two stages (`wire`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
 
 MAX_REMEMBERED_KINDS = 256
-"""When this many kinds are remembered, all of them are forgotten."""
+"""When this many kinds have been stored, all of them are dropped."""
 
 
 class InputKind(NamedTuple):
-    """Everything that decides the shapes of activations, apart from the values of the inputs."""
+    """Everything that determines the shapes of activations, except the values of the inputs."""
 
     key: Hashable
-    """Equal for calls of the same kind."""
+    """A key that is equal for calls of the same kind."""
     depends_on_values: bool
-    """True if inputs hold whole numbers or booleans: a forward pass may branch on their values."""
+    """True if inputs contain integers or booleans, on whose values a forward pass may branch."""
 
 
 def signature(arguments: Arguments) -> Any:
-    """Returns a key that is equal for arguments of the same kind, or None if no key can be made.
+    """Returns a key that is equal for arguments of the same kind, or None if none can be made.
 
-    It is made of the shape, the dtype and `requires_grad` of each tensor, and of the values of
-    everything else.
+    The key contains the shape, the dtype and `requires_grad` of each tensor, and the values of all
+    other arguments.
     """
     args, kwargs = arguments
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # nearly always; this is fast
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # a fast path for most calls
         return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
 
     leaves, spec = pytree.tree_flatten(arguments)
@@ -46,14 +46,20 @@ def signature(arguments: Arguments) -> Any:
             key.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, tuple | int | float | str | bool | None):
             key.append(leaf)
-        else:  # nothing is known of its type: two equal ones may lead to other shapes
+        else:  # an object of an unknown type, whose attributes may decide about shapes
             return None
 
     return tuple(key)
 
 
 def remember(values: dict[Any, Any], kind: Any, value: Any) -> None:
-    """Stores a value for a kind of input. Nothing is stored for None, the unknown kind."""
+    """Stores a value for a kind of input, unless the kind is None (unknown).
+
+    Args:
+        values: the stored values, by kind.
+        kind: the kind of the input.
+        value: the value to store.
+    """
     if kind is None:
         return
     if len(values) >= MAX_REMEMBERED_KINDS:

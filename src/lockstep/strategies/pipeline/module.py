@@ -1,10 +1,12 @@
 """A pipeline that is driven by the user's own training loop.
 
-Each turn of the loop brings one micro-batch: the loop calls the model, and then `world.backward`
-with the loss. A rank has a list of *actions* (`schedule.order`): forward and backward passes
-through its *stages*. It does all of them that are possible with the inputs and losses that it has.
-Ranks with the last stage return the model's output from the call. Others return NaN of the same
-shapes, whose loss is not used; in evaluation every rank gets the output.
+The model is cut into *stages*, and each rank has one or more of them. Each turn of the loop brings
+one micro-batch: the loop calls the model, and then `world.backward` with the loss. A rank has a
+list of *actions* (`schedule.order`): forward and backward passes of micro-batches through its
+stages. In each call it does all actions that are possible with the inputs and losses that it has.
+
+Ranks with the last stage return the model's output from the call. In training, the other ranks
+return NaN of the same shapes, whose loss is not used. In evaluation every rank gets the output.
 """
 
 from __future__ import annotations
@@ -42,39 +44,41 @@ from lockstep.wording import count_noun, describe_type, with_article
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass through one stage received, sent, and returned."""
+    """The result of a forward pass through one stage."""
 
     received: list[Tensor]
+    """The tensors that came from the previous stage."""
     sent: list[Tensor]
+    """The tensors that were sent to the next stage."""
     output: Any
-    """What the model's forward returned; the model's output in the last stage."""
+    """What the model's forward returned: the model's output in the last stage, else its shapes."""
 
 
 class Wires(NamedTuple):
-    """What carries the messages of one model: for each cut a wire of each kind.
+    """The connections that carry the messages of one model.
 
-    The wires between the stages n and n + 1 have the index n.
+    Each list has one wire for each cut. The wire between the stages n and n + 1 has the index n.
     """
 
     activations: list[Wire]
     gradients: list[Wire]
     outputs: list[Wire]
-    """They carry the model's output back in evaluation."""
+    """Carry the model's output back to earlier stages in evaluation."""
 
 
 class PipelinedModule(ModuleWrapper):
-    """What the user calls instead of the model.
+    """The module that the user calls instead of the model.
 
     Args:
-        model: the user's model, which is cut already.
-        place: of this rank.
-        schedule: `gpipe` or `1f1b`.
-        run: the run.
-        wires: for the messages of this model alone.
+        model: the user's model, cut into stages.
+        place: the place of this rank in its pipeline.
+        schedule: the order of the actions, `gpipe` or `1f1b`.
+        run: the run of this process.
+        wires: the connections for the messages of this model.
     """
 
     wraps_module: ClassVar[bool] = True
-    """Checkpoints hold the names of the user's module, without a prefix."""
+    """Makes checkpoints use the names in the user's module, without a prefix."""
 
     def __init__(
         self, model: StagedModel, place: PipelinePlace, schedule: str, run: Run, wires: Wires
@@ -84,7 +88,7 @@ class PipelinedModule(ModuleWrapper):
         self.place = place
         self.run = run
         self.replica_group = run.groups.get("replicas")
-        """The ranks with the same stages, if there are several pipelines."""
+        """The ranks of other pipelines with the same stages as this one; None with one pipeline."""
         self._moving_buffers = None
         if self.replica_group is not None:
             self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
@@ -95,33 +99,35 @@ class PipelinedModule(ModuleWrapper):
         self._gradient_wires = wires.gradients
         self._output_wires = wires.outputs
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
-        """This module, and copies of it that the user has made."""
+        """This module, and the copies of it that the user has made."""
         self._all_parameters = list(self.module.parameters())
         self._global_batch: GlobalBatch | None = None
-        """The global batch under way."""
+        """The global batch that is being computed; None between two of them."""
         self._failure = ""
-        """The type of an exception in the model on this rank, after which others went on."""
+        """The name of the type of an exception that the model has raised on this rank; empty if
+        there was none. Other ranks may have continued after it."""
         self._seed_step = 0
-        """The number of the optimizer step of the latest seed."""
+        """The number of the optimizer step for which the latest seed was made."""
         self._num_seeds_in_step = 0
+        """How many seeds were made for that step."""
         self._is_initialized = True
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's stages, on which inputs are expected."""
+        """The device of this rank's stages, which is also where inputs are expected."""
         return self.run.device
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the user's module, such as a setting.
 
         Raises:
-            NotOnStageError: it is code or a tensor: it needs the whole model, or may be on another
-                rank.
+            NotOnStageError: the attribute is a method, a submodule or a tensor, which may need
+                parts of the model that are on other ranks.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not set yet, so `self.module` below would call this again
+            if name == "module":  # not set yet, so `self.module` below would recurse forever
                 raise
             value = getattr(self.module, name)
 
@@ -138,7 +144,7 @@ class PipelinedModule(ModuleWrapper):
 
     @property
     def waits_for_loss(self) -> bool:
-        """True if a forward pass was not followed by `world.backward` yet."""
+        """True if the latest forward pass was not followed by `world.backward` yet."""
         batch = self._global_batch
         if batch is None:
             return False
@@ -148,17 +154,21 @@ class PipelinedModule(ModuleWrapper):
 
     @property
     def has_last_stage(self) -> bool:
-        """True if this rank has the model's output."""
+        """True if this rank has the last stage, and so the model's output."""
         return self.place.last_stage in self.place.stages
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters on this rank."""
+        """Returns the parameters that are on this rank."""
         return [parameter for parameter in self._all_parameters if not parameter.is_meta]
 
-    # What is outside of this rank's stages is computed as shapes, which the compiler cannot trace.
+    # Other ranks' stages are computed as shapes here, which the compiler cannot trace.
     @partial(never_compiled, recursive=True)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output; in training, NaN of the same shapes without the last stage.
+        """Runs the model for one micro-batch, through the stages of all ranks.
+
+        Returns:
+            The model's output. In training, ranks without the last stage return NaN of the same
+            shapes.
 
         Raises:
             UsageError: the model cannot be cut where it is, or it is called at the wrong time.
@@ -172,24 +182,23 @@ class PipelinedModule(ModuleWrapper):
         kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), kind))
 
-        # The call returns after the forward pass of this micro-batch through this rank's highest
-        # stage. The schedule may have other actions before it, which are done too. `actions` holds
-        # those that are not done yet.
-        highest_stage = self.place.stages[-1]
-        forward_pass = Action(forward=True, stage=highest_stage, micro_batch=len(batch.calls) - 1)
-
+        # This call returns after the forward pass of this micro-batch through the last stage of
+        # this rank. The schedule may put other actions before it, which are then done as well.
+        # `batch.actions` holds the actions that are not done yet.
+        last_stage_here = self.place.stages[-1]
+        micro_batch = len(batch.calls) - 1
+        forward_pass = Action(forward=True, stage=last_stage_here, micro_batch=micro_batch)
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
 
-        # Now it is the output of that forward pass: shapes, if another rank has the last stage.
         if self.has_last_stage:
             return output
-
+        # On this rank the output consists of shapes.
         return map_tensors(self._make_nan, output)
 
     def _check_can_run(self) -> None:
-        """Raises UsageError if the run has ended, or a call has failed on this rank before."""
+        """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""
         if not self._activation_wires:  # `release` has removed them
             raise UsageError(
                 "a forward pass after world.close()",
@@ -207,7 +216,7 @@ class PipelinedModule(ModuleWrapper):
             )
 
     def _check_call(self, batch: GlobalBatch) -> None:
-        """Raises UsageError for a call that does not fit the calls before it."""
+        """Raises UsageError if the model is called at the wrong time within a global batch."""
         every_call_has_its_loss = len(batch.calls) == len(batch.loss_backwards)
         if not every_call_has_its_loss:
             raise UsageError(
@@ -220,7 +229,7 @@ class PipelinedModule(ModuleWrapper):
         if batch.training is self.training:
             return
 
-        # The user has switched modes. That matters only to layers with running statistics.
+        # The user has switched modes. That only matters for layers with running statistics.
         has_statistics = any(
             getattr(part, "running_mean", None) is not None for part in self.module.modules()
         )
@@ -233,14 +242,15 @@ class PipelinedModule(ModuleWrapper):
             )
 
     def _current_global_batch(self) -> GlobalBatch:
-        """Returns the global batch that the training loop works on, which may begin now.
+        """Returns the global batch of the present call, which may be a new one.
 
-        One that the loop has left is dropped, and one that has all its losses is finished.
+        A global batch that the loop has left early is dropped, and one that has got all its losses
+        is finished first.
         """
         self._drop_unfinished()
         batch = self._global_batch
         if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
-            # A loop that calls the model several times per turn has begun another one.
+            # A loop that calls the model several times in each turn has begun another one.
             self._finish_global_batch(batch)
 
         if self._global_batch is None:
@@ -264,21 +274,21 @@ class PipelinedModule(ModuleWrapper):
         return self._global_batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
-        """Takes the loss of the last forward pass, and does all actions that are possible now.
+        """Takes the loss of the latest forward pass, and does all actions that are possible now.
 
-        After the last micro-batch of a global batch all its gradients are there, and the mean of
-        those of several pipelines.
+        After the last micro-batch of a global batch all of its gradients are complete. With several
+        pipelines they are then averaged.
 
         Args:
-            loss: weighted. On ranks without the last stage it is not used.
+            loss: the weighted loss. It is only used on ranks with the last stage.
             precision: runs the backward pass of the loss.
-            **options: of `torch.autograd.backward`.
+            **options: arguments of `torch.autograd.backward`.
         """
         batch = self._global_batch
         assert batch is not None  # the caller has checked `waits_for_loss`
         run_backward = None
         if self.has_last_stage:
-            # Called later, when the schedule has the backward pass of this micro-batch.
+            # It is called when it is the turn of this micro-batch's backward pass.
             run_backward = partial(precision.backward, loss, **options)
 
         micro_batch = len(batch.loss_backwards)
@@ -297,7 +307,7 @@ class PipelinedModule(ModuleWrapper):
                 batch.average.finish()
 
     def check_backward_is_done(self) -> None:
-        """Raises UsageError if an optimizer is to step before `world.backward` was called."""
+        """Raises UsageError if an optimizer steps before `world.backward` was called."""
         batch = self._global_batch  # `world.backward` sets it to None when all is done
         if batch is not None and batch.key == self.run.step.key:
             raise UsageError(
@@ -307,22 +317,22 @@ class PipelinedModule(ModuleWrapper):
             )
 
     def follow_moving_buffers(self) -> None:
-        """Makes buffers that forward passes change equal in all pipelines."""
+        """Makes the buffers that forward passes change equal in all pipelines."""
         if self._moving_buffers is not None:
             self._moving_buffers.follow()
 
     def equal_tensors(self) -> list[EqualTensors]:
-        """Returns the tensors that equal stages of several pipelines have in common."""
+        """Returns the tensors that must be equal in the same stages of all pipelines."""
         if self.replica_group is None:
             return []
         return [EqualTensors.of(self.module, self.replica_group)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        """Returns a copy of this rank's weights (averages of them, for example) that can evaluate.
+        """Copies the weights of this rank, for example to average them. The copy can only evaluate.
 
-        It shares the run, the process groups and the wires.
+        It shares the run, the process groups and the wires with this module.
         """
-        # `deepcopy` takes an object that is in `memo` (by its `id`) instead of copying it.
+        # `deepcopy` does not copy an object whose `id` is in `memo`, but uses the one found there.
         shared = [
             self.run,
             self.place,
@@ -346,7 +356,7 @@ class PipelinedModule(ModuleWrapper):
         return new_module
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raises UsageError: this rank has a part of the model, bound to this run."""
+        """Raises UsageError, because this rank has only a part of the model, bound to this run."""
         raise UsageError(
             "torch.save, pickle or copy.copy of a model under strategy='pipeline'",
             f"this rank has {count_noun(len(self.place.stages), 'stage')} of "
@@ -356,7 +366,7 @@ class PipelinedModule(ModuleWrapper):
         )
 
     def release(self) -> None:
-        """Drops references to the process groups, also those of the copies."""
+        """Drops all references to the process groups, also those of copies."""
         self._global_batch = None
         self.replica_group = None
         self._moving_buffers = None
@@ -372,7 +382,7 @@ class PipelinedModule(ModuleWrapper):
     def _do_next_action(self, batch: GlobalBatch) -> Any:
         """Does the next action of this rank, and removes it from `batch.actions`.
 
-        The tensors that a forward pass received and sent are kept in `batch.boundary_tensors`, for
+        The tensors that a forward pass received and sent are stored in `batch.boundary_tensors` for
         the backward pass.
 
         Returns:
@@ -401,14 +411,14 @@ class PipelinedModule(ModuleWrapper):
     def _input_kind(
         self, arguments: Arguments, requires_grad: tuple[bool, ...] = ()
     ) -> InputKind | None:
-        """Returns the kind of a call, which decides the shapes of activations; None: unknown.
+        """Returns the kind of a call, which determines the shapes of activations; None if unknown.
 
         Args:
-            arguments: of the call.
-            requires_grad: of each of the model's parameters.
+            arguments: the arguments of the call.
+            requires_grad: `requires_grad` of each of the model's parameters.
         """
         arguments_key = signature(arguments)
-        if not arguments_key:  # no key can be made, or there are no arguments to make one of
+        if not arguments_key:  # there are no arguments, or arguments of unknown types
             return None
 
         device_type = self.run.device.type
@@ -416,7 +426,7 @@ class PipelinedModule(ModuleWrapper):
         if torch.is_autocast_enabled(device_type):
             autocast_dtype = torch.get_autocast_dtype(device_type)
 
-        # A forward pass may branch on whole numbers or booleans, such as a mask of padding.
+        # A forward pass may branch on the values of integers or booleans, such as a padding mask.
         depends_on_values = False
         for leaf in pytree.tree_leaves(arguments):
             if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
@@ -426,9 +436,10 @@ class PipelinedModule(ModuleWrapper):
         return InputKind((arguments_key, modes, requires_grad), depends_on_values)
 
     def _next_seed(self) -> int:
-        """Returns a new seed of random numbers, equal on all ranks of the pipeline.
+        """Returns a new random seed, which is the same on all ranks of the pipeline.
 
-        It is made of the number of the optimizer step, and of how many seeds there were in it.
+        It depends on the number of the optimizer step, and on how many seeds were made in this
+        step.
         """
         step_number = self.run.step.number
         if step_number != self._seed_step:
@@ -441,10 +452,10 @@ class PipelinedModule(ModuleWrapper):
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
-        """Notes an exception inside, so that this rank does not go on as if nothing had happened.
+        """Records an exception inside this context, so that later calls are rejected.
 
-        Only its type is noted. A loop that looks for "out of memory" in messages must not take the
-        error of the next call for another one of these.
+        Only its type is recorded, not its message. A loop that looks for "out of memory" in
+        messages must not find it again in the error of the next call.
         """
         try:
             yield
@@ -455,14 +466,14 @@ class PipelinedModule(ModuleWrapper):
     def _run_forward_pass(
         self, stage: int, arguments: Arguments, kind: InputKind | None, *, seed: int, more: bool
     ) -> ForwardResult:
-        """Receives the inputs of a stage, runs it, and starts to send its outputs.
+        """Receives the inputs of a stage, runs the stage, and starts sending its outputs.
 
         Args:
-            stage: its number.
-            arguments: of the model's forward.
-            kind: of these arguments.
-            seed: of the random numbers.
-            more: True if it is certain that another micro-batch follows.
+            stage: the number of the stage.
+            arguments: the arguments of the model's forward.
+            kind: the kind of these arguments.
+            seed: the seed of the random numbers that the stage draws.
+            more: True if another micro-batch is certain to follow.
         """
         received = None
         with self._noting_failures():
@@ -477,14 +488,15 @@ class PipelinedModule(ModuleWrapper):
         return ForwardResult(received or [], sent or [], output)
 
     def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
-        """Receives the gradients of a stage, runs its backward pass, and starts to send gradients.
+        """Receives the gradients for a stage, runs its backward pass, and starts sending gradients.
 
-        The last stage begins at the loss instead of received gradients; the first stage sends none.
+        The last stage starts from the loss instead of received gradients, and the first one sends
+        none.
 
         Args:
             batch: the global batch.
-            action: the backward pass.
-            drop: True if messages are to be exchanged, but nothing is to be computed.
+            action: the backward pass to run.
+            drop: True to exchange the messages without computing anything.
         """
         stage = action.stage
         micro_batch = action.micro_batch
@@ -513,19 +525,19 @@ class PipelinedModule(ModuleWrapper):
 
     @contextmanager
     def _averaging_gradients(self, batch: GlobalBatch, action: Action) -> Iterator[None]:
-        """Averages the gradients of a stage over the pipelines, if they are complete after this.
+        """Averages a stage's gradients over the pipelines, if this pass completes them.
 
         Args:
             batch: the global batch.
-            action: the backward pass that runs inside; the last one of its stage or not.
+            action: the backward pass that runs inside this context.
         """
         if batch.average is None:
             yield
             return
 
         for later in batch.actions:
-            is_of_stage = not later.forward and later.stage == action.stage
-            if is_of_stage and batch.is_ready(later):  # not the last one
+            is_of_same_stage = not later.forward and later.stage == action.stage
+            if is_of_same_stage and batch.is_ready(later):  # more gradients will be added
                 yield
                 return
 
@@ -536,7 +548,7 @@ class PipelinedModule(ModuleWrapper):
     def _receive_gradients(
         self, batch: GlobalBatch, action: Action, sent: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Receives the gradients of what a stage has sent to the next stage.
+        """Receives the gradients of the tensors that a stage has sent to the next stage.
 
         Args:
             batch: the global batch.
@@ -544,10 +556,10 @@ class PipelinedModule(ModuleWrapper):
             sent: the tensors that were sent.
 
         Returns:
-            Those of the tensors that have a gradient, and their gradients.
+            The tensors that have a gradient, and their gradients.
         """
         posted = batch.posted_gradients.pop(action.micro_batch, None)
-        if posted is None:  # `_post_gradients_early` has not started to receive them
+        if posted is None:  # they were not posted early
             posted = self._post_gradients(action.stage, sent)
 
         message = self._gradient_wires[action.stage].take(posted)
@@ -563,14 +575,14 @@ class PipelinedModule(ModuleWrapper):
         return outputs, gradients
 
     def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
-        """Starts to receive the gradients of a micro-batch: now it is certain that they come.
+        """Starts receiving the gradients of a micro-batch, whose loss has just been given.
 
-        The receives are kept in `batch.posted_gradients`. Nothing happens where receives that are
-        started early would not help, or would come in another order than the gradients.
+        The receives are kept in `batch.posted_gradients`. Nothing happens if starting them early
+        would not help, or if gradients may arrive in another order.
         """
         if self.has_last_stage:  # no later stage sends gradients to this one
             return
-        if len(self.place.stages) > 1:  # then gradients do not come in the order of micro-batches
+        if len(self.place.stages) > 1:  # gradients do not arrive in the order of micro-batches
             return
         stage = self.place.stages[0]
         if self._gradient_wires[stage].posts_early:
@@ -578,23 +590,24 @@ class PipelinedModule(ModuleWrapper):
             batch.posted_gradients[micro_batch] = self._post_gradients(stage, sent)
 
     def _post_gradients(self, stage: int, sent: list[Tensor]) -> PostedMessage:
-        """Starts to receive the gradients of tensors that were sent to the next stage.
+        """Starts receiving the gradients of tensors that were sent to the next stage.
 
         Returns:
-            The message whose receives were started, which are waited for later.
+            The message with the started receives, which must be waited for later.
         """
         source = self.place.rank_of_stage(stage + 1)
         return self._gradient_wires[stage].post_receives(source, gradient_message_spec(sent))
 
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
-        """Ends a global batch: runs the backward passes that are left, and waits for all messages.
+        """Ends a global batch: runs remaining backward passes, and waits until all is sent.
 
-        Some are left if the loop has not brought all micro-batches: in the schedule they come after
-        a forward pass that is never called. The loops of all ranks leave out the same ones.
+        Backward passes remain if the loop has left out some micro-batches, because the schedule
+        puts them after a forward pass that is never called. The loops of all ranks leave out the
+        same micro-batches.
 
         Args:
             batch: the global batch.
-            drop: True if its gradients are not wanted: messages are exchanged, but nothing is
+            drop: True if its gradients are not needed. Then messages are exchanged, but nothing is
                 computed.
         """
         while batch.actions:
@@ -607,18 +620,18 @@ class PipelinedModule(ModuleWrapper):
         self._global_batch = None
 
     def clear_gradients(self) -> None:
-        """Drops the gradients after the loop was left in the middle of a global batch.
+        """Drops the gradients when the loop was left in the middle of a global batch.
 
-        The messages that are left are exchanged at the next call of the model, not now: the reason
-        may be an exception on this rank, of which the other ranks know nothing.
+        The remaining messages are exchanged at the next call of the model, not now. The loop may
+        have been left by an exception on this rank, of which the other ranks know nothing.
         """
         for parameter in self.local_parameters():
             parameter.grad = None
 
     def _drop_unfinished(self) -> None:
-        """Drops a global batch that the loop has left in its middle, and its gradients.
+        """Drops a global batch that the loop has left early, and its gradients.
 
-        Before that its messages are exchanged, for which other ranks wait.
+        First exchanges its remaining messages, because other ranks wait for them.
         """
         batch = self._global_batch
         if batch is not None and batch.key != self.run.step.key:
@@ -626,7 +639,7 @@ class PipelinedModule(ModuleWrapper):
             self.clear_gradients()
 
     def _evaluate(self, arguments: Arguments) -> Any:
-        """Returns the model's output on every rank, from a forward pass without gradients."""
+        """Runs a forward pass without gradients, and returns the model's output on every rank."""
         self._drop_unfinished()
         kind = self._input_kind(arguments)
         seed = self._next_seed()
@@ -637,32 +650,34 @@ class PipelinedModule(ModuleWrapper):
             output = result.output
 
         leaves = pytree.tree_leaves(output)
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        tensors = self._pass_output_back(tensors)
+        tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = self._pass_output_back(tensors_here)
 
-        # The wires of gradients are not waited for. They may carry those of a global batch that is
-        # under way, which another rank receives in the next turn of its loop.
+        # The gradient wires are not waited for. They may carry gradients of a global batch that is
+        # being computed, which another rank receives only in the next turn of its loop.
         for wire in self._activation_wires + self._output_wires:
             wire.wait()
 
         if self.has_last_stage:
             return output
 
-        # Here the output has shapes only; each is replaced by the next received tensor.
+        # On this rank the output consists of shapes. Replace each by the next received tensor.
         remaining = iter(tensors)
         return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
 
     def _pass_output_back(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors of the model's output, on every rank of the pipeline.
+        """Sends the model's output from the last stage to every rank of the pipeline.
 
-        The rank with the last stage has them. Every other rank receives them from the rank at the
-        position after its own, and each sends them on to the rank at the position before.
+        Every rank receives it from the rank at the next position, and sends it on to the rank at
+        the previous position.
 
         Args:
-            tensors: of the output on this rank: shapes, if it does not have the last stage.
+            tensors: the tensors of the output on this rank; shapes unless it has the last stage.
+
+        Returns:
+            The tensors of the output, with their values.
         """
-        # The lowest stage of a rank has the number of the rank's position, and the output wire
-        # between two positions has the index of the lower one.
+        # Wire n connects the positions n and n + 1, which have the first stages n and n + 1.
         position = self.place.position
         if not self.has_last_stage:
             source = self.place.rank_of_stage(position + 1)
@@ -675,11 +690,11 @@ class PipelinedModule(ModuleWrapper):
         return tensors
 
     def _make_nan(self, tensor: Tensor) -> Tensor:
-        """Returns what a rank without the output returns for one of its tensors: NaN of its shape.
+        """Returns NaN in the shape of an output tensor whose values are on another rank.
 
-        It takes no memory, and nobody can mistake it for a result. Whole numbers are 0.
+        It takes no memory, and nobody can mistake it for a result. For integers the value is 0.
         """
-        if not tensor.is_meta:  # a real tensor, made of the model's inputs alone
+        if not tensor.is_meta:  # a real tensor, computed only from the model's inputs
             return tensor
         can_be_nan = tensor.is_floating_point() or tensor.is_complex()
         number = torch.nan if can_be_nan else 0

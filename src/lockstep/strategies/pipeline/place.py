@@ -1,8 +1,8 @@
-"""Where a rank stands: in which of several pipelines, and with which stages of the model.
+"""The place of a rank: in which of several pipelines it is, and which stages of the model it has.
 
-A *pipeline* is a group of ranks that hold one copy of the model; several pipelines stand side by
+A *pipeline* is a group of ranks that hold one copy of the model. Several pipelines stand side by
 side and divide the global batch. A rank's *position* is its number in its pipeline, in the order of
-the forward pass. With several stages per rank, stage k is at position k modulo the number of
+the forward pass. If ranks have several stages, stage k is at position k modulo the number of
 positions. The last position is on the first ranks, so that rank 0 has the model's output.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """The place of one rank."""
+    """The place of one rank in a run with one or more pipelines."""
 
     num_positions: int
     stages_per_rank: int
@@ -22,18 +22,17 @@ class PipelinePlace:
     position: int
     """The number of this rank in its pipeline, from 0."""
     pipeline: int
-    """The number of its pipeline, from 0."""
+    """The number of this rank's pipeline, from 0."""
 
     @classmethod
     def of_rank(
         cls, rank: int, num_ranks: int, num_positions: int, stages_per_rank: int
     ) -> PipelinePlace:
-        """Returns the place of a rank.
+        """Computes the place of a rank.
 
-        The first `num_pipelines` ranks are at the last position, each in another pipeline; the next
-        ones are at the position before it, and so on. For example, of two pipelines with three
-        positions, ranks 0 and 1 are at position 2, ranks 2 and 3 at position 1, ranks 4 and 5 at
-        position 0.
+        The first `num_pipelines` ranks are at the last position of the pipelines, the next ones at
+        the position before it, and so on. For example, with two pipelines of three positions, ranks
+        0 and 1 are at position 2, ranks 2 and 3 at position 1, and ranks 4 and 5 at position 0.
         """
         num_pipelines = num_ranks // num_positions
         return cls(
@@ -46,7 +45,7 @@ class PipelinePlace:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """The stages on this rank."""
+        """The numbers of the stages on this rank."""
         return tuple(range(self.position, self.last_stage + 1, self.num_positions))
 
     @property
@@ -62,29 +61,29 @@ class PipelinePlace:
     def gradient_group(self, cut: int) -> int:
         """Returns the number of the process group that carries the gradients of a cut.
 
-        Each rank sends gradients to the position before its own and receives them from the position
-        after it. NCCL executes the operations of a group one after the other, in the order in which
-        a rank has started them, and a send may last until its receiver comes to it. In a common
-        group a receive would wait for the sends before it.
+        Each rank sends gradients to the previous position, and receives them from the next one.
+        NCCL executes the operations of a group one after the other, in the order in which the rank
+        has started them, and a send may last until its receiver is ready. So in a common group a
+        receive would wait for earlier sends.
 
-        With one stage on each rank that does no harm: the gradients of one micro-batch after the
-        other go from the last position to the first. With several, a rank may wait in this way for
-        a gradient that its neighbour sends only after it has received from this rank. So the two
-        neighbours of a rank have different groups: links take turns with two groups, and in a ring
-        of an odd number the last link has a third. In each group a rank then only sends or only
-        receives.
+        With one stage on each rank this does no harm: the gradients of one micro-batch after the
+        other go from the last position to the first. With several stages a rank may wait for a
+        gradient that its neighbour sends only after it has received one from this rank: a deadlock.
+        So a rank uses different groups for its two neighbours, and in each group it only sends or
+        only receives. Two groups alternate between the links of the ring, and a ring with an odd
+        number of links needs a third one.
 
         Args:
-            cut: the one between the stages `cut` and `cut + 1`.
+            cut: the number of the cut, which is between the stages `cut` and `cut + 1`.
         """
         if self.stages_per_rank == 1:
             return 0
         link = cut % self.num_positions
-        is_odd_one_out = self.num_positions % 2 == 1 and link == self.num_positions - 1
-        return 2 if is_odd_one_out else link % 2
+        is_last_of_odd_ring = self.num_positions % 2 == 1 and link == self.num_positions - 1
+        return 2 if is_last_of_odd_ring else link % 2
 
     def rank_of_stage(self, stage: int) -> int:
-        """Returns the rank of this pipeline that has a stage; the inverse of `of_rank`."""
+        """Returns the rank of this pipeline that has a given stage; the inverse of `of_rank`."""
         position = stage % self.num_positions
         positions_after = self.num_positions - 1 - position
         return positions_after * self.num_pipelines + self.pipeline

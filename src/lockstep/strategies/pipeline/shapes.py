@@ -1,8 +1,8 @@
-"""Shapes in the place of the tensors of other stages: tensors on the meta device.
+"""Computes shapes instead of values, for the stages of a model that are on other ranks.
 
-Every rank of a pipeline runs the forward of the whole model. Outside of its own stages it computes
-shapes instead of values, which takes no memory and next to no time. Such a tensor is a `Shape`: it
-is on the meta device, but says that it is on the rank's device, because a model may ask.
+Every rank of a pipeline runs the forward of the whole model. Outside its own stages it computes on
+tensors without values, which takes no memory and hardly any time. Such a tensor is a `Shape`: it is
+on the meta device, but claims to be on the rank's device, because a model may ask for the device.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from lockstep.distributed.torch_compat import NormBase, TorchDispatchMode, pytre
 
 
 class Shape(Tensor):
-    """A tensor on the meta device that says it is on the device of the rank.
+    """A tensor on the meta device that claims to be on the device of the rank.
 
     So `torch.arange(length, device=x.device)` makes real numbers, whether `x` is a Shape or not.
-    Whatever is computed from a Shape is a Shape, too.
+    Anything that is computed from a Shape is a Shape, too.
     """
 
     device_to_show: ClassVar[torch.device | None] = None
-    """The device inside `only_shapes`; None while torch itself asks, and outside."""
+    """The device to claim inside `only_shapes`. None elsewhere, and while torch asks for it."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device on which the tensor would be."""
+        """The device on which the tensor would be if it had values."""
         return self.device_to_show or super().device
 
 
 class _ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, operations with a tensor on the meta device compute shapes."""
+    """A mode in which operations on a tensor on the meta device compute shapes."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Is called by torch for every operation, and runs it: on shapes if one is among them."""
+        """Runs an operation, on shapes if one of its arguments is a shape; called by torch."""
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
-            if kwargs.get("device") is not None:  # as in `x.to(device)`: the result is a shape, too
+            if kwargs.get("device") is not None:  # as in `x.to(device)`, which returns a shape, too
                 kwargs["device"] = torch.device("meta")
 
-        # torch itself must see that a `Shape` is on the meta device.
+        # While torch runs the operation, it must see that a `Shape` is on the meta device.
         device_to_show = Shape.device_to_show
         Shape.device_to_show = None
         try:
@@ -60,7 +60,11 @@ class _ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def only_shapes(device: torch.device) -> Iterator[None]:
-    """Inside this context shapes are computed, without gradients; they say they are on `device`."""
+    """A context in which shapes are computed, without gradients.
+
+    Args:
+        device: the device on which shapes claim to be.
+    """
     Shape.device_to_show = device
     try:
         with torch.no_grad(), _ShapeMode():  # type: ignore[no-untyped-call]
@@ -70,23 +74,24 @@ def only_shapes(device: torch.device) -> Iterator[None]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Returns a tensor, or a pytree, with its tensors changed."""
+    """Returns a pytree, or a single tensor, with `change` applied to each tensor."""
     if isinstance(tree, Tensor):  # much faster than `tree_map_only`
         return change(tree)
     return pytree.tree_map_only(Tensor, change, tree)
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same dtype and shape on the meta device."""
+    """Returns a tensor on the meta device with the dtype, shape and strides of the given one."""
     if tensor.is_meta:
         return tensor
-    # `empty_like` on the meta device is written in Python, and 20 times slower.
+    # `empty_like` is written in Python for the meta device, and is 20 times slower.
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that computes shapes only."""
-    memo: dict[int, Any] = {}  # what `deepcopy` puts in the place of an object, by its `id`
+    """Returns a copy of a module on the meta device, which only computes shapes."""
+    # `deepcopy` replaces an object by the one that is found here under its `id`.
+    memo: dict[int, Any] = {}
     for parameter in module.parameters():
         on_meta = parameter.detach().to("meta")
         memo[id(parameter)] = nn.Parameter(on_meta, parameter.requires_grad)
@@ -96,8 +101,8 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
     for part in module.modules():
         for value in vars(part).values():
-            # The copy communicates with nobody, and the threads of a group end with its last
-            # reference.
+            # The copy does not communicate. The threads of a group only end when nothing refers to
+            # it any more, so the copy must not.
             if isinstance(value, dist.ProcessGroup):
                 memo[id(value)] = None
 
@@ -105,9 +110,9 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def skip_normalisation(module: nn.Module) -> None:
-    """Lets the BatchNorm layers of a module return the shape that they are called with.
+    """Makes normalisation layers with statistics return the shape of their input.
 
-    Otherwise some of them would read numbers from their statistics, or wait for other ranks.
+    Otherwise some of them would read values of their statistics, or wait for other ranks.
     """
     for part in module.modules():
         if isinstance(part, NormBase):

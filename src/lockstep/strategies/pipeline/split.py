@@ -1,9 +1,9 @@
-"""Where a model is cut into stages: pure functions of a module's structure and of costs.
+"""Decides where a model is cut into stages: pure functions of the model's structure and of costs.
 
-A *cut* is the name of the submodule that begins a stage. Everything that is registered before it
-belongs to earlier stages, so submodules have to be registered in the order in which they are
+A *cut* is the name of the submodule with which a stage begins. Everything that is registered before
+it belongs to earlier stages, so submodules must be registered in the order in which they are
 called. A *unit* is a submodule before which the model can be cut. *State* is what training changes:
-parameters, or the statistics of a BatchNorm; every stage begins with a submodule that has some.
+parameters, or the statistics of a BatchNorm. Every stage begins with a submodule that has state.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ _CONTAINERS = nn.Sequential | nn.ModuleList
 
 @dataclass(frozen=True)
 class Split:
-    """A module that is cut into stages."""
+    """The result of cutting a module into stages: which stage each submodule belongs to."""
 
     cuts: tuple[str, ...]
-    """The names of the submodules that begin the stages, except the first stage."""
+    """The names of the submodules with which the stages begin, except for the first stage."""
     pieces: dict[str, int]
-    """The stage of each piece, by name: a submodule with state that no cut goes through. Pieces are
-    as large as possible."""
+    """The stage of each *piece*, by name. A piece is a submodule with state that belongs to a
+    single stage; pieces are as large as possible."""
     loose_parameters: dict[str, int]
-    """The stage of each parameter of a module that a cut goes through, by name."""
+    """The stage of each parameter that belongs to no piece, by name. The module of such a parameter
+    is divided over several stages."""
 
     def stage_of(self, name: str) -> int | None:
-        """Returns the stage of a module or parameter; None: a cut goes through the module."""
+        """Returns the stage of a module or parameter; None for a module that is divided."""
         for piece, stage in self.pieces.items():
             is_whole_model = piece == ""
-            if is_whole_model or name == piece or name.startswith(f"{piece}."):
+            is_in_piece = name == piece or name.startswith(f"{piece}.")
+            if is_whole_model or is_in_piece:
                 return stage
         return self.loose_parameters.get(name)
 
@@ -47,13 +49,13 @@ class Split:
 def units(module: nn.Module) -> list[str]:
     """Returns the names of the submodules before which the model can be cut, in order.
 
-    Containers, such as `nn.Sequential`, are chains of the submodules in them. A module that
-    contains the blocks which the model repeats is looked into, too. Blocks stay whole: their
-    submodules need not be a chain (a residual connection goes around them, for example).
+    Containers such as `nn.Sequential` are divided into their submodules, and so is any module that
+    contains the repeated blocks of the model. The blocks themselves stay whole, because their
+    submodules need not be a chain (for example, a residual connection bypasses them).
 
     Returns:
-        Names as in `named_modules()`, of submodules that have *state*: parameters, or the
-        statistics of a BatchNorm.
+        Names as in `named_modules()`, of submodules that have parameters or statistics of a
+        BatchNorm.
     """
     blocks = [name for name, _ in repeated_blocks(module)]
     names: list[str] = []
@@ -64,34 +66,36 @@ def units(module: nn.Module) -> list[str]:
 
 
 def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[str, nn.Module]]:
-    """Returns the names and modules of the units in a module, which may be a unit itself.
-
-    They may have no state.
+    """Divides a module into units, with or without state; returns their names and modules.
 
     Args:
-        name: of the module.
+        name: the name of the module in the model.
         module: the module.
-        blocks: the names of the blocks that the model repeats; a block is always one unit.
+        blocks: the names of the repeated blocks of the model, each of which is one unit.
     """
     prefix = f"{name}." if name else ""
     children = list(module.named_children())
     is_root = name == ""
     is_container = isinstance(module, _CONTAINERS)
     contains_blocks = any(block.startswith(prefix) for block in blocks)
-    can_be_cut = is_root or is_container or contains_blocks
     is_block = name in blocks
-    if not children or is_block or not can_be_cut:
-        return [(name, module)]  # it is one unit
+    can_be_divided = is_root or is_container or contains_blocks
+    is_one_unit = is_block or not children or not can_be_divided
+    if is_one_unit:
+        return [(name, module)]
 
     units: list[tuple[str, nn.Module]] = []
     for child_name, child in children:
         units += _find_units(f"{prefix}{child_name}", child, blocks)
-
     return units
 
 
 def split(module: nn.Module, cuts: Sequence[str]) -> Split:
-    """Cuts a module before the named submodules.
+    """Cuts a module into stages.
+
+    Args:
+        module: the model.
+        cuts: the names of the submodules with which the stages begin, except for the first stage.
 
     Raises:
         SettingError: a submodule does not exist, has no parameters, or is out of order.
@@ -134,20 +138,20 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
 
 
 def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> int:
-    """Enters a module and everything in it into `result`, in the order of registration.
+    """Adds a module and everything in it to `result`, in the order of registration.
 
     Args:
-        name: of the module.
+        name: the name of the module in the model.
         module: the module.
-        stage: the stage that the module begins in.
-        result: has the names of the cuts. Its dicts of pieces and loose parameters are filled.
+        stage: the stage in which the module begins.
+        result: the split whose pieces and loose parameters are filled. Its cuts are set already.
 
     Returns:
-        The stage that the module ends in.
+        The stage in which the module ends.
     """
     prefix = f"{name}." if name else ""
-    is_cut = any(cut.startswith(prefix) for cut in result.cuts)  # a stage begins inside of it
-    if not is_cut:
+    is_divided = any(cut.startswith(prefix) for cut in result.cuts)
+    if not is_divided:
         if _has_state(module):
             result.pieces[name] = stage
         return stage
@@ -155,21 +159,23 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     for parameter_name, _ in module.named_parameters(recurse=False):
         result.loose_parameters[f"{prefix}{parameter_name}"] = stage
 
-    # Not `named_children`, which leaves out a child that was registered before under another name.
+    # `named_children` would omit a child that was registered before under another name.
     for child_name, child in module.named_modules(remove_duplicate=False):
         is_direct_child = child_name != "" and "." not in child_name
-        if is_direct_child:
-            path = f"{prefix}{child_name}"
-            if path in result.cuts:
-                stage += 1
-            stage = _assign_stages(path, child, stage, result)
+        if not is_direct_child:
+            continue
+        child_path = f"{prefix}{child_name}"
+        if child_path in result.cuts:
+            stage += 1
+        stage = _assign_stages(child_path, child, stage, result)
 
     return stage
 
 
 def _check_shared_parameters(module: nn.Module, result: Split) -> None:
-    """Raises UsageError if two stages have the same parameter."""
-    first_use: dict[int, tuple[str, int]] = {}  # by the `id` of the parameter: its name and stage
+    """Raises UsageError if a parameter belongs to two stages."""
+    # The name and stage under which each parameter was seen first, by its `id`.
+    first_use: dict[int, tuple[str, int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         stage = result.stage_of(name)
         assert stage is not None  # every parameter has one
@@ -177,7 +183,7 @@ def _check_shared_parameters(module: nn.Module, result: Split) -> None:
             first_use[id(parameter)] = (name, stage)
             continue
 
-        other_name, other_stage = first_use[id(parameter)]  # it stands at two places of the module
+        other_name, other_stage = first_use[id(parameter)]  # it has two names
         if other_stage != stage:
             raise UsageError(
                 "a pipeline over a model with shared parameters",
@@ -187,11 +193,11 @@ def _check_shared_parameters(module: nn.Module, result: Split) -> None:
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Returns True if a module has parameters, or the statistics of a BatchNorm."""
+    """Returns True if a module has parameters or the statistics of a BatchNorm."""
     if next(module.parameters(), None) is not None:
         return True
     for part in module.modules():
-        # `running_mean` is that of other layers with statistics, such as InstanceNorm.
+        # Other layers with statistics, such as InstanceNorm, have a `running_mean`.
         if isinstance(part, BatchNorm) or getattr(part, "running_mean", None) is not None:
             return True
     return False
@@ -200,14 +206,16 @@ def _has_state(module: nn.Module) -> bool:
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Divides a list into contiguous parts so that the most expensive part is as cheap as possible.
 
+    For example, `balanced([1, 1, 1, 3], 2)` is `[3]`: the parts are `[1, 1, 1]` and `[3]`.
+
     Args:
-        costs: of the items, in order.
-        parts: the number of parts, at most that of the items. No part is empty.
+        costs: the costs of the items, in order.
+        parts: the number of parts, at most the number of items. No part is empty.
 
     Returns:
-        The first index of every part except the first.
+        The index of the first item of every part except the first part.
     """
-    cost_before = [0.0, *itertools.accumulate(costs)]  # [i]: of all items before item i
+    cost_before = [0.0, *itertools.accumulate(costs)]  # [i]: the cost of all items before item i
 
     @cache
     def best(end: int, num_parts: int) -> tuple[float, list[int]]:
@@ -220,15 +228,14 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
             return cost_before[end], []
 
         candidates: list[tuple[float, list[int]]] = []
-
-        # Each of the other parts has at least one item, and so has the last one.
-        for begin_of_last in range(num_parts - 1, end):
+        earliest = num_parts - 1  # each of the other parts needs at least one item
+        for begin_of_last in range(earliest, end):
             most_before, cuts_before = best(begin_of_last, num_parts - 1)
             cost_of_last = cost_before[end] - cost_before[begin_of_last]
             cuts = [*cuts_before, begin_of_last]
             candidates.append((max(most_before, cost_of_last), cuts))
 
-        return min(candidates)  # the cheapest, and of several the one that is cut earliest
+        return min(candidates)  # of several cheapest candidates, the one that is cut earliest
 
     _, cuts = best(len(costs), parts)
     return cuts

@@ -1,23 +1,27 @@
-"""One stage of a model, run through the user's own forward.
+"""Runs one stage of a model by calling the user's own forward.
 
-A *piece* is a submodule that belongs to one stage. Every rank calls the forward of the whole model.
-It is *inside* a stage from the call of the stage's first piece, which is given what the stage
-before has sent, to the call of the next stage's first piece, whose arguments are sent on.
-*Outside*, shapes are computed instead of values (`shapes`), and pieces of other stages return
-shapes that they remember. Submodules without parameters (but not BatchNorms) run everywhere, on
-real values inside.
+A *piece* is a submodule that belongs to a single stage. Every rank calls the forward of the whole
+model, but only computes values in its own stage, from the call of the stage's first piece to the
+call of the next stage's first piece. Before and after that it computes *shapes* (tensors without
+values, `shapes`), and the pieces of other stages return shapes that were computed once.
 
-No code is traced or rewritten, so the forward can be any Python. A stage may use the model's own
-inputs, but of the stages before it only the arguments of its first piece.
+When the first piece of a stage is called, its arguments are replaced by the tensors that the
+previous stage has sent. When the first piece of the next stage is called, its arguments are sent
+there. Submodules without parameters (except BatchNorms) run on all ranks, on values within the
+stage and on shapes elsewhere.
 
-Where a stage begins and ends is noticed before the hooks of its first piece run, so that what these
-compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of the stage.
+No code is traced or rewritten, so the forward may be any Python code. A stage may use the model's
+inputs, but from earlier stages it may only use the arguments of its first piece.
 
-Random numbers: the streams of the ranks of one pipeline are equal, so that what a training loop
-draws (a mask, for example) is the same on all of them. What the model's forward draws comes from
-other streams. Outside of the stage they are the same on every rank, because the forward runs on all
-of them for the same micro-batch. Inside they differ from stage to stage, or the dropout masks of
-two stages would be the same.
+The beginning and the end of a stage are noticed before the hooks of its first piece run, so that
+whatever these hooks compute is part of the stage (`torch.nn.utils.weight_norm` computes the weight
+in one).
+
+Random numbers: All ranks of a pipeline have the same random streams, so that the training loop
+draws the same numbers on all of them (for a mask, for example). The model's forward uses other
+streams. Where shapes are computed, they are the same on all ranks, which run the same forward for
+the same micro-batch. Within a stage they differ from those of other stages; otherwise two stages
+would have the same dropout masks.
 """
 
 from __future__ import annotations
@@ -56,21 +60,21 @@ SAVE_WHOLE_MODEL_ADVICE = (
     "call lockstep.save_weights(model, path) on all ranks and load the file into a whole model (in "
     "transformers by from_pretrained), or use strategy='ddp'"
 )
-"""Advice for who needs the whole model, to generate text for example."""
+"""Advice for users who need the whole model, for example to generate text."""
 STAGE_SEED_TAG = 0x57A6E
-"""Mixed into the seeds of stages, so that no other random stream has the same seeds."""
+"""Mixed into the seeds of stages, so that no other random stream has the same seed."""
 
 
 class StagedModel:
     """A model of which this process runs some stages.
 
-    The parameters of the other stages are moved to the meta device, in place.
+    The parameters of all other stages are moved to the meta device, in place.
 
     Args:
-        module: the user's, on the CPU or its device.
-        split: where it is cut.
-        stages: the stages of this process.
-        device: for these stages.
+        module: the user's model, on the CPU or on its device.
+        split: where the model is cut.
+        stages: the numbers of this process's stages.
+        device: the device of these stages.
     """
 
     def __init__(
@@ -78,86 +82,89 @@ class StagedModel:
     ) -> None:
         self.module = module
         self.in_backward = False
-        """True during a backward pass, in which checkpointed pieces run their forward again."""
+        """True during a backward pass, in which activation checkpointing runs pieces again."""
         self.stage_run: StageRun | None = None
-        """The run of a stage that is under way."""
+        """The forward pass through a stage that is running; None if there is none."""
         self._device = device
         self._cuts = split.cuts
         self._last_stage = len(split.cuts)
         self.gone = _move_to_stages(module, split, frozenset(stages), device)
-        """Parameters that are on other ranks now, and the shapes that took their place."""
+        """Parameters that are on other ranks now, and the parameters without values that replaced
+        them."""
         self.parameters_of_stage = _parameters_of_stages(module, split, stages)
         _disable_nested_tensors(module, split)
         for name, stage in split.pieces.items():
-            self._replace_forward(name, stage, stages, begins_stage=name in split.cuts)
+            self._replace_forward(name, stage, stages, is_first_of_stage=name in split.cuts)
 
     def _replace_forward(
-        self, name: str, stage: int, stages: Sequence[int], *, begins_stage: bool
+        self, name: str, stage: int, stages: Sequence[int], *, is_first_of_stage: bool
     ) -> None:
         """Replaces the forward of a piece by a `_PieceForward`.
 
-        That runs the piece while its own stage runs, and else returns the shapes of its output.
+        The new forward runs the piece in its own stage, and returns the shapes of its output
+        elsewhere.
 
         Args:
-            name: of the piece.
-            stage: of the piece.
-            stages: of this process.
-            begins_stage: True if the piece is the first of its stage.
+            name: the name of the piece.
+            stage: the stage that the piece belongs to.
+            stages: the stages of this process.
+            is_first_of_stage: True if the stage begins with this piece.
         """
         piece = self.module.get_submodule(name)
-        if isinstance(vars(piece).get("forward"), _PieceForward):  # it stands at two places
+        was_replaced = isinstance(vars(piece).get("forward"), _PieceForward)
+        if was_replaced:  # the same piece is registered under another name
             return
 
-        is_here = stage in stages
+        stage_is_here = stage in stages
         shape_forward = None
-        if not is_here:  # this process computes nothing but shapes with it
+        if not stage_is_here:  # this process only computes shapes with the piece
             skip_normalisation(piece)
             shape_forward = piece.forward
-        elif len(stages) > 1:  # values in its own stage, shapes while another stage runs
+        elif len(stages) > 1:  # and while another stage of this process runs, also shapes
             shape_copy = copy_to_meta(piece)
             skip_normalisation(shape_copy)
             shape_forward = shape_copy.forward
 
         forward = _PieceForward(
-            self, name, stage, begins_stage, is_here, piece.forward, shape_forward
+            self, name, stage, is_first_of_stage, stage_is_here, piece.forward, shape_forward
         )
         piece.forward = forward
-        if begins_stage:
+        if is_first_of_stage:
             piece.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
 
     def run(
         self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments, seed: int
     ) -> tuple[list[Tensor] | None, Any]:
-        """Runs a stage for the model's arguments.
+        """Runs one stage for the given arguments of the model.
 
         Args:
-            stage: its number.
-            received: the tensors from the stage before; None for the first stage.
-            arguments: of the model's forward.
-            seed: of the random numbers, equal for all stages of a micro-batch.
+            stage: the number of the stage.
+            received: the tensors from the previous stage; None for the first stage.
+            arguments: the arguments of the model's forward.
+            seed: the seed of the random numbers, equal for all stages of a micro-batch.
 
         Returns:
-            The tensors for the next stage, or None from the last one; and what the forward
-            returned, which is mostly shapes except in the last stage.
+            The tensors for the next stage (None from the last stage), and what the model's forward
+            returned, which consists of shapes except in the last stage.
 
         Raises:
             UsageError: the model cannot be cut there.
         """
         stage_run = StageRun(stage, received, seed, self._device)
 
-        # While it is set, the pieces begin and end the stage: see `_PieceForward.before`.
+        # The calls of pieces use it to begin and end the stage (`_PieceForward.before`).
         self.stage_run = stage_run
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(gpus), stage_run.outside_contexts:
+            with torch.random.fork_rng(gpus), stage_run.shape_contexts:
                 seed_streams(seed, self._device)
-                if stage > 0:  # stage 0 computes values from the beginning of the forward pass
-                    stage_run.go_outside()
+                if stage > 0:  # only stage 0 computes values from the start of the forward pass
+                    stage_run.begin_shapes()
                 output = self.module(*args, **kwargs)
         except RuntimeError as error:
-            # torch asks for the value of a shape, or mixes shapes and values. Its message is, for
-            # example, "Tensor.item() cannot be called on meta tensors".
+            # The model has used the value of a shape, or mixed shapes and values. The message of
+            # torch is then, for example, "Tensor.item() cannot be called on meta tensors".
             concerns_meta_tensors = "meta" in str(error).lower()
             if concerns_meta_tensors and not isinstance(error, torch.OutOfMemoryError):
                 raise _uses_other_stage_error(stage) from error
@@ -169,10 +176,10 @@ class StagedModel:
         return stage_run.sent, output
 
     def _check_has_run(self, stage_run: StageRun, output: Any) -> None:
-        """Raises UsageError if a forward pass has not run its stage from the begin to the end.
+        """Raises UsageError if a forward pass has not run its stage from beginning to end.
 
         Args:
-            stage_run: of the stage.
+            stage_run: the forward pass through the stage.
             output: what the model's forward returned.
         """
         stage = stage_run.stage
@@ -181,7 +188,7 @@ class StagedModel:
                 raise _not_called_error(self._cuts[stage], stage + 1)
             return
 
-        if not stage_run.is_inside:  # the last stage has not begun
+        if not stage_run.computes_values:  # the last stage has not begun
             raise _not_called_error(self._cuts[stage - 1], stage)
 
         for leaf in pytree.tree_leaves(output):
@@ -190,9 +197,9 @@ class StagedModel:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """A backward pass must run inside this context.
+        """A context in which backward passes must run.
 
-        It sets `in_backward`, which allows pieces to run again, for activation checkpointing.
+        It allows pieces to run again, for activation checkpointing.
         """
         self.in_backward = True
         try:
@@ -205,42 +212,44 @@ class StagedModel:
 
 @dataclass(eq=False)
 class StageRun:
-    """One run of the model's forward for one stage: what comes in, and what goes out."""
+    """One run of the model's forward for one stage, with the tensors that it receives and sends."""
 
     stage: int
     received: Sequence[Tensor] | None
-    """The tensors among the arguments of the stage's first piece; None for stage 0."""
+    """The tensors that replace those in the arguments of the stage's first piece; None for stage 0.
+    """
     seed: int
     device: torch.device
     sent: list[Tensor] | None = None
-    """The tensors for the next stage; None until that is reached."""
+    """The tensors for the next stage; None until its first piece is called."""
     has_begun: bool = False
-    is_inside: bool = True
-    """True while real values are computed."""
-    outside_contexts: ExitStack = field(default_factory=ExitStack)
-    """Holds the contexts of the outside while the run is there."""
+    """True if a piece of the stage was called."""
+    computes_values: bool = True
+    """True while values are computed, False while shapes are computed."""
+    shape_contexts: ExitStack = field(default_factory=ExitStack)
+    """Holds the context in which shapes are computed, while it is entered."""
 
     def begin(self) -> None:
-        """Gives the stage random numbers of its own when its first piece is called."""
+        """Gives the stage its own random numbers, when its first piece is called."""
         if not self.has_begun:
             self.has_begun = True
             seed_streams(mix_seed(self.seed, self.stage, STAGE_SEED_TAG), self.device)
 
-    def go_inside(self, arguments: Arguments) -> Arguments:
-        """Begins to compute values, at the call of the stage's first piece.
+    def begin_values(self, arguments: Arguments) -> Arguments:
+        """Starts computing values, when the stage's first piece is called.
 
         Args:
-            arguments: of the piece, whose tensors are shapes.
+            arguments: the arguments of the piece, whose tensors are shapes.
 
         Returns:
-            The arguments with the received tensors in the places of these.
+            The arguments, with the received tensors in place of the shapes.
         """
-        self.outside_contexts.close()
-        self.is_inside = True
+        self.shape_contexts.close()
+        self.computes_values = True
 
         tensors: list[Tensor] = []
         for tensor in self.received or ():
-            if tensor.requires_grad:  # a leaf, which torch does not let the model write to
+            if tensor.requires_grad:  # torch does not allow in-place operations on such a leaf
                 tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             tensors.append(tensor)
 
@@ -253,53 +262,53 @@ class StageRun:
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
 
-        # The arguments are shapes; each is replaced by the next received tensor.
+        # Replace each shape by the next received tensor.
         remaining = iter(tensors)
         filled: Arguments = pytree.tree_map_only(Tensor, lambda _: next(remaining), arguments)
         return filled
 
-    def leave(self, arguments: Arguments) -> None:
-        """Ends the stage at the call of the next stage's first piece.
+    def end(self, arguments: Arguments) -> None:
+        """Ends the stage, when the next stage's first piece is called.
 
-        The tensors among the arguments of that piece are put into `sent`, and only shapes are
-        computed from here on.
+        Stores the tensors among the arguments of that piece in `sent`. From then on only shapes are
+        computed.
         """
         self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in self.sent):
             raise _uses_other_stage_error(self.stage)
-        self.go_outside()
+        self.begin_shapes()
 
-    def go_outside(self) -> None:
-        """From here on only shapes are computed."""
-        self.is_inside = False
-        self.outside_contexts.enter_context(only_shapes(self.device))
+    def begin_shapes(self) -> None:
+        """Starts computing shapes instead of values."""
+        self.computes_values = False
+        self.shape_contexts.enter_context(only_shapes(self.device))
 
 
 @dataclass(eq=False)
 class _PieceForward:
-    """Takes the place of the `forward` of a piece."""
+    """The callable that replaces the `forward` of a piece."""
 
     model: StagedModel
     name: str
     stage: int
-    begins_stage: bool
-    """True if the piece is the first of its stage."""
-    is_here: bool
-    """True if this process runs the stage."""
+    is_first_of_stage: bool
+    """True if the stage begins with this piece."""
+    stage_is_here: bool
+    """True if this process runs the stage of the piece."""
     __wrapped__: Callable[..., Any]
-    """The forward that the piece had before."""
+    """The original forward of the piece."""
     shape_forward: Callable[..., Any] | None
     """A forward that computes shapes; None if this process runs no other stage."""
     output_of_kind: dict[Any, Any] = field(default_factory=dict)
-    """The shapes of the output, by the kind of input."""
+    """The shapes of the output that were computed so far, by the kind of input."""
 
-    @never_compiled  # a block that is compiled in place has a compiled forward of its own
+    @never_compiled  # the original forward may be compiled by itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the piece, or returns the shapes of what it would return."""
+        """Runs the piece if its stage is running; otherwise returns the shapes of its output."""
         stage_run = self.model.stage_run
         if stage_run is None:
-            # Activation checkpointing runs the piece again in the backward pass.
-            if self.model.in_backward and self.is_here:
+            is_recomputed = self.model.in_backward and self.stage_is_here
+            if is_recomputed:  # by activation checkpointing
                 return self.__wrapped__(*args, **kwargs)
 
             raise UsageError(
@@ -316,45 +325,46 @@ class _PieceForward:
 
         output = self._output_shapes((args, kwargs))
 
-        # New tensors, because the caller may change the shape of these in place.
+        # Return new tensors, because the caller may change their shapes in place.
         return map_tensors(lambda tensor: tensor.as_subclass(Shape), output)
 
     @never_compiled
     def before(self, _piece: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Begins or ends the stage that runs, if it begins or ends at this piece.
+        """Begins or ends the running stage if the call of this piece is where it begins or ends.
 
-        It is called before the piece runs: by `__call__`, and as a forward pre-hook of the first
-        piece of a stage.
+        It is called before the piece runs: as a forward pre-hook if the piece is the first of its
+        stage, and by `__call__`.
 
         Returns:
             The arguments for the piece.
         """
         stage_run = self.model.stage_run
-        if stage_run is None:  # no stage runs, as when a checkpointed piece is computed again
+        if stage_run is None:  # no stage is running, for example in the backward pass
             return args, kwargs
 
         is_of_this_stage = self.stage == stage_run.stage
         if is_of_this_stage:
             stage_run.begin()
-            if stage_run.is_inside:  # nothing changes
+            if stage_run.computes_values:  # the stage goes on
                 return args, kwargs
             has_ended = stage_run.sent is not None
-            if self.begins_stage and not has_ended:
-                return stage_run.go_inside((args, kwargs))
+            if self.is_first_of_stage and not has_ended:
+                return stage_run.begin_values((args, kwargs))
             raise _out_of_order_error(self.name, self.stage)
 
-        if not stage_run.is_inside:  # a piece of another stage, outside: nothing changes
+        # The piece belongs to another stage.
+        if not stage_run.computes_values:
             return args, kwargs
 
         is_of_next_stage = self.stage == stage_run.stage + 1
-        if self.begins_stage and is_of_next_stage:
-            stage_run.leave((args, kwargs))
+        if self.is_first_of_stage and is_of_next_stage:
+            stage_run.end((args, kwargs))
             return args, kwargs
 
         raise _out_of_order_error(self.name, self.stage)
 
     def _output_shapes(self, arguments: Arguments) -> Any:
-        """Returns the output of `shape_forward`, which is remembered for each kind of input."""
+        """Returns the shapes of the piece's output, computed once for each kind of input."""
         assert self.shape_forward is not None  # this process runs another stage
 
         # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
@@ -371,36 +381,38 @@ class _PieceForward:
 
 
 class _ReceivedTensor(torch.autograd.Function):
-    """Makes a tensor that is not a leaf from a received one, so that the model may write to it.
+    """The identity function. Its result is not a leaf of the autograd graph.
 
-    The gradient arrives at the leaf.
+    So the model may write to the result of a received tensor. The memory is not copied, and the
+    gradient arrives at the received tensor.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        """Returns the same memory; `detach()` would return a view of the leaf."""
+        """Returns a tensor with the same memory; `detach()` would return a view of the leaf."""
         return leaf.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns the gradient as it is."""
+        """Passes the gradient on unchanged."""
         return gradient
 
 
 def _move_to_stages(
     module: nn.Module, split: Split, stages: frozenset[int], device: torch.device
 ) -> list[nn.Parameter]:
-    """Moves what belongs to this process to its device, and the rest to the meta device.
+    """Moves the tensors of this process's stages to its device, and all others to the meta device.
 
     Returns:
-        The parameters of the module whose values are on other ranks now: each original one, and the
-        one on the meta device that took its place.
+        The parameters whose values are on other ranks now: the original parameters, and those on
+        the meta device that replaced them.
     """
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
         parameters = list(part.named_parameters(name, recurse=False, remove_duplicate=False))
 
-        # The model may have been built on the meta device. These get their values later.
+        # If the model was built on the meta device, allocate the parameters of these stages. They
+        # get their values later.
         ids_without_memory: set[int] = set()
         for path, parameter in parameters:
             if parameter.is_meta and split.stage_of(path) in stages:
@@ -416,17 +428,18 @@ def _move_to_stages(
                 continue
 
             gone.append(parameter)
-            if not parameter.is_meta:  # one without values needs no replacement
+            if not parameter.is_meta:  # otherwise it has no values and can stay
                 shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, shape)
                 gone.append(shape)
 
-        stage = split.stage_of(name)  # None: a module that a cut goes through, which all ranks need
-        is_here = stage is None or stage in stages
+        # A module that a cut goes through belongs to no stage, and all ranks need its buffers.
+        stage = split.stage_of(name)
+        stage_is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):
-            members(part).buffers[attribute] = buffer.to(device if is_here else "meta")
+            members(part).buffers[attribute] = buffer.to(device if stage_is_here else "meta")
 
     return gone
 
@@ -434,7 +447,7 @@ def _move_to_stages(
 def _parameters_of_stages(
     module: nn.Module, split: Split, stages: Sequence[int]
 ) -> dict[int, list[nn.Parameter]]:
-    """Returns the parameters of each stage of this process."""
+    """Returns the parameters of each stage of this process, by the number of the stage."""
     parameters_of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in stages}
     for name, parameter in module.named_parameters():
         stage = split.stage_of(name)
@@ -444,14 +457,15 @@ def _parameters_of_stages(
 
 
 def _give_memory(tensor: Tensor, ids: set[int], device: torch.device) -> Tensor:
-    """Returns a tensor with memory for one with one of these ids, and any other as it is."""
+    """Allocates a tensor if its `id` is among `ids`; returns any other tensor unchanged."""
     return with_memory(tensor, device) if id(tensor) in ids else tensor
 
 
 def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
-    """Stops torch's encoders, if they are cut, from making nested tensors in evaluation.
+    """Prevents torch's encoders, if they are cut, from making nested tensors in evaluation.
 
-    Nested tensors are an optimisation for padded inputs, and have no shape that could be sent.
+    Nested tensors are an optimisation for padded inputs. They have no fixed shape that could be
+    sent.
     """
     for name, part in module.named_modules():
         is_cut = split.stage_of(name) is None
@@ -460,7 +474,7 @@ def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
 
 
 def _uses_other_stage_error(stage: int) -> UsageError:
-    """Returns the error of a stage that uses values of another stage."""
+    """Returns the error for a stage that uses values of another stage."""
     return UsageError(
         f"a pipeline whose stage {stage} begins there",
         "the model uses a value of another stage that is not an argument of the stage's first "
@@ -471,7 +485,7 @@ def _uses_other_stage_error(stage: int) -> UsageError:
 
 
 def _out_of_order_error(name: str, stage: int) -> UsageError:
-    """Returns the error of a piece that is called before or after its stage runs."""
+    """Returns the error for a piece that is called before or after its stage runs."""
     return UsageError(
         "a pipeline over a model whose submodules are not called in the order they are registered",
         f"{name}, of stage {stage}, is called before or after its turn",
@@ -481,11 +495,11 @@ def _out_of_order_error(name: str, stage: int) -> UsageError:
 
 
 def _not_called_error(name: str, stage: int) -> UsageError:
-    """Returns the error of a forward pass that has not called the first piece of a stage.
+    """Returns the error for a forward pass that has not called the first piece of a stage.
 
     Args:
-        name: of that piece.
-        stage: that begins with it.
+        name: the name of that piece.
+        stage: the number of the stage.
     """
     return UsageError(
         f"a pipeline whose stage {stage} begins at {name}",
@@ -497,7 +511,7 @@ def _not_called_error(name: str, stage: int) -> UsageError:
 
 
 def seed_streams(seed: int, device: torch.device) -> None:
-    """Seeds torch's random streams of the CPU and of the device."""
+    """Seeds torch's random streams of the CPU and of a device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

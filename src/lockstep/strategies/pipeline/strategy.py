@@ -1,15 +1,15 @@
-"""The strategy `pipeline`: a model cut into stages, each on a rank of its own.
+"""The strategy `pipeline`: a model is cut into stages, which are on different ranks.
 
 The ranks of one *pipeline* compute one part of the global batch together, micro-batch by
-micro-batch; several micro-batches keep the stages busy. Several pipelines may stand side by side:
-each computes its own part of the global batch, and the gradients of equal stages are averaged once
-per global batch. A rank's *position* is its number in its pipeline. The last stage is on the first
-ranks, so that rank 0 has the model's output and its loss.
+micro-batch; several micro-batches keep all stages busy. Several pipelines may stand side by side:
+each of them computes its own part of the global batch, and the gradients of equal stages are
+averaged once per global batch. A rank's *position* is its number in its pipeline. The last stage is
+on the first ranks, so that rank 0 has the model's output and its loss.
 
-torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand, and
-its shapes are fixed at the first step. Here the loss is what the training loop computes, and the
-last batch of an epoch may be short. So torch's point-to-point operations and autograd are used
-directly, in the orders of `schedule.order`.
+torch.distributed.pipelining has the same schedules, but its loss is a function that is given in
+advance, and its shapes are fixed in the first step. Here the training loop computes the loss, and
+the last batch of an epoch may be short. So torch's point-to-point operations and autograd are used
+directly, in the order of `schedule.order`.
 """
 
 from __future__ import annotations
@@ -56,30 +56,34 @@ from lockstep.wording import count_noun
 
 SCHEDULES = ("1f1b", "gpipe")
 MICRO_BATCHES_PER_STAGE = 4
-"""By default: then ranks wait for a fifth of the time at most."""
+"""The default, with which ranks are idle for at most a fifth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Strategy):
-    """Options of the pipeline.
+    """The strategy `pipeline` and its options.
 
     Raises:
-        SettingError: a value out of range, or two that do not go together.
+        SettingError: an option has a value out of range, or two options exclude each other.
     """
 
     name: ClassVar[str] = "pipeline"
 
     stages: int | None = None
-    """Ranks that one copy of the model is spread over, a divisor of the world size; None: all."""
+    """Number of ranks over which one copy of the model is spread, a divisor of the number of all
+    ranks; None for all ranks."""
     split: Sequence[str] | None = None
-    """Names of the submodules that begin the stages after the first; None: cut into stages of equal
-    cost, measured on an example from a loader given to the same `prepare`."""
+    """Names of the submodules with which the stages begin, except for the first stage. None to cut
+    the model into stages of equal cost, measured on an example from a loader that is given to the
+    same `prepare`."""
     schedule: str = "1f1b"
-    """`1f1b`, or `gpipe`, which holds the activations of all micro-batches at the same time."""
+    """`1f1b`, or `gpipe`, which keeps the activations of all micro-batches at the same time."""
     interleave: int = 1
-    """Stages on each rank. With several, ranks send more, and two or three ranks wait less."""
+    """Number of stages on each rank. More stages reduce the idle time of two or three ranks, but
+    more is sent."""
     num_micro_batches: int | None = None
-    """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch_size` is set."""
+    """Number of micro-batches in a global batch. None for 4 per stage, unless `micro_batch_size` is
+    set."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -98,10 +102,11 @@ class Pipeline(Strategy):
             raise SettingError(f"split={self.split!r}", "it is one text", "give a list of names")
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Plans one part of the batch for each pipeline, in micro-batches that keep it busy.
+        """Plans a run in which each pipeline computes a part of the global batch, in micro-batches.
 
         Raises:
-            SettingError: sizes that do not fit, or precision fp16.
+            SettingError: the options do not fit the number of ranks or each other, or precision is
+                fp16.
         """
         refuse_virtual_ranks(
             run, self.name, "its micro-batches go through stages on several processes"
@@ -141,7 +146,7 @@ class Pipeline(Strategy):
 
         place = self._place(run.topology)
         if place.num_positions > 1 and place.num_pipelines > 1:
-            # Already here, because BatchNorm may be given the group of equal stages.
+            # The group is opened before modules are wrapped, because BatchNorm layers may use it.
             open_group(run, "replicas", _table_of_ranks(run, place))
 
         return replace(
@@ -152,11 +157,11 @@ class Pipeline(Strategy):
         )
 
     def spreads_model(self, run: Run) -> bool:
-        """Returns True if there are several stages."""
+        """Returns True if there are several stages on different ranks."""
         return self._num_positions(run.topology) > 1
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Cuts the module into stages, of which this rank keeps its own.
+        """Cuts the module into stages and keeps those of this rank.
 
         Raises:
             SettingError: `split` does not fit the module, or BatchNorm would get other statistics.
@@ -189,9 +194,10 @@ class Pipeline(Strategy):
             Choice("stages", f"begin at {', '.join(cuts.cuts)}", reason),
         ]
 
-        # Parameters that are on other ranks now, and the shapes that took their place.
+        # The model must not refer to removed parameters any more, since that would keep all of the
+        # user's model in memory.
         gone = model.gone
-        model.gone = []  # a reference here would keep the whole model in memory
+        model.gone = []
         return PreparedModule(
             module=pipelined,
             choices=choices,
@@ -209,8 +215,8 @@ class Pipeline(Strategy):
         """Gives the loss to the pipelined module that was called, which runs backward passes.
 
         Raises:
-            UsageError: no module or several were called, or an option is set that the other stages
-                cannot follow.
+            UsageError: not exactly one module was called, or an option is set that only the last
+                stage could follow.
         """
         pipelined = [module for module in modules if isinstance(module, PipelinedModule)]
         if not pipelined:  # one process
@@ -246,9 +252,9 @@ class Pipeline(Strategy):
         """Returns the norm of the gradients of all stages.
 
         Args:
-            parameters: of the whole model. Those of other ranks' stages are on the meta device, and
-                have no gradient here.
-            norm_type: as for `torch.nn.utils.get_total_norm`.
+            parameters: the parameters of the whole model. Those of other stages are on the meta
+                device and have no gradient here.
+            norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`.
         """
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         if num_ranks == 1:
@@ -266,10 +272,10 @@ class Pipeline(Strategy):
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
 
     def _num_micro_batches(self, run: Run) -> int:
-        """Returns the number of micro-batches of a global batch.
+        """Returns the number of micro-batches in a global batch.
 
         Raises:
-            SettingError: it is set twice, to different numbers.
+            SettingError: the number was set twice, to different values.
         """
         from_options = self.num_micro_batches
         from_settings = run.settings.num_micro_batches
@@ -304,19 +310,19 @@ class Pipeline(Strategy):
         return self.stages or topology.size
 
     def _place(self, topology: Topology) -> PipelinePlace:
-        """Returns the place of this rank."""
+        """Returns the place of this rank in the pipelines."""
         num_positions = self._num_positions(topology)
         return PipelinePlace.of_rank(topology.rank, topology.size, num_positions, self.interleave)
 
     def _open_wires(self, run: Run, place: PipelinePlace) -> Wires:
         """Opens the process groups of one model, and returns the wires that use them.
 
-        Every model has groups of its own, as NCCL does not tell the messages of two models apart.
+        Every model has its own groups, because NCCL cannot tell messages of two models apart.
         """
         ranks = _table_of_ranks(run, place)
         model = len(run.prepared)
 
-        # `open_group` makes a group of each row: the ranks of a pipeline.
+        # A row of `ranks.T` has the ranks of one pipeline, which form a group.
         activations = open_group(run, f"activations of model {model}", ranks.T)
 
         gradients: list[dist.ProcessGroup] = []
@@ -325,7 +331,7 @@ class Pipeline(Strategy):
 
         wires = Wires([], [], [])
         for cut in range(place.last_stage):
-            # Gloo posts receives ahead of time, so messages of several cuts need tags there.
+            # Over Gloo receives are posted early, so tags must tell the messages of cuts apart.
             group = gradients[place.gradient_group(cut)]
             wires.activations.append(Wire(activations, run.device, tag=cut))
             wires.gradients.append(Wire(group, run.device, tag=cut))
@@ -334,15 +340,14 @@ class Pipeline(Strategy):
         return wires
 
     def _set_statistics_groups(self, module: nn.Module, run: Run) -> None:
-        """Restricts SyncBatchNorm layers to the ranks that have the same stages.
+        """Makes SyncBatchNorm layers take their statistics over the ranks with the same stages.
 
-        Other ranks do not run these layers. With one pipeline each rank is alone.
+        Other ranks do not run these layers. With a single pipeline, each rank computes them alone.
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")
         if layers and group is None:
-            # Shape (ranks, 1): a group of each rank.
-            each_rank_alone = torch.arange(run.topology.size)[:, None]
+            each_rank_alone = torch.arange(run.topology.size)[:, None]  # shape (ranks, 1)
             group = open_group(run, "alone", each_rank_alone)
 
         for layer in layers:
@@ -352,11 +357,11 @@ class Pipeline(Strategy):
                 layer.process_group = group
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
-        """Raises an error if the stages would not compute what one device computes.
+        """Raises an error if the stages would not compute the same as one device.
 
         Raises:
-            SettingError: the model has BatchNorm, and the user has not said how many micro-batches
-                there are.
+            SettingError: the model has BatchNorm, and the user has not set the number of
+                micro-batches.
             UsageError: the model is compiled as a whole.
         """
         if is_compiled(module):
@@ -379,10 +384,10 @@ class Pipeline(Strategy):
             )
 
     def _cut(self, module: nn.Module, run: Run, place: PipelinePlace) -> tuple[Split, str]:
-        """Cuts the module, at the names that are set or into stages of equal cost.
+        """Cuts the module, either at the names that are set or into stages of equal cost.
 
         Returns:
-            The cut module, and the reason for the cuts.
+            The cut module, and the reason for the cuts, to be printed.
 
         Raises:
             UsageError: there are fewer submodules to cut at than stages.
@@ -392,12 +397,14 @@ class Pipeline(Strategy):
             return split(module, self.split), "as set"
 
         names = units(module)
-        measured = None
-        if run.topology.is_main:  # rank 0 measures for all
-            measured = measure(module, names, run.examples)
 
+        # All ranks must cut at the same places, so rank 0 measures for all of them.
+        measured = None
+        if run.topology.is_main:
+            measured = measure(module, names, run.examples)
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
+
         num_stages = place.last_stage + 1
         first_units = _choose_first_units(names, unit_costs, num_stages)
         costs_of_stages = _sums_between(unit_costs.costs, [0, *first_units, len(names)])
@@ -411,66 +418,65 @@ class Pipeline(Strategy):
 def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
     """Returns the ranks of all pipelines, shape `(positions, pipelines)`.
 
-    A row has the ranks at one position, with equal stages; a column has those of one pipeline.
+    A row has the ranks at one position, which have equal stages; a column has the ranks of one
+    pipeline.
     """
     return torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
 
 
 def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages: int) -> list[int]:
-    """Chooses the units at which stages begin, so that all stages cost nearly the same.
+    """Chooses the units with which stages begin, so that all stages have nearly the same cost.
 
     Args:
-        names: of the units, the submodules before which the model can be cut.
-        unit_costs: what each of them costs, and whether the model calls it.
-        num_stages: how many stages there are to be.
+        names: the names of the *units*: submodules before which the model can be cut.
+        unit_costs: the cost of each unit, and whether the model calls it.
+        num_stages: the number of stages.
 
     Returns:
-        The index of the first unit of each stage except the first stage.
+        The index of the first unit of each stage, except for the first stage.
 
     Raises:
-        UsageError: there are fewer units at which a stage can begin than stages.
+        UsageError: there are fewer possible cuts than stages.
     """
-    # A stage that begins with a unit that is never called would never begin. So such a unit is not
-    # separated from the one before it: stages can only begin at these.
-    possible_units: list[int] = []
+    # A stage begins when its first unit is called, so that must be a unit that the model calls.
+    possible_first_units: list[int] = []
     for index in range(len(names)):
         if index == 0 or unit_costs.called[index]:
-            possible_units.append(index)
+            possible_first_units.append(index)
 
-    if len(possible_units) < num_stages:
-        shown = ", ".join(names[index] for index in possible_units)
+    if len(possible_first_units) < num_stages:
+        shown = ", ".join(names[index] for index in possible_first_units)
         raise UsageError(
             f"a pipeline of {num_stages} stages",
-            f"the model can be cut into {len(possible_units)} parts: {shown or 'none'}",
+            f"the model can be cut into {len(possible_first_units)} parts: {shown or 'none'}",
             "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
         )
 
-    # A group is a unit at which a stage can begin, and those after it at which none can.
-    costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
+    # Put each of these units into a group with the units after it that are not called.
+    costs_of_groups = _sums_between(unit_costs.costs, [*possible_first_units, len(names)])
     first_groups = balanced(costs_of_groups, num_stages)
-    return [possible_units[group] for group in first_groups]
+    return [possible_first_units[group] for group in first_groups]
 
 
 def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Returns the sum of the numbers between each bound (an index) and the next one."""
+    """Returns the sums of numbers between bounds: `([1, 2, 3, 4], [0, 2, 4]) -> [3, 7]`."""
     return [sum(numbers[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
-    """Raises UsageError if torch.compile would trace across the border of a stage.
+    """Raises UsageError if torch.compile would trace across the border between two stages.
 
     Args:
-        module: the user's.
-        cuts: where it is cut, and which stage each of its *pieces* belongs to: submodules that no
-            cut goes through.
+        module: the user's model.
+        cuts: where the model is cut, and which stage each submodule belongs to.
     """
     for name, part in module.named_modules():
         is_cut = cuts.stage_of(name) is None
         if is_cut and is_compiled(part):
             raise _compiled_around_cuts_error(name)
 
-        # The pipeline replaces the forward of a piece. What torch.compile(block) returns calls that
-        # forward; block.compile() would compile the call, and so the code of the pipeline.
+        # The pipeline replaces the forward of a piece. A module returned by torch.compile(block)
+        # calls that forward, but block.compile() would compile the pipeline's code with it.
         if name in cuts.pieces and is_compiled_in_place(part):
             raise UsageError(
                 f"{name}.compile() under strategy='pipeline'",
@@ -481,7 +487,7 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
 
 
 def _compiled_around_cuts_error(name: str) -> UsageError:
-    """Returns the error of a compiled module that is to be cut."""
+    """Returns the error for a compiled module that is to be divided over stages."""
     return UsageError(
         f"world.prepare of a model under strategy='pipeline' with {name} compiled",
         "it is cut into stages, and no rank runs the whole of it, so it cannot be compiled as one",

@@ -1,7 +1,7 @@
-"""What a pipeline does around each optimizer step: checks, and buffers that must be equal.
+"""Takes part in the training steps of a pipeline, with checks and buffers that must stay equal.
 
-Several pipelines side by side have equal stages. Each of a pipeline's ranks has its own part of the
-model, so all of them must train at the same learning rates.
+Several pipelines side by side have the same stages. Each rank of a pipeline has its own part of the
+model, so all of them must use the same learning rates.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lockstep.strategies.pipeline.module import PipelinedModule
 
 
 class PipelineSteps(Extension):
-    """Takes part in the training of one pipelined module."""
+    """Takes part in the training steps of one pipelined module."""
 
     def __init__(self, module: PipelinedModule) -> None:
         self._module = module
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Checks that the backward passes are done, and now and then the learning rates.
+        """Checks that the backward passes have run, and at intervals that learning rates are equal.
 
         Raises:
             UsageError: a forward pass was not followed by `world.backward`.
-            RanksDifferError: the stages would be trained at different rates.
+            RanksDifferError: the stages would be trained at different learning rates.
         """
         if self._module not in modules:
             return
@@ -39,23 +39,23 @@ class PipelineSteps(Extension):
             check_learning_rates(optimizer, self._module.run)
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Makes buffers that forward passes change equal in all pipelines."""
+        """Makes the buffers that forward passes change equal in all pipelines."""
         if self._module in modules:
             self._module.follow_moving_buffers()
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of a global batch that was broken off."""
+        """Drops the gradients of a global batch that the loop has left early."""
         self._module.clear_gradients()
 
     def release(self) -> None:
-        """Drops references to process groups."""
+        """Drops all references to process groups."""
         self._module.release()
 
 
 def check_learning_rates(optimizer: Optimizer, run: Run) -> None:
-    """Raises RanksDifferError if the optimizer has other learning rates on other ranks.
+    """Raises RanksDifferError if the optimizer's learning rates differ between ranks.
 
-    Nothing else would show it: ranks with different stages have no parameters in common.
+    Ranks with different stages have no parameters in common, so no other check would notice.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     rates_by_rank = run.collectives.exchange(str(rates))  # as text, such as "[0.1, 0.01]"

@@ -1,8 +1,8 @@
-"""What the units of a model cost, measured on an example, to cut it into stages of equal cost.
+"""Measures the costs of a model's units, so that the model can be cut into stages of equal cost.
 
-A *unit* is a submodule that is not divided (`split.units`). Its cost is its part of the time and of
-the memory of a training step. Memory is that of parameters, gradients, two optimizer moments, and
-of the activations that are kept for the backward pass.
+A *unit* is a submodule that stays in one piece (`split.units`). Its cost is its share of the time
+and of the memory of a training step. Memory is needed for parameters, gradients, two optimizer
+moments, and the activations that are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from lockstep.strategies.pipeline.input_kind import Arguments
 
 NUM_TRIALS = 3
 COPIES_OF_A_PARAMETER = 4
-"""What a device holds of a parameter: itself, its gradient, and two moments of Adam."""
+"""A device holds each parameter, its gradient, and two moments of Adam."""
 
 
 class UnitCosts(NamedTuple):
-    """What the units of a model cost."""
+    """The costs of the units of a model."""
 
     costs: list[float]
-    """One number per unit."""
+    """The cost of each unit."""
     reason: str
-    """How they were determined, as text."""
+    """How the costs were determined, as text to print."""
     called: list[bool]
-    """True for units that the forward pass of the example called; without an example, for all."""
+    """For each unit, True if the forward pass of the example called it; all True without one."""
 
 
 def measure(
     module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
 ) -> UnitCosts:
-    """Measures the cost of every unit of a model: its part of the time, plus that of the memory.
+    """Measures the cost of every unit of a model: its share of time plus its share of memory.
 
         cost = seconds / seconds of all units + bytes / bytes of all units
 
-    Without an example that the model can be called with, it is the size of the parameters.
+    If the model cannot be run on an example, the cost of a unit is the size of its parameters.
 
     Args:
-        module: on the CPU.
-        units: names of submodules, in order.
+        module: the model, on the CPU.
+        units: the names of the units, in order.
         examples: functions that return a batch. The model is called with the batch, with its first
             element, or with its entries as keyword arguments.
     """
     modules = [module.get_submodule(name) for name in units]
     parameter_bytes = [float(sum(p.nbytes for p in unit.parameters())) for unit in modules]
     training_modules = [part for part in module.modules() if part.training]
-    module.eval()  # so that running statistics stay, and a SyncBatchNorm waits for no other rank
+    # In evaluation mode running statistics stay the same, and SyncBatchNorm does not communicate.
+    module.eval()
 
     try:
         with preserve_rng_state():
@@ -76,7 +77,6 @@ def measure(
 
     total_bytes: list[float] = []
     for of_parameters, of_activations in zip(parameter_bytes, activation_bytes, strict=True):
-        # Itself, its gradient and two moments of Adam for each parameter.
         total_bytes.append(COPIES_OF_A_PARAMETER * of_parameters + of_activations)
 
     seconds_of_model = max(sum(seconds), 1e-12)  # never divide by 0
@@ -93,11 +93,11 @@ def measure(
 def _measure_on_examples(
     module: nn.Module, units: Sequence[nn.Module], examples: Sequence[Callable[[], Any]]
 ) -> tuple[list[float], list[int]] | None:
-    """Measures units with the first example that the model can be called with.
+    """Measures units on the first example that the model can be called with.
 
     Returns:
-        The seconds that each unit takes, and the bytes of the activations of each, 0 for those that
-        the model does not call; None if the model can be called with none of the examples.
+        The seconds of each unit, and the bytes of its activations; both are 0 for units that the
+        model does not call. None if the model cannot be called with any of the examples.
     """
     device = next(module.parameters()).device
     if any(parameter.is_meta for parameter in module.parameters()):
@@ -106,10 +106,10 @@ def _measure_on_examples(
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):
-            # If the model cannot be called with these arguments, others are tried.
+            # If the model cannot be called with these arguments, try others.
             with suppress(Exception):
-                # For each unit that was called, by its number: the bytes of each storage that it
-                # keeps for the backward pass.
+                # The bytes of each storage that a unit keeps for the backward pass, by the number
+                # of the unit. Units that were not called are missing.
                 kept = saved_activations.measure(module, units, args, kwargs).inside
                 activation_bytes: list[int] = []
                 for number in range(len(units)):
@@ -123,7 +123,10 @@ def _measure_on_examples(
 
 
 def _possible_arguments(batch: Any) -> list[Arguments]:
-    """Returns the arguments with which a training loop might call the model for a batch."""
+    """Returns the arguments with which a training loop might call the model for a given batch.
+
+    For example, for the batch (x, y): the arguments (x), (x, y) and ((x, y)).
+    """
     if isinstance(batch, Mapping):
         return [((), dict(batch)), ((batch,), {})]
     if isinstance(batch, list | tuple) and batch:
@@ -134,19 +137,19 @@ def _possible_arguments(batch: Any) -> list[Arguments]:
 def _time_units(
     module: nn.Module, units: Sequence[nn.Module], arguments: Arguments, device: torch.device
 ) -> list[float]:
-    """Returns the seconds of each unit; 0 for a unit that the model does not call.
+    """Measures the seconds of each unit; 0 for a unit that the model does not call.
 
-    A unit is timed when the model calls it first, with the inputs and the autocast of that call.
+    A unit is timed at its first call, with the inputs and under the autocast settings of that call.
     """
     seconds_of_unit: dict[int, float] = {}
 
     def time_first_call(
         number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Times a unit in its first call. It is a forward pre-hook of the unit with this number."""
+        """A forward pre-hook of a unit, which times the unit at its first call."""
         if number in seconds_of_unit:
             return
-        seconds_of_unit[number] = 0.0  # timing calls the unit, and so this hook, again
+        seconds_of_unit[number] = 0.0  # timing calls the unit again, and with it this hook
         seconds_of_unit[number] = _time_unit(unit, (args, kwargs), device)
 
     args, kwargs = arguments
@@ -161,14 +164,14 @@ def _time_units(
 
 @torch.enable_grad()
 def _time_unit(unit: nn.Module, arguments: Arguments, device: torch.device) -> float:
-    """Returns the seconds of one forward and backward pass: the least of several trials."""
+    """Measures the seconds of one forward and backward pass: the minimum of several trials."""
     synchronize = partial(torch.get_device_module(device).synchronize, device)
     best = float("inf")
     for _ in range(NUM_TRIALS):
         args, kwargs = pytree.tree_map_only(Tensor, _copy_for_trial, arguments)
         inputs = _tensors_with_gradient(unit.parameters())
         inputs += _tensors_with_gradient(pytree.tree_leaves((args, kwargs)))
-        synchronize()  # a GPU may still compute what was started before
+        synchronize()  # a GPU may still be busy with earlier work
         begin = time.perf_counter()
         outputs = _tensors_with_gradient(pytree.tree_leaves(unit(*args, **kwargs)))
         sums = [output.sum() for output in outputs]
@@ -182,12 +185,12 @@ def _time_unit(unit: nn.Module, arguments: Arguments, device: torch.device) -> f
 
 
 def _tensors_with_gradient(leaves: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors that require a gradient."""
+    """Returns those of the given values that are tensors and require a gradient."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _copy_for_trial(tensor: Tensor) -> Tensor:
-    """Returns a copy with a gradient that is not a leaf: the unit may write to it."""
+    """Returns a copy that requires a gradient. It is not a leaf, so the unit may write to it."""
     detached = tensor.detach()
     if detached.is_floating_point():
         detached.requires_grad_()

@@ -1,31 +1,33 @@
-"""What the stages of a pipeline send each other: messages of tensors whose *specs* both sides know.
+"""The messages between the stages of a pipeline.
 
-The *spec* of a tensor is its shape and dtype. Before the first message for an *input kind*
-(`input_kind`) the specs of its tensors are sent. A *posted* message is one whose receives were
-started (`irecv`) and are waited for later. *Marks* are bytes ahead of the tensors of a message that
-tell the receiving side how to understand them.
+A message consists of tensors. The *spec* of a tensor is its shape and dtype, which the receiver
+must know. Before the first message for an *input kind* (`input_kind`) the specs of its tensors are
+sent. A message is *posted* when its receives have been started (`irecv`) and are not waited for
+yet. *Marks* are bytes that precede the tensors of a message and tell the receiver how to understand
+them.
 
-The specs may also depend on the values of the inputs: transformers makes no attention mask for a
-batch without padding, so one tensor less is sent. Every rank of a pipeline has the inputs, but only
-the sender learns the specs. So if inputs hold whole numbers or booleans, each message of a known
-kind has a mark, which says whether the message has the known specs. If not, tensors of zeros
-complete the receives that are posted, and the new specs and the real tensors follow.
+The specs may also depend on the values of the inputs: transformers, for example, makes no attention
+mask for a batch without padding, so one tensor less is sent. All ranks of a pipeline have the
+inputs, but only the sender learns the specs. So if inputs contain integers or booleans, each
+message of a known kind has a mark, which says whether the message has the known specs. If it does
+not, tensors of zeros complete the receives that are posted, and the new specs and the real tensors
+follow.
 
-Specs and marks travel as CPU tensors, so over Gloo, also where the tensors travel from GPU to GPU
-over NCCL. Python reads them. To read a value from the GPU would make this process wait until the
-GPU has done all that was queued before, and the GPU would be idle until more is queued.
+Specs and marks are sent as CPU tensors over Gloo, even where the other tensors are sent from GPU to
+GPU over NCCL. Python has to read them; reading a value from the GPU would make this process wait
+until the GPU has finished all queued work, and the GPU would then be idle.
 
-The tensors of a message are one batch of point-to-point operations: with NCCL, one launch for all.
+The tensors of a message are one batch of point-to-point operations; with NCCL this is one launch.
 
-Activations and gradients have process groups of their own. In a common group NCCL would process
-them in the order in which they were started, and two neighbours that both send first would wait
-for each other forever.
+Activations and gradients have separate process groups. In a common group NCCL would process them in
+the order in which they were started, and two neighbours that both send first would wait for each
+other forever.
 
-Over Gloo the receives of the next message of a training pass are posted as soon as a message has
-come, if it had the same specs as the one before. Gloo sends nothing before its receive is posted.
-If data already waits, it arrives while the posting thread still holds Gloo's lock, for which Gloo's
-own thread then spins. Both sides know what was posted; if the next message turns out to be another
-one, zeros complete the posted receives first.
+Over Gloo, the receives of the next message of a training pass are posted as soon as a message has
+arrived, if it had the same specs as the previous one. The reason is that Gloo sends nothing before
+the receive is posted. If data is already waiting at that time, it arrives while the posting thread
+still holds Gloo's lock, for which Gloo's own thread then spins. Both sides know what was posted. If
+the next message turns out to be different, zeros complete the posted receives first.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ from lockstep.strategies.pipeline.input_kind import InputKind, remember
 
 
 class TensorSpec(NamedTuple):
-    """The form of a tensor, in values that JSON can hold."""
+    """The shape and dtype of a tensor, in values that can be sent as JSON."""
 
     dtype: str
-    """Such as "float32"."""
+    """The name of the dtype, such as "float32"."""
     shape: tuple[int, ...]
     requires_grad: bool = False
-    """True if a gradient comes back for the tensor."""
+    """True if the receiver sends back a gradient of the tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor's data."""
+        """The size of the tensor's data in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)  # such as `torch.float32`
         return torch.Size(self.shape).numel() * dtype.itemsize
 
@@ -71,7 +73,7 @@ class TensorSpec(NamedTuple):
 
 
 class MessageSpec(NamedTuple):
-    """The form of a message."""
+    """The specs of a message's tensors, and its number of marks."""
 
     tensors: tuple[TensorSpec, ...]
     num_marks: int = 0
@@ -82,27 +84,29 @@ class PostedMessage(NamedTuple):
 
     spec: MessageSpec
     marks: Tensor
-    """One byte for each mark, once all of `works` are done; on the CPU."""
+    """One byte for each mark, on the CPU; valid when all of `works` are done."""
     data: list[Tensor]
-    """The bytes of the tensors, once all of `works` are done."""
+    """The bytes of each tensor; valid when all of `works` are done."""
     works: list[dist.Work]
+    """The receives that are under way."""
 
 
 class Message(NamedTuple):
-    """A message that was received."""
+    """A message that was received, or that is to be sent."""
 
     marks: list[bool]
     tensors: list[Tensor]
 
 
 class Wire:
-    """One direction between two ranks of a pipeline, of which one sends and the other receives.
+    """A connection between two ranks of a pipeline, on which one sends and the other receives.
 
     Args:
-        group: of the pipeline's ranks.
-        device: where received tensors are needed.
-        tag: of the messages; other wires that use the same group have other tags. NCCL knows no
-            tags: there, messages must be received in the order in which they were sent.
+        group: the process group of the pipeline's ranks.
+        device: the device on which received tensors are needed.
+        tag: the tag of the messages, which differs from those of other wires in the same group.
+            NCCL ignores tags, so there messages must be received in the order in which they were
+            sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
@@ -112,15 +116,16 @@ class Wire:
         self._carrier = carrier_device(device, group)
         """The device of the tensors that are sent."""
         self._sends: list[tuple[dist.Work, list[Tensor]]] = []
-        """Sends that may still run, with their data."""
+        """Sends that may still be running, with the data that they send."""
         self._specs_of_kind: dict[Hashable, tuple[TensorSpec, ...]] = {}
-        """Both sides remember and forget the same kinds at the same time."""
+        """The specs of the latest message of each kind. Both sides remember and forget the same
+        kinds at the same time."""
         self._previous_specs: tuple[TensorSpec, ...] | None = None
-        """The specs of the message before."""
+        """The specs of the previous message."""
         self._posted_by_receiver: MessageSpec | None = None
-        """Sending side: what the receiving side has posted ahead of time."""
+        """On the sending side: what the receiving side has posted early."""
         self._posted: PostedMessage | None = None
-        """Receiving side: what it has posted ahead of time."""
+        """On the receiving side: the message that was posted early."""
 
     def send(
         self,
@@ -130,24 +135,24 @@ class Wire:
         *,
         more: bool = False,
     ) -> None:
-        """Starts to send a message; the specs go ahead if this kind has other known specs or none.
+        """Starts sending a message. Its specs are sent first, unless the receiver knows them.
 
         Args:
-            tensors: any number.
+            tensors: any number of tensors.
             to: the rank that calls `receive`.
-            kind: of the input; None: unknown.
-            more: True if another message will follow. Both sides must pass the same.
+            kind: the kind of the input; None if unknown.
+            more: True if another message will follow. Both sides must pass the same value.
 
         Raises:
-            UsageError: the specs are not the known ones, and the input's values cannot be the
-                reason.
+            UsageError: the specs differ from those of the previous message of this kind, and the
+                values of the input cannot be the reason.
         """
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known_specs = self._specs_of_kind.get(kind)
         expected = None if known_specs is None else _spec_of_known_kind(known_specs, kind)
 
-        # The receiver may have posted receives for a message like the one before. If this one is
-        # different, zeros complete them.
+        # The receiver may have posted receives for a message like the previous one. If this message
+        # is different, zeros complete them.
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
             self._send_zeros(self._posted_by_receiver, to)
 
@@ -159,7 +164,7 @@ class Wire:
             if has_known_specs:
                 marks = [True]
             else:
-                # The mark is False, as the zeros are for the tensors and the mark.
+                # The mark is among these zeros, so the receiver reads it as False.
                 self._send_zeros(expected, to)
                 self._send_specs(specs, to, kind)
         elif specs != known_specs:
@@ -180,29 +185,31 @@ class Wire:
         self._previous_specs = specs
 
     def send_known(self, tensors: Sequence[Tensor], to: int, marks: Sequence[bool] = ()) -> None:
-        """Starts to send a message whose form the other side knows.
+        """Starts sending a message whose specs and number of marks the receiver knows.
 
         Args:
-            tensors: any number.
-            to: the rank that receives.
-            marks: of the message.
+            tensors: any number of tensors.
+            to: the receiving rank.
+            marks: the marks of the message.
         """
         self._send_from_cpu(torch.tensor(marks, dtype=torch.uint8), to)
         self._send_batch(
             [tensor_bytes.to_bytes(tensor).to(self._carrier) for tensor in tensors], to
         )
-        # Sends that are done need their data no longer.
+        # Free the data of the sends that are done.
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
         self, source: int, kind: InputKind | None = None, *, more: bool = False
     ) -> list[Tensor]:
-        """Receives what `send` sends, as leaves of the autograd graph if gradients are needed.
+        """Receives the message that `send` sends.
+
+        If gradients are needed, its tensors are leaves of the autograd graph.
 
         Args:
             source: the rank that calls `send`.
-            kind: as for `send`.
-            more: as for `send`.
+            kind: the same kind that is passed to `send`.
+            more: the same value that is passed to `send`.
         """
         known_specs = self._specs_of_kind.get(kind)
         if known_specs is None:  # the first message of this kind
@@ -211,7 +218,7 @@ class Wire:
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
-        # The next message will most likely have the same specs, so it is waited for already.
+        # The next message will most likely have the same specs, so its receives are started now.
         if self._posts_next_message(specs, more):
             self._posted = self.post_receives(source, _spec_of_known_kind(specs, kind))
 
@@ -225,14 +232,14 @@ class Wire:
     def _receive_of_known_kind(
         self, source: int, kind: InputKind | None, known_specs: tuple[TensorSpec, ...]
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
-        """Receives a message of a kind that came before; returns its specs and its tensors.
+        """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        They are the known specs, unless the mark says that they are others.
+        They are the known specs, unless the mark of the message says otherwise.
 
         Args:
-            source: the rank that sends.
-            kind: of the input.
-            known_specs: of the last message of this kind.
+            source: the sending rank.
+            kind: the kind of the input.
+            known_specs: the specs of the previous message of this kind.
         """
         expected = _spec_of_known_kind(known_specs, kind)
         if self._posted is None or self._posted.spec != expected:
@@ -242,7 +249,7 @@ class Wire:
         posted = self._posted
         self._posted = None
         message = self.take(posted)
-        if all(message.marks):  # the one mark is True, or there is none
+        if all(message.marks):  # the mark is True, or the message has no mark
             return known_specs, message.tensors
 
         # These tensors are zeros. The new specs and the real tensors follow.
@@ -251,15 +258,15 @@ class Wire:
     def _receive_with_specs(
         self, source: int, kind: InputKind | None
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
-        """Receives a message whose specs are sent ahead; returns its specs and its tensors."""
+        """Receives a message whose specs are sent first; returns its specs and its tensors."""
         specs = self._receive_specs(source, kind)
         message = self.take(self.post_receives(source, MessageSpec(specs)))
         return specs, message.tensors
 
     def _drop_posted(self) -> None:
-        """Waits for the receives that were posted for a message like the one before.
+        """Waits for receives that were posted for a message like the previous one, if any.
 
-        The message that comes is a different one, so the sender completes them with zeros.
+        The next message is a different one, so the sender completes these receives with zeros.
         """
         posted = self._posted
         self._posted = None
@@ -267,27 +274,28 @@ class Wire:
             self.take(posted)
 
     def _posts_next_message(self, specs: tuple[TensorSpec, ...], more: bool) -> bool:
-        """Returns True if the receiving side posts the receives of the next message now.
+        """Returns True if the receiver posts the receives of the next message now.
 
-        It does so if the next message will most likely have the same specs: this one has those of
-        the one before. Both sides come to the same result.
+        It does so if two messages in a row had the same specs, because the next one will most
+        likely have them, too. Both sides come to the same result.
 
         Args:
-            specs: of the present message.
+            specs: the specs of the present message.
             more: True if another message will follow.
         """
         return specs == self._previous_specs and more and self.posts_early
 
     @property
     def posts_early(self) -> bool:
-        """True if it is worth posting receives ahead of time: Gloo sends nothing before.
+        """True if posting receives early helps, which is the case over Gloo.
 
-        With NCCL it is not: a GPU is busy with a receive as long as it waits for the message.
+        Gloo sends nothing before a receive is posted. With NCCL, a posted receive would keep the
+        GPU busy until the message arrives.
         """
         return self._carrier.type == "cpu"
 
     def post_receives(self, source: int, spec: MessageSpec) -> PostedMessage:
-        """Starts to receive a message of known form."""
+        """Starts receiving a message, given its specs and its number of marks."""
         marks = torch.empty(spec.num_marks, dtype=torch.uint8)
         data: list[Tensor] = []
         for tensor_spec in spec.tensors:
@@ -303,9 +311,9 @@ class Wire:
         return PostedMessage(spec, marks, data, works)
 
     def take(self, posted: PostedMessage) -> Message:
-        """Waits for the receives of a message, and returns it.
+        """Waits for the receives of a message, and returns the message.
 
-        Over NCCL this process itself waits for the marks alone. The GPU waits for the tensors.
+        Over NCCL this process only waits for the marks, while the GPU waits for the tensors.
         """
         for work in posted.works:
             work.wait()
@@ -317,15 +325,15 @@ class Wire:
         return Message(marks, tensors)
 
     def wait(self) -> None:
-        """Returns when everything is sent."""
+        """Waits until everything has been sent."""
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
 
     def _send_specs(self, specs: tuple[TensorSpec, ...], to: int, kind: InputKind | None) -> None:
-        """Sends the specs of the tensors that follow; both sides then remember them.
+        """Sends the specs of the tensors that follow. Both sides then remember them.
 
-        They are sent as JSON: first its length in bytes, then the bytes.
+        They are sent as JSON text: first its length in bytes, then the bytes.
         """
         text = torch.tensor(list(json.dumps(specs).encode()), dtype=torch.uint8)
         self._send_from_cpu(torch.tensor([len(text)]), to)
@@ -333,7 +341,7 @@ class Wire:
         remember(self._specs_of_kind, kind, specs)
 
     def _receive_specs(self, source: int, kind: InputKind | None) -> tuple[TensorSpec, ...]:
-        """Receives what `_send_specs` sends."""
+        """Receives the specs that `_send_specs` sends."""
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, source, self._group, self._tag)
         text = torch.empty(int(length), dtype=torch.uint8)
@@ -347,7 +355,7 @@ class Wire:
         return tuple(specs)
 
     def _send_zeros(self, spec: MessageSpec, to: int) -> None:
-        """Completes receives that the other side has posted, where another message is to follow."""
+        """Sends zeros to complete receives that were posted for another message."""
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
             zeros.append(
@@ -357,7 +365,7 @@ class Wire:
         self._send_batch(zeros, to)
 
     def _send_from_cpu(self, data: Tensor, to: int) -> None:
-        """Starts to send a tensor that is on the CPU on both sides. Without elements, it is not."""
+        """Starts sending a tensor that is on the CPU on both sides. An empty tensor is not sent."""
         if len(data) == 0:
             return
         work = dist.isend(data, to, self._group, self._tag)
@@ -365,22 +373,22 @@ class Wire:
         self._sends.append((work, [data]))
 
     def _send_batch(self, data: list[Tensor], to: int) -> None:
-        """Starts to send the tensors of a message."""
+        """Starts sending the tensors of a message."""
         for work in self._start_batch(dist.isend, data, to):
             self._sends.append((work, data))
 
     def _start_batch(
         self, operation: Callable[..., object], data: list[Tensor], peer: int
     ) -> list[dist.Work]:
-        """Starts to send or receive the tensors of a message, except those without elements.
+        """Starts sending or receiving the tensors of a message, except for empty ones.
 
         Args:
             operation: `dist.isend` or `dist.irecv`.
-            data: of the tensors.
-            peer: the rank that receives or sends them.
+            data: the bytes of each tensor.
+            peer: the rank to send to or to receive from.
 
         Returns:
-            What is to be waited for: one object for all tensors (NCCL) or one for each (Gloo).
+            The operations to wait for: one for all tensors (NCCL), or one for each tensor (Gloo).
         """
         operations: list[dist.P2POp] = []
         for tensor in data:
@@ -388,17 +396,17 @@ class Wire:
                 operations.append(dist.P2POp(operation, tensor, peer, self._group, self._tag))
         if not operations:
             return []
-        # NCCL runs an operation outside of a batch by itself, and torch warns of that.
+        # Even a single operation is a batch, because torch warns of NCCL operations outside of one.
         return dist.batch_isend_irecv(operations)
 
 
 def _has_mark(kind: InputKind | None) -> bool:
-    """Returns True if each message of a kind has a mark, once its specs are known."""
+    """Returns True if messages of this kind have a mark once their specs are known."""
     return kind is not None and kind.depends_on_values
 
 
 def _spec_of_known_kind(specs: tuple[TensorSpec, ...], kind: InputKind | None) -> MessageSpec:
-    """Returns the form of a message of a known kind: with a mark, if it has one."""
+    """Returns the specs and the number of marks of a message whose kind is known."""
     return MessageSpec(specs, num_marks=1 if _has_mark(kind) else 0)
 
 
