@@ -423,12 +423,12 @@ class DeferredModel(Extension):
         reports = self._run.collectives.exchange([processor, states_of_recordings])
         self._processors_differ = any(report[0] != processor for report in reports)
 
-        num_states_by_rank = [[len(texts) for texts in report[1]] for report in reports]
-        if any(num_states != num_states_by_rank[0] for num_states in num_states_by_rank):
+        counts_of_ranks = [[len(texts) for texts in report[1]] for report in reports]
+        if any(num_states != counts_of_ranks[0] for num_states in counts_of_ranks):
             raise RanksDifferError(
                 "world.prepare of a model on the meta device",
                 "ranks have called lockstep.deferred_init, or have seeded inside it, differently "
-                f"often: {num_states_by_rank}",
+                f"often: {counts_of_ranks}",
                 "build the same models in the same contexts on every rank",
             )
 

@@ -439,23 +439,23 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
         UsageError: there are fewer possible cuts than stages.
     """
     # A stage begins when its first unit is called, so that must be a unit that the model calls.
-    possible_first_units: list[int] = []
+    possible_units: list[int] = []
     for index in range(len(names)):
         if index == 0 or unit_costs.called[index]:
-            possible_first_units.append(index)
+            possible_units.append(index)
 
-    if len(possible_first_units) < num_stages:
-        shown = ", ".join(names[index] for index in possible_first_units)
+    if len(possible_units) < num_stages:
+        shown = ", ".join(names[index] for index in possible_units)
         raise UsageError(
             f"a pipeline of {num_stages} stages",
-            f"the model can be cut into {len(possible_first_units)} parts: {shown or 'none'}",
+            f"the model can be cut into {len(possible_units)} parts: {shown or 'none'}",
             "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
         )
 
     # Put each of these units into a group with the units after it that are not called.
-    costs_of_groups = _sums_between(unit_costs.costs, [*possible_first_units, len(names)])
+    costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
     first_groups = balanced(costs_of_groups, num_stages)
-    return [possible_first_units[group] for group in first_groups]
+    return [possible_units[group] for group in first_groups]
 
 
 def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
