@@ -1,7 +1,7 @@
 """`BalancedDataParallel`: a `DataParallel` module whose first device computes fewer samples.
 
-The first device also holds the outputs and the loss, so with equal parts it is the first to run out
-of memory. `gpu0_bsz` sets its number of samples; the other devices share the rest evenly.
+The first device also holds the outputs and the loss, so with equal parts it is the first one to run
+out of memory. `gpu0_bsz` sets its number of samples; the other devices share the rest equally.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BalancedDataParallel(DataParallel):
     See `DataParallel` for everything that is not described here.
 
     Args:
-        gpu0_bsz: samples that the first device computes in each forward pass; the other devices
-            share the rest evenly. With 0 it holds only the parameters and the outputs. With
-            gradient accumulation the number applies to each micro-batch. A last batch with no more
-            samples than this is computed on the first device alone.
+        gpu0_bsz: the number of samples that the first device computes in each forward pass; the
+            other devices share the rest equally. With 0, it only holds the parameters and the
+            outputs. With gradient accumulation the number applies to each micro-batch. A last batch
+            that has no more samples than this is computed on the first device.
         module: see `DataParallel`.
         device_ids: see `DataParallel`.
         output_device: see `DataParallel`.
@@ -35,9 +35,9 @@ class BalancedDataParallel(DataParallel):
         sync_batchnorm: see `DataParallel`.
 
     Raises:
-        SettingError: `gpu0_bsz` is not a whole number of at least 0, or it is 0 with one device;
-            or, at forward, the first two training batches have fewer samples than `gpu0_bsz`, and
-            both the same number.
+        SettingError: `gpu0_bsz` is not a whole number of at least 0, or it is 0 with one device. In
+            forward: the first two training batches have the same number of samples, which is less
+            than `gpu0_bsz`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BalancedDataParallel(DataParallel):
         replicas: int | None = None,
         sync_batchnorm: bool = True,
     ) -> None:
-        # NumPy's integers have `__index__`, too.
+        # Integers of NumPy are accepted as well, which also have `__index__`.
         is_whole_number = hasattr(gpu0_bsz, "__index__") and not isinstance(gpu0_bsz, bool)
         if not is_whole_number or gpu0_bsz < 0:
             shown = repr(gpu0_bsz)
@@ -78,16 +78,19 @@ class BalancedDataParallel(DataParallel):
         self._short_batch_size: int | None = None
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
-        """Divides batches by shares instead of `gpu0_bsz` from the next forward pass on."""
+        """Divides batches by shares instead of `gpu0_bsz`, from the next forward pass on."""
         super().set_shares(shares)
         self.gpu0_bsz = None
 
     def sizes(self, count: int) -> list[int]:
-        """Returns how many of `count` samples each replica computes.
+        """Returns how many samples each replica computes.
+
+        Args:
+            count: the number of samples in the batch.
 
         Raises:
-            SettingError: it is the second training batch of the same size, and the first replica
-                would compute all of it.
+            SettingError: the first replica would compute the whole batch, for the second time with
+                the same batch size.
         """
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
@@ -101,8 +104,7 @@ class BalancedDataParallel(DataParallel):
         """Raises SettingError for the second training batch that the first GPU computes alone.
 
         A single short batch is accepted: it may be the last one of an epoch after a resume, or one
-        of those that `micro_batch_size="auto"` tries. Its size is kept in `_short_batch_size`.
-        After the first full batch nothing is checked any more.
+        of the sizes that `micro_batch_size="auto"` tries. The check ends with the first full batch.
         """
         if batch_size == self._short_batch_size:
             raise SettingError(

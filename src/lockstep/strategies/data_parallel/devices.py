@@ -1,6 +1,6 @@
 """Checks the arguments `device_ids`, `output_device` and `replicas` of `DataParallel`.
 
-A *replica* is one copy of the module. It runs on a GPU of its own, or several replicas share the
+A *replica* is one copy of the module. Each replica runs on its own GPU, or all of them share the
 device that the module is on.
 """
 
@@ -21,8 +21,8 @@ def parse_device_ids(
     """Checks the arguments `device_ids` and `replicas` of `DataParallel`.
 
     Returns:
-        The GPUs, one per replica, or an empty list if all replicas run on the module's own device;
-        and the number of replicas.
+        The GPU of each replica (an empty list if they run on the module's own device), and the
+        number of replicas.
 
     Raises:
         SettingError: both arguments were given, or one of them is invalid.
@@ -39,14 +39,14 @@ def parse_device_ids(
 
     num_visible = torch.cuda.device_count()
 
-    # Without the argument these are all visible GPUs, so none on a machine without GPUs.
+    # By default all visible GPUs are used, which may be none.
     given: Any = range(num_visible) if device_ids is None else device_ids
-    is_list = not isinstance(given, int | str | torch.device)  # else one device was given
+    is_list = not isinstance(given, int | str | torch.device)
     devices: list[torch.device] = []
     if is_list:
         devices = [_to_device(device) for device in given]
 
-    # torch keeps an index in one byte: 900 becomes a negative number, which is no visible GPU.
+    # torch stores an index in one byte, so 900 becomes a negative number, which is not in range.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
     if not is_list or not all_visible or has_duplicates:
@@ -56,18 +56,18 @@ def parse_device_ids(
             "give a list of numbers below that; replicas=N computes on one device of any kind",
         )
 
-    num_replicas = max(1, len(devices))  # without GPUs, one on the module's own device
+    num_replicas = max(1, len(devices))  # without GPUs, one replica on the module's own device
     return devices, num_replicas
 
 
 def parse_output_device(output_device: int | torch.device | None) -> torch.device | None:
-    """Checks the argument `output_device`, in which -1 is the CPU, as in torch's `gather`.
+    """Checks the argument `output_device`, where -1 means the CPU, as in torch's `gather`.
 
     Returns:
         The device, or None if none was given.
 
     Raises:
-        SettingError: it is a GPU that is not visible.
+        SettingError: the device is a GPU that is not visible.
     """
     if output_device is None:
         return None
@@ -89,7 +89,7 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
 
 
 def _to_device(device: int | str | torch.device) -> torch.device:
-    """Returns a device, where a number is that of a GPU."""
+    """Converts an argument to a device; a number is the index of a GPU."""
     if isinstance(device, int):
         return torch.device("cuda", device)
     return torch.device(device)

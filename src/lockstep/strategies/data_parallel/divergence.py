@@ -1,13 +1,12 @@
-"""Warnings about modules that compute other results on several replicas than on one device (LS310).
+"""Warns of modules that give different results on several replicas than on one device (LS310).
 
-Both are found in the first forward pass on several replicas. Neither is an error, because the user
-may mean it:
+Two cases are found, in the first forward pass on several replicas. They are not errors, because the
+user may want it so:
 
-- A list beside the tensors of a batch, with one entry per sample, is not split: every replica gets
-  all of it.
-- *State* that a forward pass leaves in the module: buffers, and *terms* of a loss (scalars with a
-  gradient) in attributes, lists and dictionaries. Each replica makes its own from its samples, and
-  only that of the first one stays.
+- A list in a batch, with one entry per sample, is not split: every replica gets all of it.
+- A forward pass leaves *state* in the module: buffers, or *terms* of a loss (single numbers with a
+  gradient) in attributes, lists and dictionaries. Each replica computes its own state from its
+  samples, and only that of the first one is kept.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from lockstep.strategies.base import MODULE_ATTRIBUTES
 from lockstep.wording import describe_type, join_first
 
 ForwardState = dict[tuple[str, int], Tensor]
-"""State of a module, by the name of the buffer or attribute and the index in its container."""
+"""State of a module, by the name of a buffer or attribute and an index in its container."""
 
 
 def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
-    """Warns of a list or array in a batch that has one entry per sample but is not split."""
+    """Warns of a list or array in a batch that has one entry per sample and is not split."""
     descriptions = describe_sample_lists(batch, num_samples)
     if not descriptions:
         return
@@ -46,7 +45,7 @@ def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
 def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
     """Describes the lists and arrays in a batch with one entry per sample, such as `a list of 8`.
 
-    Only lists of text or numbers count.
+    Only lists of strings or numbers count.
     """
     if isinstance(batch, np.ndarray):
         if batch.shape[:1] == (num_samples,):
@@ -57,7 +56,7 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
             return [f"{describe_type(batch)} of {num_samples}"]
 
-    # Any other container is searched for such lists and arrays.
+    # Search any other container for such lists and arrays.
     values: Sequence[Any] = ()
     if isinstance(batch, Mapping):
         values = list(batch.values())
@@ -72,15 +71,15 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
 
 
 def is_loss_term(value: Any) -> bool:
-    """Returns True for a tensor of one number with a gradient, as a loss is."""
+    """Returns True for a tensor with a single number and a gradient, like a loss."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def forward_state(module: nn.Module) -> ForwardState:
-    """Returns the buffers of a module, and the terms of a loss that its attributes hold.
+    """Returns the buffers of a module, and the terms of a loss in its attributes.
 
-    The keys are the name of the buffer or attribute, and the index in a container: 0 for a buffer.
-    BatchNorm layers are left out: the option `sync_batchnorm` decides about their statistics.
+    A key consists of the name of the buffer or attribute, and the index in a container (0 for a
+    buffer). BatchNorm layers are left out, because the option `sync_batchnorm` applies to them.
     """
     state: ForwardState = {}
     for path, part in module.named_modules():
@@ -101,7 +100,7 @@ def forward_state(module: nn.Module) -> ForwardState:
 
 
 def _loss_terms(value: Any) -> list[Tensor]:
-    """Returns the terms of a loss in an attribute, which may be a container of them."""
+    """Returns the terms of a loss in an attribute, which may be a list or dictionary of them."""
     if isinstance(value, dict):
         candidates = list(value.values())
     elif isinstance(value, list):
@@ -114,26 +113,23 @@ def _loss_terms(value: Any) -> list[Tensor]:
 def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> None:
     """Warns if a forward pass has left state in the replicas that differs between them.
 
-    State is buffers and terms of a loss; its key is a name and an index (see `forward_state`).
-
     Args:
         modules: the replicas that ran, at least two.
-        state_before: the state of the first one before the forward pass.
+        state_before: the `forward_state` of the first one before the forward pass.
     """
     state_of_replica = [forward_state(module) for module in modules]
-    keys: dict[tuple[str, int], None] = {}  # an ordered set
+    keys: dict[tuple[str, int], None] = {}  # used as an ordered set
     for state in state_of_replica:
         keys.update(dict.fromkeys(state))
 
-    names: dict[str, None] = {}  # of the state to warn of; an ordered set, too
+    names: dict[str, None] = {}  # the state to warn of; also an ordered set
     for key in keys:
         values = [state.get(key) for state in state_of_replica]
         first = values[0]
         differs = not all(_may_be_equal(first, value) for value in values[1:])
 
-        # A list or dictionary that existed before the pass is one object in all replicas, so they
-        # all show the same entry, although each of them has added its own. Such an entry does not
-        # differ, but it is new.
+        # All replicas share a list or dictionary that existed before the forward pass. Each of them
+        # has added an entry, and yet all show the same one. It is recognised because it is new.
         is_shared = first is values[1]
         is_new_in_shared = is_shared and first is not state_before.get(key)
         if differs or is_new_in_shared:
@@ -153,10 +149,10 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
 
 
 def _may_be_equal(value: Tensor | None, other: Tensor | None) -> bool:
-    """Returns False if two tensors are known to differ, beyond rounding.
+    """Returns False if two tensors are known to differ by more than rounding.
 
-    Sparse, quantized and 8-bit floating-point tensors cannot be compared here. They pass as equal:
-    they hold graphs or packed weights, not statistics.
+    Sparse, quantized and 8-bit floating-point tensors cannot be compared, and pass as equal. They
+    hold graphs or packed weights, not statistics.
     """
     if value is None or other is None:
         return False

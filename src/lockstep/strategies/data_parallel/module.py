@@ -1,9 +1,10 @@
-"""`DataParallel`: one process, several devices; each *replica* computes a part of the batch.
+"""`DataParallel`: one process with several devices, each of which computes a part of the batch.
 
-The parameters are on the first device, *home*. Each forward pass splits the inputs
-(`scatter_gather`), copies the module to the other devices (`replicate`), runs the replicas
-(`parallel_apply`) and joins their outputs at home; autograd brings the gradients back. This is
-`torch.nn.DataParallel`, but the parts may differ in size, and the results are those of one device.
+The parameters are on the first device, called *home*. Each forward pass splits the inputs
+(`scatter_gather`), copies the module to the other devices (`replicate`), runs these *replicas*
+(`parallel_apply`) and joins their outputs at home. Autograd brings the gradients back. This works
+like `torch.nn.DataParallel`, but the parts may differ in size, and the results are those of one
+device.
 """
 
 from __future__ import annotations
@@ -43,42 +44,45 @@ from lockstep.wording import describe_type
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
-    """`torch.nn.DataParallel` with shares, and with the results of one device.
+    """`torch.nn.DataParallel` with parts of any size, and with the results of a single device.
 
     Inputs: tensors, also in lists, tuples, dictionaries and dataclasses, are split along `dim`,
-    where all must have the same size. Tensors without that dimension, tensors of size 1 there, and
-    everything that is not a tensor go to every replica. Replicas without samples do not run.
+    where all of them must have the same size. Tensors without that dimension, tensors of size 1 in
+    it, and everything that is not a tensor are passed to every replica. Replicas without samples do
+    not run.
 
     Outputs: tensors are concatenated along `dim` on `output_device`, in containers of the types
     that the first replica returned. A floating-point tensor without dimensions, a Python float, or
-    a tensor of shape (1,) made of several samples is taken for a mean over the replica's samples,
-    such as a loss computed inside the module; it becomes the mean over the batch: the replicas'
-    values weighted by their numbers of samples. (torch returns a vector, whose mean is another
-    number if the parts differ in size.) A parameter or buffer of the module is returned as it is.
-    Anything else must be equal on all replicas.
+    a tensor of shape (1,) computed from several samples is taken for a mean over the replica's
+    samples, such as a loss that is computed inside the module. It becomes the mean over the batch,
+    in which the replicas' values are weighted by their numbers of samples. (torch returns a vector,
+    whose mean is a different number if the parts differ in size.) A parameter or buffer of the
+    module is returned as it is. Anything else must be equal on all replicas.
 
-    What forward passes leave in the first replica that runs, such as buffers and attributes, stays
-    in the module. What they leave in the others is lost; a warning says so if it differs.
+    Whatever forward passes leave in the first replica that runs, such as buffers and attributes,
+    stays in the module. What they leave in other replicas is lost; a warning is given if it
+    differs.
 
     Args:
-        module: the module. It must be on the first device before it is called. If there are several
-            replicas and `sync_batchnorm` is True, its BatchNorm layers get another forward
+        module: the module, which must be on the first device before it is called. If there are
+            several replicas and `sync_batchnorm` is True, its BatchNorm layers get a new forward
             (`BatchNormOverReplicas`).
-        device_ids: GPUs; the first one holds the parameters. None: all visible GPUs.
-        output_device: where the outputs are joined. None: on the first device.
+        device_ids: the GPUs, the first of which holds the parameters; None for all visible GPUs.
+        output_device: the device on which the outputs are joined; None for the first device.
         dim: the dimension of the samples.
         replicas: the number of replicas on the module's own device, which share its parameters; for
-            trying it out without GPUs. None without GPUs: 1.
-        shares: how a batch is divided, one whole number per device. None: equally.
-        sync_batchnorm: True if BatchNorm takes its statistics over the samples of all replicas.
-            False: each replica has its own, and the running statistics of the first one stay.
+            trials without GPUs. None without GPUs means 1.
+        shares: how a batch is divided, as one whole number per device; None for equal parts.
+        sync_batchnorm: True if BatchNorm computes its statistics over the samples of all replicas.
+            If False, each replica has its own statistics, and the running statistics of the first
+            one are kept.
 
     Raises:
-        SettingError: settings that contradict each other or do not fit the machine.
+        SettingError: settings contradict each other or do not fit the machine.
         UsageError: there are several replicas, and a part of the module is a DataParallel.
-        DataError: at forward, for inputs that cannot be split or outputs of different structure.
-        UsageError: at forward, for a module that is on another device or cannot be copied, or
-            outputs that cannot be joined.
+        DataError: in forward, if inputs cannot be split or outputs differ in structure.
+        UsageError: in forward, if the module is on another device or cannot be copied, or if
+            outputs cannot be joined.
     """
 
     def __init__(
@@ -105,9 +109,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self._has_checked_inputs = False
         self._has_checked_state = False
         self.returned_mean = False
-        """True if the last forward pass returned a mean with a gradient, joined from replicas."""
+        """True if the latest forward pass returned a mean with a gradient, joined from replicas."""
         self.batchnorms = BatchNormNames([], [])
-        """The layers that take their statistics over all replicas, and those that cannot."""
+        """The BatchNorm layers with statistics over all replicas, and those that cannot have them.
+        """
 
         if self.num_replicas > 1:
             self._check_not_nested()
@@ -115,7 +120,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 self.batchnorms = synchronise_batchnorm(module)
 
     def _check_not_nested(self) -> None:
-        """Raises UsageError if a part of the module is a DataParallel already."""
+        """Raises UsageError if a part of the module already is a DataParallel."""
         for name, part in self.module.named_modules():
             if isinstance(part, nn.DataParallel):
                 raise UsageError(
@@ -134,8 +139,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Returns the device of each replica.
 
         Args:
-            state: parameters and buffers. Without GPUs the replicas are on the device of these.
-            batch: inputs, on whose device a module without parameters and buffers runs.
+            state: the parameters and buffers of the module. Without GPUs, replicas run on their
+                device.
+            batch: the inputs. Replicas run on their device if the module has no parameters and
+                buffers.
         """
         if self._gpus:
             return self._gpus
@@ -154,7 +161,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Changes how batches are divided, from the next forward pass on.
 
         Args:
-            shares: one whole number per device, such as `"2:3:3"` or `(2, 3, 3)`; None: equally.
+            shares: one whole number for each device, such as `"2:3:3"` or `(2, 3, 3)`; None for
+                equal parts.
 
         Raises:
             SettingError: the shares are invalid.
@@ -168,12 +176,16 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.shares = parse_shares(shares, self.num_replicas, of="device")
 
     def sizes(self, count: int) -> list[int]:
-        """Returns how many of `count` samples each replica computes."""
+        """Returns how many samples each replica computes.
+
+        Args:
+            count: the number of samples in the batch.
+        """
         return part_sizes(count, self.shares)
 
     @contextmanager
     def only_on(self, device: int) -> Iterator[None]:
-        """Inside this context one replica, given by its number, computes all of each batch."""
+        """A context in which the replica with this number computes every batch as a whole."""
         shares_before = self.shares
         shares = [0] * self.num_replicas
         shares[device] = 1
@@ -183,23 +195,24 @@ class DataParallel(nn.DataParallel[nn.Module]):
         finally:
             self.shares = shares_before
 
-    # Replicas are new objects in each forward pass: compiled code would be made anew each time.
+    # Replicas are new objects in each forward pass, so code would be compiled again each time.
     @partial(never_compiled, recursive=True)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass on all replicas, and joins their outputs.
 
-        What the pass leaves in the first replica that runs, such as buffers and attributes, is then
-        in the module. The first training pass on several replicas warns if others left other state.
+        Whatever the pass leaves in the first replica that runs, such as buffers and attributes, is
+        then in the module. The first training pass on several replicas warns if others left
+        something different.
         """
         replicas = self._make_replicas((inputs, kwargs))
 
-        # The first replica that runs is the module itself, or a copy if the first device gets no
-        # samples. What the forward pass leaves in a copy must be copied to the module.
+        # If the first device gets no samples, the first replica that runs is a copy, and what the
+        # forward pass leaves in it must be copied to the module.
         first = replicas[0]
         is_copy = first.module is not self.module
         attributes_before = attributes(first.module) if is_copy else {}
 
-        # Once, in the first training pass on several replicas.
+        # The check for state that differs is made once, in the first training pass.
         checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
         state_before = forward_state(first.module) if checks_state else {}
 
@@ -264,8 +277,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Returns the module of each replica: the module itself for number 0, else a copy.
 
         Args:
-            numbers: of the replicas, ascending.
-            devices: the device of every replica by its number, also of those that do not run.
+            numbers: the numbers of the replicas that run, in ascending order.
+            devices: the devices of all replicas, including those that do not run.
             state: the module's parameters and buffers.
         """
         devices_of_copies = [devices[number] for number in numbers if number != 0]
@@ -289,8 +302,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def _run(self, replicas: Sequence[Replica]) -> list[Any]:
         """Runs the replicas, and returns their outputs.
 
-        Threads are used only if needed, because not every mode of torch can be carried over to
-        another thread: for several devices, or if replicas wait for each other in a BatchNorm.
+        Threads are only used if necessary: if there are several devices, or if replicas wait for
+        each other in a BatchNorm layer. The reason is that not every mode of torch can be passed on
+        to a thread.
         """
         devices = [replica.device for replica in replicas]
         on_several_devices = len(set(devices)) > 1
@@ -299,7 +313,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return [replica.run() for replica in replicas]
 
     def _replicas_meet(self) -> bool:
-        """Returns True if a layer of the module takes statistics over all replicas."""
+        """Returns True if a layer of the module computes statistics over all replicas."""
         for part in self.module.modules():
             forward = vars(part).get("forward")
             if isinstance(forward, BatchNormOverReplicas) and forward.uses_batch_statistics:
@@ -309,18 +323,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def _join_outputs(
         self, replicas: Sequence[Replica], outputs: Sequence[Any], device: torch.device
     ) -> Any:
-        """Joins what the replicas returned into one output on `device`.
+        """Joins the outputs of the replicas into one output on `device`.
 
-        Each *leaf*, which is anything that is not a container, is joined from the leaves at the
-        same place of all outputs; see `scatter_gather.gather_leaf`. Sets `returned_mean`: True if a
-        leaf is one number with a gradient, such as a loss, that was joined from several replicas.
+        A *leaf* is anything that is not a container. The leaves at the same place of all outputs
+        are joined into one (`scatter_gather.gather_leaf`). `returned_mean` is set to True if one of
+        them is a single number with a gradient, such as a loss.
         """
         self.returned_mean = False
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
 
-        # A replica may return a parameter or buffer. All replicas have these in the same order, so
-        # the index shows whether they returned the same one.
+        # If a replica returns a parameter or buffer, its index shows whether the other replicas
+        # returned the same one, because all replicas have them in the same order.
         index_of_state: list[dict[int, int]] = []  # for each replica, by the `id` of the tensor
         for replica in replicas:
             state = parameters_and_buffers(replica.module)
@@ -335,8 +349,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         )
         output = join_trees(outputs, join_leaf)
         for tensor in tensors(output):
-            # A leaf of autograd's graph is a parameter that was returned as it is.
-            is_parameter = tensor.is_leaf
+            is_parameter = tensor.is_leaf  # a parameter that was returned as it is
             if is_loss_term(tensor) and not is_parameter:
                 self.returned_mean = True
 
@@ -345,17 +358,17 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Replica:
-    """One replica in a forward pass: the module or a copy of it, and the part of the batch."""
+    """One replica in a forward pass: the module or a copy of it, with its part of the batch."""
 
     module: nn.Module
     device: torch.device
     home: torch.device
-    """The first device, on which the parameters and the outputs are."""
+    """The first device, which holds the parameters and the outputs."""
     num_samples: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     error_note: str
-    """Added to errors: says which replica raised it. Empty if there is only one."""
+    """A note for errors that says which replica raised them; empty if there is only one."""
 
     def run(self) -> Any:
         """Runs the forward pass of this replica."""

@@ -1,10 +1,10 @@
 """Runs the replicas of one forward pass in threads, as torch's `parallel_apply` does.
 
-Replicas on several devices run side by side. Those on one device run one at a time and in order:
-they share the device's stream of random numbers, so only in a fixed order do they draw the same
-numbers again.
+Replicas on different devices run at the same time. Replicas on the same device run one at a time,
+in order: they share the device's stream of random numbers, and draw the same numbers again only if
+the order is fixed.
 
-Replicas can *meet*: each waits until all of them have come to the same place in the model, and gets
+Replicas can *meet*: each of them waits until all have reached the same place in the model, and gets
 a result that is computed from the values that they bring. BatchNorm over all replicas uses this.
 """
 
@@ -23,7 +23,7 @@ import torch
 from lockstep.errors import UsageError
 
 Combine = Callable[[list[Any]], list[Any]]
-"""Computes the results of a meeting, one per replica, from the values that the replicas bring."""
+"""Computes the result of a meeting for each replica, from the values that the replicas bring."""
 
 END_OF_FORWARD = "the end of its forward pass"
 
@@ -32,46 +32,46 @@ class Arrival(NamedTuple):
     """A replica that waits at a meeting."""
 
     place: str
-    """Its place in the model."""
+    """The place in the model at which the replica waits."""
     value: Any
     combine: Combine | None
-    """None: the meeting has no result."""
+    """Computes the results; None for a meeting without a result."""
 
 
 class ReplicaBarrier:
     """Lets the replicas of one forward pass wait for each other.
 
     Args:
-        num_replicas: how many take part.
+        num_replicas: the number of replicas.
         in_turn: True if only one of them may run at a time.
     """
 
     def __init__(self, num_replicas: int, *, in_turn: bool) -> None:
         self.error: BaseException | None = None
-        """What the first replica that failed has raised."""
+        """The error of the first replica that failed; None if none has failed."""
         self._arrivals: dict[int, Arrival] = {}
         self._results: list[Any] = []
 
-        # Called by the last replica to arrive, before the others go on. It is a function and not a
-        # method: else the barrier would be in a reference cycle, and all results would stay in
+        # The last replica that arrives calls this before the others go on. It is not a method,
+        # because the barrier would then be in a reference cycle, and all results would stay in
         # memory until the next garbage collection.
         end_meeting = partial(_end_meeting, self._arrivals, self._results)
         self._barrier = threading.Barrier(num_replicas, end_meeting)
 
-        # A replica's semaphore is released when the replica before it waits. The first replica
-        # never has to wait for its turn.
+        # A replica's semaphore is released when the previous replica waits. The first replica never
+        # has to wait for its turn.
         self._turns: list[threading.Semaphore] = []
         if in_turn:
             self._turns = [threading.Semaphore(0) for _ in range(num_replicas)]
 
     def meet(self, position: int, place: str, value: Any, combine: Combine) -> Any:
-        """Waits until all replicas have called this, and returns the result of this one.
+        """Waits until all replicas have called this, and returns the result for this one.
 
         Args:
             position: the number of this replica, from 0.
-            place: where it is in the model. All replicas must be at the same place.
-            value: what this replica brings.
-            combine: called once with the values of all replicas; returns their results.
+            place: the place in the model, which must be the same for all replicas.
+            value: the value that this replica brings.
+            combine: computes the results of all replicas from their values; called once.
 
         Raises:
             UsageError: the replicas are at different places.
@@ -81,22 +81,22 @@ class ReplicaBarrier:
         return self._results[position]
 
     def end(self, position: int) -> None:
-        """Waits at the end of the forward pass: no other replica may be waiting elsewhere then."""
+        """Waits until all replicas have ended the forward pass; none may wait elsewhere."""
         self._wait_for_all(position, Arrival(END_OF_FORWARD, None, None))
 
     def wait_for_turn(self, position: int) -> None:
-        """Returns as soon as this replica may run."""
+        """Waits until this replica may run."""
         if self._turns and position > 0:
             self._turns[position].acquire()
             if self._barrier.broken:  # another replica has failed, and released all turns
                 raise threading.BrokenBarrierError
 
     def fail(self, error: BaseException) -> None:
-        """Notes in `error` that a replica has failed, and cancels the others when they wait next.
+        """Records that a replica has failed, and makes the others fail when they wait next.
 
-        Whoever waits, or is going to wait, gets a `threading.BrokenBarrierError`.
+        A replica that is waiting, or is going to wait, gets a `threading.BrokenBarrierError`.
         """
-        # A broken barrier is what the other replicas raise when one has failed.
+        # A BrokenBarrierError only follows from the failure of another replica.
         if self.error is None and not isinstance(error, threading.BrokenBarrierError):
             self.error = error
         self._barrier.abort()
@@ -104,24 +104,24 @@ class ReplicaBarrier:
             turn.release()
 
     def _wait_for_all(self, position: int, arrival: Arrival) -> None:
-        """Lets the next replica run, and waits until all replicas have called this."""
+        """Lets the next replica run, and waits until all replicas have called this method."""
         self._arrivals[position] = arrival
         try:
             next_position = position + 1
             if next_position < len(self._turns):
                 self._turns[next_position].release()
             self._barrier.wait()
-        except BaseException as error:  # the user's code may catch it, so it is noted here
+        except BaseException as error:  # recorded here, because the user's code may catch it
             self.fail(error)
             raise
 
 
 def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
-    """Checks that all replicas are at the same place, and computes the results of the meeting.
+    """Checks that all replicas are at the same place, and computes the results of their meeting.
 
     Args:
-        arrivals: of each replica, by its number. It is emptied for the next meeting.
-        results: its content is replaced by one result per replica; by none at the end of the pass.
+        arrivals: the waiting replicas, by number. The dictionary is emptied for the next meeting.
+        results: the list into which the results are written, one for each replica.
 
     Raises:
         UsageError: the replicas are at different places.
@@ -146,40 +146,37 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
 
 
 class RunningReplica(NamedTuple):
-    """The replica that a thread runs."""
+    """The replica that a thread is running."""
 
     barrier: ReplicaBarrier
     position: int
 
 
 current_replica: ContextVar[RunningReplica | None] = ContextVar("current_replica", default=None)
-"""The replica that the current thread runs; None outside of `parallel_apply`."""
+"""The replica that the current thread is running; None outside of `parallel_apply`."""
 
 
 def parallel_apply(
     calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
 ) -> list[Any]:
-    """Runs every call in a thread of its own, except the first one, and returns their results.
+    """Runs calls at the same time, and returns their results.
 
-    The first call runs in the calling thread. In the other threads the calling thread's modes of
-    autograd and autocast, and its CUDA streams, hold too.
+    The first call runs in the calling thread, the others in threads of their own. There, the
+    calling thread's modes of autograd and autocast, and its CUDA streams, are used as well.
 
     Args:
-        calls: one per replica.
-        devices: the devices on which they run.
+        calls: one function for each replica.
+        devices: the device of each replica.
 
     Raises:
-        BaseException: what the first call that failed has raised, after all calls have ended.
+        BaseException: the error of the first call that failed, after all calls have ended.
     """
     share_one_device = len(set(devices)) == 1
     barrier = ReplicaBarrier(len(calls), in_turn=share_one_device)
     mode_factories = _mode_factories_of_this_thread(devices)
 
     def run_replica(position: int) -> Any:
-        """Runs the call at a position in the current thread, and returns its result.
-
-        If it fails, the barrier keeps the error, and the result is None.
-        """
+        """Runs one call in the current thread. If it fails, stores the error in the barrier."""
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:
@@ -209,15 +206,15 @@ def parallel_apply(
             barrier.fail(error)
 
     failure = barrier.error
-    barrier.error = None  # as below: the error refers to frames that refer to the barrier
+    barrier.error = None  # the error refers to frames, which refer to the barrier
     if failure is None:
         return results
 
     try:
         raise failure
     finally:
-        # Its traceback refers to this frame. Without `del` that would be a reference cycle, which
-        # keeps everything that the replicas have computed in memory.
+        # The traceback refers to this frame. Without `del` this would be a reference cycle, which
+        # would keep everything that the replicas have computed in memory.
         del failure
 
 

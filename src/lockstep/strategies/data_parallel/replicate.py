@@ -1,9 +1,9 @@
-"""Copies of a module for the replicas of one forward pass, as torch's `replicate` makes them.
+"""Copies a module for the replicas of one forward pass, as torch's `replicate` does.
 
 A copy is shallow: its submodules are new objects with the attributes of the originals. On the
-module's own device, *home*, copies share the parameters and get clones of the buffers. On another
-device a copy has copies of the parameters, made by torch's broadcast (NCCL where possible), and
-autograd adds up their gradients at home. Copies are made anew for each forward pass.
+module's own device, called *home*, copies share the parameters and get clones of the buffers. On
+another device a copy has copies of the parameters, made by torch's broadcast (over NCCL where
+possible), and autograd adds up their gradients at home. New copies are made for each forward pass.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lockstep.wording import describe_type
 
 broadcast_coalesced: Any = comm.broadcast_coalesced
 BUCKET_BYTES = 25 * 2**20
-"""About as much goes from one device to another at a time, as in DDP."""
+"""About how much is sent from one device to another at a time, as in DDP."""
 
 
 def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters of a module, then its buffers."""
+    """Returns the parameters of a module, followed by its buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -49,13 +49,13 @@ def replicate(
     home: torch.device,
     devices: Sequence[torch.device],
 ) -> list[nn.Module]:
-    """Returns a copy of `module` for each of the devices.
+    """Returns a copy of a module for each of the given devices.
 
     Args:
-        module: on the device `home`.
+        module: the module, on the device `home`.
         tensors: its parameters and buffers, to which the gradients of the copies are added.
         home: the device of the module.
-        devices: one per copy. Either all of them are `home`, or none is.
+        devices: the device of each copy. Either all of them are `home`, or none of them.
 
     Raises:
         UsageError: a part of the module is bound to the original: compiled or scripted code, or a
@@ -68,8 +68,7 @@ def replicate(
 
     copies: list[nn.Module] = []
     for new_tensors in tensors_of_copies:
-        # By the id of the tensor of `module` whose place the new one takes.
-        new_tensor_by_id: dict[int, Tensor] = {}
+        new_tensor_by_id: dict[int, Tensor] = {}  # by the `id` of the tensor that it replaces
         for tensor, new_tensor in zip(tensors, new_tensors, strict=True):
             new_tensor_by_id[id(tensor)] = new_tensor
         copies.append(copy_module(module, new_tensor_by_id))
@@ -83,14 +82,14 @@ def _with_cloned_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Module:
-    """Returns a shallow copy of a module that holds other tensors.
+    """Returns a shallow copy of a module with other tensors.
 
     Args:
-        module: to be copied.
-        new_tensor_by_id: the tensor that takes the place of each parameter and buffer, by the `id`
-            of the latter.
+        module: the module to copy.
+        new_tensor_by_id: the tensor that replaces each parameter and buffer, by the `id` of the
+            original.
     """
-    # Submodules are copied first and connected then, since each may stand in several places.
+    # Copy all submodules before connecting them, because each may be registered several times.
     copy_of: dict[nn.Module, nn.Module] = {}
     for name, part in module.named_modules():
         _check_can_be_copied(name, part)
@@ -108,8 +107,8 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
         for name, buffer in old.buffers.items():
             buffers[name] = None if buffer is None else new_tensor_by_id[id(buffer)]
 
-        # Not by `setattr`: `Module.__setattr__` takes longer than the copy itself. The dictionary
-        # of the parameters is filled below; that of the new part is the same object.
+        # The dictionaries are set directly, because `Module.__setattr__` takes longer than the copy
+        # itself. The dictionary of parameters is filled below.
         parameters: dict[str, Any] = {}
         set_members(new_part, Members(parameters, buffers, children))
         for name, parameter in old.parameters.items():
@@ -118,30 +117,30 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
                 new_parameter = new_tensor_by_id[id(parameter)]
 
             if new_parameter is not parameter:
-                # A plain tensor; by `setattr`, with which an RNN updates its list of weights.
+                # Here `setattr` is necessary, because an RNN updates its list of weights in it.
                 setattr(new_part, name, new_parameter)
 
-            # The tensor is put there too, so that `next(self.parameters()).device` is the device of
-            # the copy.
+            # Also in the dictionary, so that `next(self.parameters()).device` is the device of the
+            # copy, although the new tensor is no parameter.
             parameters[name] = new_parameter
 
-        if "forward" in vars(part):  # set on the object, so it refers to the original
+        if "forward" in vars(part):  # a forward that was set on the object refers to the original
             new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)
 
     return copy_of[module]
 
 
 def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
-    """Copies the attributes that a class with `__slots__` keeps outside of `__dict__`."""
+    """Copies the attributes of a class with `__slots__`, which are not in `__dict__`."""
     state = object.__getstate__(part)
-    if isinstance(state, tuple):  # the dictionary, and the values of the slots
+    if isinstance(state, tuple):  # the `__dict__`, and the values of the slots
         _, slots = state
         for name, value in slots.items():
             object.__setattr__(new_part, name, value)
 
 
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
-    """Raises UsageError for code that is bound to one module object: a copy cannot run it."""
+    """Raises UsageError for code that is bound to one module object, which a copy cannot run."""
     forward = vars(part).get("forward")
     if isinstance(forward, HalfForward):
         forward = forward.own
@@ -149,8 +148,9 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
     # A function may refer to the module in its closure, where it cannot be replaced.
     is_function = isinstance(forward, FunctionType | partial)
 
-    # `_rebind` replaces the module in the attributes of an object; a method of a C class has none.
+    # `_rebind` replaces the module in the attributes of an object. Methods of C classes have none.
     has_no_attributes = forward is not None and not hasattr(forward, "__dict__")
+
     if is_compiled(part):
         reason = "compiled"
     elif isinstance(part, torch.jit.ScriptModule):
@@ -168,26 +168,26 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
 
 
 def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
-    """Returns what was set as `forward` on a module, for its copy.
+    """Returns a `forward` for the copy of a module, from the one that was set on the original.
 
-    It is bound at each call. A copy that held a method of its own would be in a reference cycle,
-    so its parameters would stay in memory until the next garbage collection.
+    It is bound to the copy at each call. If a copy held a method of its own, it would be in a
+    reference cycle, and its parameters would stay in memory until the next garbage collection.
     """
     reference = weakref.ref(new_module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Calls the forward with the copy in the place of the original."""
+        """Calls the forward with the copy instead of the original."""
         return _rebind(forward, original, reference())(*args, **kwargs)
 
     return call
 
 
 def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
-    """Returns what calls the copy instead of the original, for a `forward` that was set.
+    """Returns a `forward` that calls the copy of a module instead of the original.
 
     Args:
-        value: a method, or an object with attributes that refer to the original or its methods.
-            Activation checkpointing and autocast put such objects in the place of `forward`.
+        value: the `forward` of the original: a method, or an object whose attributes refer to the
+            original or its methods, such as those of activation checkpointing and autocast.
         original: the module that was copied.
         new_module: the copy.
     """
@@ -214,14 +214,14 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
 def copy_to_devices(
     tensors: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
-    """Returns differentiable copies of the tensors, one list for each of the devices."""
+    """Returns differentiable copies of the tensors, as one list for each device."""
     if not devices or not tensors:  # there is nothing to copy
         return [[] for _ in devices]
 
-    # torch's broadcast takes no complex tensors.
+    # torch's broadcast does not accept complex tensors.
     real_tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
-    # The copies of all tensors for the first device, then those for the next one, and so on.
+    # All copies for the first device, then all copies for the next one, and so on.
     flat_copies = Broadcast.apply(list(devices), *real_tensors)  # type: ignore[no-untyped-call]
 
     copies_of_device: list[list[Tensor]] = []
@@ -235,24 +235,24 @@ def copy_to_devices(
 
 
 class Broadcast(torch.autograd.Function):
-    """torch's `Broadcast`, except that it returns no copy on the device the tensors come from.
+    """torch's `Broadcast`, without the copy on the device that the tensors come from.
 
-    A parameter that no replica has used gets no gradient, as on one device. With torch's it gets
-    zeros, and an optimizer with weight decay then changes it.
+    A parameter that no replica has used gets no gradient, as on one device. With torch's class it
+    would get zeros, and an optimizer with weight decay would then change it.
     """
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the copies for the first device, then those for the next one, and so on."""
+        """Returns all copies for the first device, then all copies for the next one, and so on."""
         ctx.home = tensors[0].device
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
-        needs_gradient = ctx.needs_input_grad[1:]  # of each tensor; the first argument is a list
+        needs_gradient = ctx.needs_input_grad[1:]  # without the first argument, which is a list
         copies: list[Tensor] = []
         without_gradient: list[Tensor] = []
 
-        # torch's function broadcasts from the first device, for which it returns the tensors
-        # themselves.
+        # torch's function broadcasts from the first device of the list. The first list that it
+        # returns has the tensors themselves, and is left out.
         lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])[1:]
         for copies_on_device in lists_of_copies:
             for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
@@ -268,28 +268,33 @@ class Broadcast(torch.autograd.Function):
         """Returns, for each tensor, the sum of the gradients of its copies."""
         gradients_of_tensors: list[list[Tensor]] = []
         for index in range(ctx.num_tensors):
-            # The copies of a tensor are `num_tensors` apart: one on each device. A gradient is None
-            # if the replica has not used the copy.
-            of_copies = gradients[index :: ctx.num_tensors]
-            gradients_of_tensors.append([each for each in of_copies if each is not None])
+            # The copies of a tensor, one on each device, are `num_tensors` apart. The gradient of a
+            # copy is None if the replica has not used it.
+            gradients_of_copies = gradients[index :: ctx.num_tensors]
+            used = [gradient for gradient in gradients_of_copies if gradient is not None]
+            gradients_of_tensors.append(used)
+
         return None, *sum_gradients(gradients_of_tensors, ctx.home)
 
 
 def sum_gradients(
     gradients_of_tensors: Sequence[Sequence[Tensor]], home: torch.device
 ) -> list[Tensor | None]:
-    """Returns the sum of the gradients of each tensor at home; None if it has none.
+    """Adds up the gradients of each tensor at home.
 
-    A transfer takes time however short it is. So gradients on the same devices are put into
+    Every transfer takes time, however small it is. So gradients on the same devices are put into
     buckets, and each bucket goes from device to device as one tensor. The sums have the same bits
-    as those of single tensors.
+    as sums of single tensors.
 
     Args:
-        gradients_of_tensors: for each tensor its gradients, on different devices.
-        home: where the sums are to be.
+        gradients_of_tensors: for each tensor, its gradients on different devices.
+        home: the device of the sums.
+
+    Returns:
+        The sum for each tensor; None if it has no gradients.
     """
     sums: list[Tensor | None] = [None] * len(gradients_of_tensors)
-    buckets: dict[Any, list[int]] = {}  # indices of tensors
+    buckets: dict[Any, list[int]] = {}  # lists of indices of tensors
     for index, gradients in enumerate(gradients_of_tensors):
         if not gradients:
             continue
@@ -302,7 +307,8 @@ def sum_gradients(
         key = (devices, gradients[0].dtype)
         bucket = buckets.setdefault(key, [])
         bucket.append(index)
-        if sum(gradients_of_tensors[member][0].nbytes for member in bucket) >= BUCKET_BYTES:
+        bucket_bytes = sum(gradients_of_tensors[member][0].nbytes for member in bucket)
+        if bucket_bytes >= BUCKET_BYTES:
             _sum_bucket(gradients_of_tensors, bucket, home, sums)
             del buckets[key]
 
@@ -318,13 +324,13 @@ def _sum_bucket(
     home: torch.device,
     sums: list[Tensor | None],
 ) -> None:
-    """Writes the sums of the tensors in a bucket into `sums`.
+    """Adds up the gradients of the tensors in a bucket, and writes the results into `sums`.
 
     Args:
-        gradients_of_tensors: as in `sum_gradients`.
-        bucket: indices of tensors whose gradients are on the same devices, with one dtype.
-        home: where the sums are to be.
-        sums: by the index of the tensor.
+        gradients_of_tensors: for each tensor, its gradients on different devices.
+        bucket: the indices of tensors whose gradients are on the same devices and have one dtype.
+        home: the device of the sums.
+        sums: the sum for each tensor, by the index of the tensor.
     """
     flat_gradients: list[Tensor] = []
     num_copies = len(gradients_of_tensors[bucket[0]])
@@ -336,15 +342,17 @@ def _sum_bucket(
     shapes = [gradients_of_tensors[index][0].shape for index in bucket]
     pieces = torch.split(total, [shape.numel() for shape in shapes])
     for index, shape, piece in zip(bucket, shapes, pieces, strict=True):
-        # Torch counts the writes to a tensor and all its views as one number. By `data`, each
-        # gradient has a number of its own. If a gradient of the gradients is wanted, it is the
-        # view itself, which has a graph.
-        own = piece if torch.is_grad_enabled() else piece.data
-        sums[index] = own.view(shape)
+        # Views share torch's counter of writes with the whole tensor, but `data` gives a gradient
+        # its own counter. With `create_graph=True` the view is kept, because it has a graph.
+        gradient = piece if torch.is_grad_enabled() else piece.data
+        sums[index] = gradient.view(shape)
 
 
 def _sum_from_device_to_device(summands: Sequence[Tensor]) -> Tensor:
-    """Adds up tensors on several devices, so that none holds more than one besides its own."""
+    """Adds up tensors on several devices, moving the sum from each device to the next one.
+
+    So no device holds more than one tensor besides its own.
+    """
     total = summands[0]
     for summand in summands[1:]:
         total = total.to(summand.device) + summand
@@ -352,11 +360,11 @@ def _sum_from_device_to_device(summands: Sequence[Tensor]) -> Tensor:
 
 
 AttributesOfPart = dict[str, dict[str, Any]]
-"""The attributes of the parts of a module, by the name of the part and of the attribute."""
+"""The attributes of submodules, by the name of the submodule and the name of the attribute."""
 
 
 def attributes(module: nn.Module) -> AttributesOfPart:
-    """Returns the attributes of every part of a module whose forward the user may have written."""
+    """Returns the attributes of every submodule whose forward the user may have written."""
     found: AttributesOfPart = {}
     for path, part in module.named_modules():
         if may_set_attributes(part):
@@ -367,23 +375,22 @@ def attributes(module: nn.Module) -> AttributesOfPart:
 def copy_state_back(
     module: nn.Module, replica: nn.Module, before: AttributesOfPart, home: torch.device
 ) -> None:
-    """Copies what a forward pass has left in a copy to the original, which has not run.
+    """Copies what a forward pass has left in a copy of a module to the original, which did not run.
 
-    That is attributes that were set, and buffers.
+    These are attributes that were set, and buffers.
 
     Args:
-        module: the original.
+        module: the original module.
         replica: the copy that has run.
-        before: the `attributes` of the copy before the pass.
+        before: the `attributes` of the copy before the forward pass.
         home: the device of the original.
     """
     part_of_replica = dict(replica.named_modules())
     for path, attributes_before in before.items():
         original_part = module.get_submodule(path)
         for name, value in vars(part_of_replica[path]).items():
-            is_new = name not in attributes_before
-            # An attribute that still is the same object needs no copy.
-            if is_new or attributes_before[name] is not value:
+            is_unchanged = name in attributes_before and attributes_before[name] is value
+            if not is_unchanged:
                 vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
 
     with torch.no_grad():
@@ -399,7 +406,14 @@ def _copy_buffer_back(
     new_buffer: Tensor | None,
     home: torch.device,
 ) -> None:
-    """Writes a copy's buffer to the original's memory, or replaces that if the shape is another."""
+    """Copies a buffer of a replica into the original's buffer, or replaces it if the shape differs.
+
+    Args:
+        original_buffers: the buffers of the original submodule, by name.
+        name: the name of the buffer.
+        new_buffer: the buffer of the replica.
+        home: the device of the original.
+    """
     buffer = original_buffers.get(name)
     if new_buffer is None:
         original_buffers[name] = None

@@ -1,9 +1,9 @@
-"""Divides a batch among replicas, and joins what the replicas return into one output.
+"""Divides a batch among replicas, and joins the outputs of the replicas into one.
 
-Like torch's `scatter` and `gather`, for parts of different sizes. A *leaf* is anything in a batch
-or an output that is not a container. Tensors of samples are split along one dimension, `dim`; all
-other leaves go to every replica. Outputs are joined leaf by leaf: tensors of samples are
-concatenated, and means are weighted by the number of samples of their replica.
+These are torch's `scatter` and `gather`, for parts of different sizes. A *leaf* is anything in a
+batch or an output that is not a container. Tensors of samples are split along one dimension, `dim`,
+and all other leaves are passed to every replica. Outputs are joined leaf by leaf: tensors of
+samples are concatenated, and means are weighted by the number of samples of their replica.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lockstep.wording import describe_type, with_article
 
 
 def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
-    """Returns the number of samples in a batch: the size along `dim` of its tensors.
+    """Returns the number of samples in a batch: the size of its tensors along `dim`.
 
-    A tensor of size 1 there, beside larger ones, is not split: it belongs to every sample. The
-    result is 0 if there is nothing to split. With one replica nothing has to be split, and the
+    A tensor of size 1 there, beside larger ones, is not split, since it belongs to every sample.
+    The result is 0 if there is nothing to split. With one replica nothing is split, and the
     smallest of several sizes is returned.
 
     Raises:
-        DataError: there are several replicas, and the sizes differ, or the batch holds an object
-            that contains samples but cannot be split.
+        DataError: there are several replicas, and the sizes differ, or the batch has an object that
+            contains samples but cannot be split.
     """
     sizes: set[int] = set()
     for leaf in leaves(batch):
@@ -53,21 +53,21 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
 
 
 def _is_splittable_tensor(leaf: Any) -> bool:
-    """Returns True for a dense or COO tensor, False for a nested one and for anything else."""
+    """Returns True for a dense or COO tensor; False for a nested one and anything else."""
     if not isinstance(leaf, Tensor):
         return False
     return not leaf.is_nested and leaf.layout in (torch.strided, torch.sparse_coo)
 
 
 def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
-    """Raises DataError for a leaf that holds samples but cannot be split, such as a graph batch."""
+    """Raises DataError for a leaf that has samples but cannot be split, such as a graph batch."""
     if isinstance(leaf, Tensor):
         kind = f"{type(leaf).__name__} of layout {leaf.layout}"
         can_be_split = _is_splittable_tensor(leaf)
     else:
         kind = type(leaf).__name__
-        # An opaque object has tensors inside, since it has `.to`, but cannot be looked into. A
-        # module has `.to` as well, but holds no samples.
+        # An opaque object has a method `to`, so it contains tensors, but they cannot be found. A
+        # module has this method as well, but contains no samples.
         can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
 
     if not can_be_split:
@@ -86,27 +86,28 @@ def has_dimension(tensor: Tensor, dim: int) -> bool:
 def scatter(
     batch: Any, dim: int, num_samples: int, begin: int, end: int, device: torch.device
 ) -> Any:
-    """Returns one replica's part of a batch, moved to its device.
+    """Returns one replica's part of a batch, on the device of the replica.
 
     Args:
         batch: the inputs of a forward pass.
         dim: the dimension of the samples.
-        num_samples: samples in the batch. Tensors of another size along `dim` are not split.
+        num_samples: the number of samples in the batch. Tensors of another size along `dim` are not
+            split.
         begin: the first sample of the part.
-        end: the sample after its last one.
-        device: where the replica runs.
+        end: the sample after the last one of the part.
+        device: the device of the replica.
     """
     part_size = end - begin
 
     def take_part(tensor: Tensor) -> Tensor:
-        """Returns the part of one tensor of the batch, on the replica's device."""
+        """Returns the part of one tensor, on the device of the replica."""
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
         if holds_samples and part_size < num_samples:
             if tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
                 tensor = torch.narrow_copy(tensor, dim, begin, part_size)
             else:
                 tensor = torch.narrow(tensor, dim, begin, part_size)
-        # A copy to the CPU must block: nothing there would wait for it before reading.
+        # A copy to the CPU must block, because nothing waits for it before the tensor is read.
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return map_tensors(batch, take_part)
@@ -123,12 +124,12 @@ def gather_leaf(
     """Joins what the replicas returned at one place of their outputs; see `DataParallel`.
 
     Args:
-        leaves: one per replica.
-        sizes: how many samples each replica has computed.
+        leaves: the leaf of each replica.
+        sizes: the number of samples of each replica.
         dim: the dimension of the samples.
-        device: where the result is wanted.
+        device: the device of the result.
         index_of_state: for each replica, the index of each of its parameters and buffers, by the
-            `id` of the tensor. Equal indices mean the same parameter of the module.
+            `id` of the tensor. Copies of the same parameter have the same index.
 
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
@@ -167,7 +168,7 @@ def _is_same_state(leaves: Sequence[Tensor], index_of_state: Sequence[Mapping[in
     """Returns True if every replica returned its copy of the same parameter or buffer.
 
     Args:
-        leaves: one per replica.
+        leaves: the leaf of each replica.
         index_of_state: see `gather_leaf`.
     """
     # None: the leaf is no parameter or buffer of this replica.
@@ -178,10 +179,10 @@ def _is_same_state(leaves: Sequence[Tensor], index_of_state: Sequence[Mapping[in
 
 
 def _are_means(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Returns True for one number per replica, such as `loss.mean()`, that is not a row of samples.
+    """Returns True if each replica returned a single number that is a mean, such as `loss.mean()`.
 
-    A tensor of shape (1,) is a mean, such as `loss.mean().unsqueeze(0)`, unless all replicas have
-    one sample.
+    A tensor of shape (1,) is a mean, for example `loss.mean().unsqueeze(0)`, unless every replica
+    has a single sample; then it is a row of that sample.
     """
     shapes = {tuple(leaf.shape) for leaf in leaves}
     is_scalar = shapes == {()}
@@ -192,18 +193,18 @@ def _are_means(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _weighted_mean(means: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Returns the mean over all samples, from the replicas' means over their samples."""
+    """Returns the mean over all samples, from each replica's mean over its samples."""
     num_samples = sum(sizes)
     return sum(size / num_samples * mean for size, mean in zip(sizes, means, strict=True))
 
 
 def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tensor:
-    """Concatenates the replicas' tensors along `dim`.
+    """Concatenates the tensors of the replicas along `dim`, on a device.
 
     Raises:
         UsageError: their shapes differ in other dimensions.
     """
-    # The sizes of each tensor without `dim`; None: it has no such dimension.
+    # The shapes of the tensors without `dim`; None for a tensor that does not have it.
     other_dimensions: set[torch.Size | None] = set()
     for tensor in tensors:
         if tensor.shape == (0,):  # torch concatenates these with tensors of any shape
@@ -223,7 +224,7 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
         )
 
     if device.type == "cuda" and all(tensor.is_cuda for tensor in tensors):
-        # torch's `gather` writes the parts directly to their places; `cat` would copy them twice.
+        # torch's `gather` writes the parts directly into the result; `cat` would copy them twice.
         output: Tensor = gather(tensors, device, dim=dim)
         return output
 
@@ -231,7 +232,7 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Returns True if two leaves are equal; False if they cannot be compared, as NumPy arrays."""
+    """Returns True if two leaves are equal; False if they differ or cannot be compared."""
     if isinstance(value, Tensor):
         return isinstance(other, Tensor) and torch.equal(value, other)
     if value is other:

@@ -1,8 +1,8 @@
 """The strategy `dp`: one process that computes on several devices, by `module.DataParallel`.
 
-It needs no launcher, but it is the slower way: all replicas share one Python interpreter, the
+It needs no launcher, but it is slower than `ddp`: all replicas share one Python interpreter, the
 parameters are copied in every step, and the first device holds outputs, loss and optimizer. The
-data loader sees one rank; the module divides each micro-batch among the devices.
+data loader sees a single rank, and the module divides each micro-batch among the devices.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ GPU_STREAM_SEED_TAG = 0xD9
 
 @dataclass(frozen=True, kw_only=True)
 class DP(Strategy):
-    """Options of DataParallel. The devices' shares are those of the run: `--shares 2:3:3`."""
+    """The strategy `dp` and its options.
+
+    The devices use the shares of the run: `--shares 2:3:3`.
+    """
 
     name: ClassVar[str] = "dp"
 
     device_ids: Sequence[int] | None = None
-    """GPUs; the first one must be the run's device. None: all visible GPUs."""
+    """The GPUs, the first of which must be the run's device; None for all visible GPUs."""
     output_device: int | None = None
-    """GPU on which the outputs are joined. None: the first one."""
+    """The GPU on which the outputs are joined; None for the first one."""
     dim: int = 0
     """The dimension of the samples."""
     replicas: int | None = None
-    """Number of replicas on the run's device, which share its parameters; for trying it out."""
+    """The number of replicas on the run's device, which share its parameters; for trials."""
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Plans one part of each global batch for the loader, which the devices divide.
+        """Plans a run with a single rank, whose devices divide each global batch.
 
         Raises:
-            SettingError: there are several processes, or devices or shares that do not fit.
+            SettingError: there are several processes, or the devices or shares are invalid.
         """
         check_number_of_processes(self.name, run.topology.size)
 
-        # A trial on a module without parameters: it checks the devices and the shares.
+        # A module without parameters is wrapped to check the devices and the shares.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
             refuse_virtual_ranks(
@@ -96,10 +99,10 @@ class DP(Strategy):
         )
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Returns the module in a `DataParallel`.
+        """Wraps the module in a `DataParallel`.
 
         Raises:
-            UsageError: it is in a DataParallel already.
+            UsageError: it already is a DataParallel.
         """
         if isinstance(module, nn.DataParallel):
             raise UsageError(
@@ -120,7 +123,7 @@ class DP(Strategy):
         )
 
     def _make_data_parallel(self, module: nn.Module, run: Run) -> DataParallel:
-        """Wraps a module with these options, on all visible GPUs if they name no devices."""
+        """Wraps a module with these options, on all visible GPUs if no devices are set."""
         device_ids = self.device_ids
         replicas = self.replicas
         if device_ids is None and replicas is None:
@@ -142,7 +145,7 @@ class DP(Strategy):
         )
 
     def _choices(self, data_parallel: DataParallel, run: Run) -> list[Choice]:
-        """Describes the replicas, the shares and BatchNorm, for the block of choices."""
+        """Returns the printed lines about the replicas, the shares and BatchNorm."""
         if self.replicas is not None:
             reason = f"on {run.device}, as set: they share the parameters"
         elif data_parallel.device_ids:
@@ -169,9 +172,9 @@ class DP(Strategy):
 
 
 class WeightedMeanWarning(Extension):
-    """Warns once of a mean that devices computed inside the model, if samples have weights (LS310).
+    """Warns once if samples have weights, but a mean is computed inside the model (LS310).
 
-    Each device's mean then counts by its number of samples, not by their weights.
+    The mean of each device is then weighted by its number of samples, not by their weights.
     """
 
     def __init__(self, module: DataParallel) -> None:
@@ -180,11 +183,11 @@ class WeightedMeanWarning(Extension):
         self._has_warned = False
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Notes whether the loader's samples have weights."""
+        """Records whether the samples of the loader have weights."""
         self._samples_have_weights = batch.loader.weight is not None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Warns once if the model's last forward pass returned a mean, and samples have weights."""
+        """Warns once if the latest forward pass returned a mean and the samples have weights."""
         if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
             return
 
@@ -200,9 +203,9 @@ class WeightedMeanWarning(Extension):
 
 
 def _seed_gpu_streams(data_parallel: DataParallel, run: Run) -> None:
-    """Gives each GPU random numbers of its own.
+    """Gives each GPU its own random numbers.
 
-    torch seeds all GPUs alike, so the dropout masks of all replicas would be the same.
+    torch gives all GPUs the same seed, with which the dropout masks of all replicas would be equal.
     """
     for number, device in enumerate(data_parallel.device_ids[1:], 1):
         with torch.cuda.device(device):
