@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import made_up_kernels
 import pytest
 import torch
 import torch.distributed as dist
@@ -266,6 +267,21 @@ def test_bits_depend_neither_on_shards_nor_on_machines(strategy: str) -> None:
     for machines in [(2, 2), (1, 3), None]:
         env = {"LOCKSTEP_STRATEGY": "ddp" if machines else strategy}
         assert run_ranks(in_many_ways, 4, 4, machines, env=env) == on_one_machine
+
+
+def by_the_kernels_of_gpus(machines: tuple[int, ...] | None) -> list[Any]:
+    """Trains with plain operations in the place of torch's kernels for CUDA."""
+    made_up_kernels.install()
+    return [train(4, machines, precision="fp64"), train(4, machines, micro_batch_size=2)]
+
+
+@pytest.mark.thorough
+def test_bits_of_the_kernels_of_gpus_do_not_depend_on_machines() -> None:
+    on_one_machine = run_ranks(by_the_kernels_of_gpus, 4, None)
+    assert on_one_machine == [on_one_machine[0]] * 4
+    assert run_ranks(by_the_kernels_of_gpus, 4, (1, 3)) == on_one_machine
+    env = {"LOCKSTEP_STRATEGY": "fsdp"}
+    assert run_ranks(by_the_kernels_of_gpus, 4, None, env=env) == on_one_machine
 
 
 def refusals() -> list[tuple[str, str]]:
