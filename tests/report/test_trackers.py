@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from problems import mean_loss, mlp, tensors
 from ranks import run_ranks
 
 import lockstep
+from lockstep.extensions.report import trackers
 from lockstep.extensions.report.reading import Record
 from lockstep.extensions.report.trackers import write
 
@@ -97,6 +99,26 @@ def test_mlflow(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(found, told)
     assert run.info.status == "FINISHED"
     assert run.data.params["strategy"] == "ddp"
+
+
+def test_mlflow_takes_the_id_of_an_experiment_before_its_name(
+    record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+
+    class Client:
+        def create_run(self, number: str, run_name: str) -> Any:
+            created.append(number)
+            return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+        def log_param(self, *arguments: object) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "lockstep")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "17")
+    trackers._MlflowWriter(record[0])
+    assert created == ["17"]
 
 
 def read_offline_run(path: Path) -> Iterator[bytes]:

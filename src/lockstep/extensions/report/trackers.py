@@ -101,16 +101,27 @@ class _MlflowWriter:
         import mlflow
 
         self._client = mlflow.MlflowClient()
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        found = self._client.get_experiment_by_name(experiment)
-        if found is None:
-            number = self._client.create_experiment(experiment)
-        else:
-            number = found.experiment_id
+        number = self._find_experiment()
         run = self._client.create_run(number, run_name=record.folder.name)
         self._run_id = run.info.run_id
         for name, value in _describe_run(record).items():
             self._client.log_param(self._run_id, _mlflow_name(name), str(value)[: self.MAX_TEXT])
+
+    def _find_experiment(self) -> str:
+        """Returns the id of the experiment that MLflow's variables name; creates it by its name.
+
+        MLflow itself takes the id first.
+        """
+        number = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if number:
+            return number
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            created: str = self._client.create_experiment(name)
+            return created
+        experiment_id: str = found.experiment_id
+        return experiment_id
 
     def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
         """Logs a value."""
