@@ -130,6 +130,45 @@ def test_the_launchers_of_other_machines_do_not_read_a_file(
     assert "--nproc=2" in slurm
 
 
+def test_another_place_on_the_command_line_replaces_the_hosts(folder: Path) -> None:
+    (folder / "lockstep.toml").write_text('hosts = "localhost"\n')
+    result = run("--slurm", "--dry-run", "t.py")
+    assert result.exit_code == 0, result.output
+    assert "#SBATCH" in result.output
+    both = run("--slurm", "--hosts", "localhost", "--dry-run", "t.py")
+    assert "--hosts with --slurm" in both.output
+
+
+def test_a_file_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "pyproject.toml").write_text("[tool.lockstep]\nseed = 1\n")
+    folder.chmod(0o1777)
+    assert find_launch_file(folder).values == {"seed": 1}
+    monkeypatch.setattr(os, "getuid", lambda: (folder / "pyproject.toml").stat().st_uid + 1)
+    is_root_s = (folder / "pyproject.toml").stat().st_uid == 0
+    if is_root_s:  # the files of the tests are root's, which count as one's own
+        os.chown(folder / "pyproject.toml", 12345, -1)
+    assert find_launch_file(folder) is None
+    (folder / "lockstep.toml").write_text("seed = 2\n")
+    (folder / "lockstep.toml").chmod(0o666)
+    with pytest.raises(SettingError, match="another user may have written it"):
+        find_launch_file(folder)
+    folder.chmod(0o755)
+    assert find_launch_file(folder).values == {"seed": 2}
+
+
+@pytest.mark.parametrize("text", ["tool = 3\n", "not TOML", "[tool]\nruff = 1\n", "[tool.ruff\n"])
+def test_a_pyproject_that_does_not_name_lockstep_is_no_launch_file(folder: Path, text: str) -> None:
+    (folder / "pyproject.toml").write_text(text)
+    assert find_launch_file(folder) is None
+
+
+@pytest.mark.parametrize("text", ['[tool]\nlockstep = "x"\n', "[tool.lockstep\nseed = 1\n"])
+def test_a_table_of_lockstep_that_cannot_be_read_is_told(folder: Path, text: str) -> None:
+    (folder / "pyproject.toml").write_text(text)
+    with pytest.raises(SettingError, match=r"pyproject\.toml"):
+        find_launch_file(folder)
+
+
 def test_where_it_is_looked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = folder / "a" / "b"
     inner.mkdir(parents=True)

@@ -14,6 +14,7 @@ its options on their command lines, with a *source* such as "lockstep.toml: npro
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import tomllib
@@ -63,11 +64,12 @@ def _as_toml(value: Any) -> str:
 def find_launch_file(folder: Path) -> LaunchFile | None:
     """Reads the launch file of a folder, or of the nearest folder above it that has one.
 
-    The search stops at a folder in which every user may write, such as /tmp: a file of another user
-    could start programs in your name.
+    A file of another user could start programs in your name. So the search stops at a folder in
+    which every user may write, such as /tmp; if that is the working folder, its own files count
+    only if they are yours.
 
     Raises:
-        SettingError: the file cannot be read.
+        SettingError: the file cannot be read, or is not yours.
     """
     folder = folder.absolute()
     for place in (folder, *folder.parents):
@@ -75,16 +77,49 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
         if is_writable_by_all and place != folder:
             return None
 
-        if (place / FILE_NAME).is_file():
-            return read_launch_file(place / FILE_NAME)
+        path = place / FILE_NAME
+        if path.is_file():
+            if is_writable_by_all and not _is_own(path):
+                raise SettingError(
+                    f"the launch file {path}",
+                    "another user may have written it: every user may write in its folder",
+                    "--launch-file FILE reads it all the same, --launch-file /dev/null reads none",
+                )
+            return read_launch_file(path)
 
-        if (place / PYPROJECT).is_file():
-            file = read_launch_file(place / PYPROJECT)
-            has_table = bool(file.values)
-            if has_table:
+        path = place / PYPROJECT
+        if path.is_file() and (_is_own(path) or not is_writable_by_all):
+            file = _read_table(path)
+            if file is not None:
                 return file
 
     return None
+
+
+def _is_own(path: Path) -> bool:
+    """True if a file belongs to this user or to root, and no other user may write to it."""
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        return False
+    return not status.st_mode & stat.S_IWOTH
+
+
+def _read_table(path: Path) -> LaunchFile | None:
+    """Reads the table `[tool.lockstep]` of a `pyproject.toml` that was found; None without one.
+
+    A file that cannot be read, and does not name Lockstep, is the business of other tools.
+    """
+    try:
+        file = read_launch_file(path)
+    except SettingError:
+        try:
+            names_lockstep = b"lockstep" in path.read_bytes()
+        except OSError:
+            names_lockstep = False
+        if names_lockstep:
+            raise
+        return None
+    return file if file.values else None
 
 
 def read_launch_file(path: Path) -> LaunchFile:
@@ -110,8 +145,15 @@ def read_launch_file(path: Path) -> LaunchFile:
 
     is_table_of_pyproject = path.name == PYPROJECT
     if is_table_of_pyproject:
-        for part in TABLE.split("."):
-            content = content.get(part, {})
+        tool = content.get("tool")
+        table = tool.get("lockstep", {}) if isinstance(tool, dict) else {}
+        if not isinstance(table, dict):
+            raise SettingError(
+                f"lockstep in the table [tool] of {name}",
+                "it has no options of lockstep run: it is no table",
+                "write the options below a line [tool.lockstep]",
+            )
+        content = table
 
     values = {}
     for key, value in content.items():

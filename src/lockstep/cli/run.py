@@ -54,6 +54,8 @@ from lockstep.wording import did_you_mean
 TORCHRUN_FLAGS = "lockstep.torchrun_flags"  # the flags of torchrun that were given, as a list
 TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's options
 
+PLACES = ("hosts", "ray", "slurm")
+"""Options that say where a run takes place."""
 SOURCE = "lockstep.source"  # which options of another launcher come from a launch file
 
 TORCHRUN_NAME_PREFIX = "torchrun_"
@@ -483,12 +485,16 @@ def command(
     **settings: Any,
 ) -> None:
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
+    _leave_out_places_of_file(ctx)
     _check_combinations(ctx)
     quiet = quiet or is_quiet(os.environ)
 
     # Separate the options that say where the run is started from the settings of `lockstep.init`.
     names = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
-    elsewhere = {name: settings.pop(name) for name in names}
+    elsewhere = {}
+    for name in names:
+        settings.pop(name)
+        elsewhere[name] = ctx.params[name]
 
     # 1. By ssh on the machines of --hosts.
     if elsewhere["hosts"] is not None:
@@ -751,6 +757,19 @@ def _options_without_effect(ctx: click.Context) -> dict[str, str]:
             without_effect.pop(option, None)
 
     return without_effect
+
+
+def _leave_out_places_of_file(ctx: click.Context) -> None:
+    """Leaves out `hosts`, `ray` or `slurm` of the launch file if another of them is given.
+
+    Each of them says where the run takes place, and the command line overrides the file.
+    """
+    chosen = [option for option in PLACES if ctx.params[option] not in (None, False)]
+    if all(comes_from_file(ctx, option) for option in chosen):
+        return
+    for option in chosen:
+        if comes_from_file(ctx, option):
+            ctx.params[option] = False if option == "slurm" else None
 
 
 def _check_combinations(ctx: click.Context) -> None:
