@@ -38,10 +38,11 @@ from lockstep.checkpoint.kept_reading import (
     report_parts,
 )
 from lockstep.checkpoint.layout import step_folder
-from lockstep.checkpoint.memory_area import Area
+from lockstep.checkpoint.memory_area import PAGE_BYTES, Area
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.partner_copies import find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
+from lockstep.distributed.topology import AREAS_PER_RANK
 from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.extensions.ledger.judge import judge
 from lockstep.run.start.step_memory import StepMemory
@@ -488,7 +489,7 @@ import hashlib, os, signal, sys
 import torch, torch.nn.functional as F, lockstep
 from torch.utils.data import DataLoader, TensorDataset
 from lockstep.checkpoint import kept_steps
-from lockstep.checkpoint.memory_area import Area
+from lockstep.checkpoint.memory_area import PAGE_BYTES, Area
 
 random = torch.Generator().manual_seed(0)
 data = TensorDataset(
@@ -946,10 +947,13 @@ def test_with_what_people_use_at_the_same_time(tmp_path: Path, data: str) -> Non
         torch.testing.assert_close(states[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def train_without_loader(folder: str) -> list[tuple[int, str]]:
-    """A loop that has its batches from elsewhere calls `checkpoint.step()`."""
+def train_without_loader(folder: str, *steps: int) -> list[tuple[int, str]]:
+    """A loop that has its batches from elsewhere calls `checkpoint.step()`.
+
+    It starts once for each of these numbers of steps, and trains until so many are done.
+    """
     found = []
-    for until in (3, 6):
+    for until in steps:
         with lockstep.init(seed=5, device="cpu") as world:
             net = nn.Linear(4, 1)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -971,11 +975,27 @@ def test_a_loop_without_a_loader_keeps_its_steps(memory: dict[str, str], tmp_pat
         return {**rank_environment(rank, 1, 1), **memory}
 
     ((first, second),) = run_ranks(
-        train_without_loader, 1, str(tmp_path / "none"), environment=environment
+        train_without_loader, 1, str(tmp_path / "none"), 3, 6, environment=environment
     )
     assert first[0] == 0
     assert second[0] == 3
     assert second[1].startswith("resumed from step 3 in memory")
+
+
+def test_memory_of_ranks_that_are_gone_is_given_back_after_other_steps(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    """Nothing was resumed from memory, so the steps in it protect nothing."""
+
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    areas_of_lost_ranks = areas_of(memory)[AREAS_PER_RANK:]
+    for area in areas_of_lost_ranks:
+        write(area, serial=1, value=7)
+    run_ranks(train_without_loader, 1, str(tmp_path / "other"), 3, environment=environment)
+    for area in areas_of_lost_ranks:
+        assert os.stat(area.path).st_size == PAGE_BYTES
 
 
 def train_after_losses(folder: str) -> list[str]:

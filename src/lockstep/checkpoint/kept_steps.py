@@ -140,6 +140,8 @@ class KeptSteps(Extension):
         """The number of the area that was sealed last."""
         self._protected: set[str] = set()
         """The areas with the step that was resumed, until a later one is complete."""
+        self._has_freed_slots = False
+        """True if the memory of ranks that are no longer there has been given back."""
         self._is_on = False
         self._has_given_up = False
         """True if this rank keeps nothing any more. It still takes part in what ranks decide."""
@@ -199,6 +201,7 @@ class KeptSteps(Extension):
         self._protected = set()
         if resumed is not None:
             self._protected = resumed.paths_on(self._topology.node_rank)
+        self._has_freed_slots = False
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._num_copies = 0
@@ -229,8 +232,13 @@ class KeptSteps(Extension):
                     area.break_seal()
 
     def close(self, failed: bool) -> None:
-        """Waits until the last step is with the partner, if this rank ends well."""
+        """Waits until the last step is with the partner, if this rank ends well.
+
+        The partner's thread waits for the seal of that step. If the copy in the background has
+        failed there will be none, which must be noticed first, or the thread would wait forever.
+        """
         if self._partner is not None and not failed:
+            self._wait_for_copy()
             self._partner.wait()
         self._partner = None
 
@@ -407,9 +415,10 @@ class KeptSteps(Extension):
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
                 return self._last_area  # the other one has the last complete step
             time.sleep(POLL_INTERVAL_S)
-        if self._protected:
+        if not self._has_freed_slots:
             self._protected = set()
             self._free_unused_slots()
+            self._has_freed_slots = True
         return 1 - self._last_area
 
     def _first_unprotected(self, areas: Sequence[Area]) -> int:
