@@ -2,13 +2,14 @@
 # that take long and see what others see too: `make thorough`.
 # Both create .venv on first use; later calls install nothing. `make check` is the fast half of
 # `make test`: no test of it starts a process. TORCH=2.11.0 takes another torch than constraints.txt,
-# in an environment of its own. `make real` runs programs of other libraries, in .venv-real.
+# in an environment of its own. `make real` runs programs of other libraries, in .venv-real, and
+# `make extras` what needs Ray, Jupyter, debugpy, Hydra, Optuna or a tracker, in .venv-extras.
 PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house messages docs gpu gpu-table clean
+.PHONY: train test check thorough real extras clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house messages docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -27,6 +28,9 @@ real: .venv-real/.installed
 
 clusters: $(VENV)/.installed-clusters
 	$(BIN)/python -m pytest -rs tests/clusters  # needs root, openssh-server, rsync, nftables, slurm-wlm, munge
+
+extras: .venv-extras/.installed
+	.venv-extras/bin/python -m pytest -rs tests/launcher/test_ray.py tests/launcher/test_notebook.py tests/launcher/test_other_tools.py tests/report/test_trackers.py
 
 browser: $(VENV)/.installed-browser
 	$(BIN)/python -m pytest -rs tests/report/test_browser.py  # needs chromium and fonts-noto-cjk of Debian
@@ -134,6 +138,11 @@ $(VENV)/.installed-browser: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	touch $@
+
+.venv-extras/.installed: pyproject.toml constraints.txt
+	test -x .venv-extras/bin/python || $(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/python -m pip install --quiet -c constraints.txt -e '.[examples,dev,notebook,tools,ray,trackers]'
 	touch $@
 
 .venv-real/.installed: pyproject.toml constraints.txt
