@@ -200,6 +200,10 @@ def test_values_in_parts_of_a_verdict_are_translated(chinese: None) -> None:
             "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)",
             "梯度（4 个中的 2 个），第 3 步（优化器 2，Net 的 SGD）",
         ),
+        (
+            ", first in gradients (16 of 16), step 2",
+            "，首个差异：梯度（16 个中的 16 个），第 2 步",
+        ),
         ("all gradients are 1/2 of those of one process", "所有梯度与单进程的梯度相比：1/2"),
         ("but for rounding: fc.weight", "只差舍入误差：fc.weight"),
         (

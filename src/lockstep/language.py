@@ -22,7 +22,7 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LANGUAGE_VARIABLE = "LOCKSTEP_LANG"
@@ -385,9 +385,14 @@ class Template:
         return pattern.fullmatch(text, begin, end) is not None
 
 
-Known = dict[tuple[str, bool], Translation | None]
-"""Translations of texts that are one message, and None for those that are none; a text is looked up
-together with `may_be_word`."""
+@dataclass(frozen=True)
+class Known:
+    """What is known while a text is translated."""
+
+    words_are_names: bool
+    """True for lists of the user's names, in which no word is one of the catalogue's."""
+    translations: dict[str, Translation | None] = field(default_factory=dict)
+    """Of texts that are one message, and None for those that are none."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +443,8 @@ class Catalogue:
             may_be_word: whether one word alone, or in a list, is one of the catalogue's. It may be
                 a name of the user's instead.
         """
-        return self._translation_of(text, {}, may_be_word=may_be_word).text
+        known = Known(words_are_names=not may_be_word)
+        return self._translation_of(text, known, may_be_word=may_be_word).text
 
     def _translation_of(self, text: str, known: Known, *, may_be_word: bool) -> Translation:
         """Translates a text, and says which parts of it are as they were.
@@ -454,10 +460,10 @@ class Catalogue:
         if QUOTATION.match(stripped) or is_quoted or (is_word and not may_be_word):
             return _as_it_is(text)
         if text != stripped:  # an empty value may stand at its beginning or end
-            translation = self._translation_of_whole(text, known, may_be_word=may_be_word)
+            translation = self._translation_of_whole(text, known)
             if translation is not None:
                 return translation
-        translation = self._translation_of_whole(stripped, known, may_be_word=may_be_word)
+        translation = self._translation_of_whole(stripped, known)
         if translation is None:
             translation = self._translation_of_parts(stripped, known, may_be_word=may_be_word)
         begin = len(text) - len(text.lstrip())
@@ -465,35 +471,28 @@ class Catalogue:
         after = text[begin + len(stripped) :]
         return Translation(before + translation.text + after, _moved(translation.kept, begin))
 
-    def _translation_of_whole(
-        self, text: str, known: Known, *, may_be_word: bool
-    ) -> Translation | None:
+    def _translation_of_whole(self, text: str, known: Known) -> Translation | None:
         """Translates a text that is one message; returns None if it is none.
 
         A text that can be read in several ways, which say different things, stays as it is.
         """
         if text in self._texts:
             return Translation(self._texts[text], ())
-        key = (text, may_be_word)
-        if key not in known:
-            if len(known) == MAX_PARTS:
+        if text not in known.translations:
+            if len(known.translations) == MAX_PARTS:
                 return _as_it_is(text)
-            known[key] = None
-            known[key] = self._translation_of_template(text, known, may_be_word=may_be_word)
-        return known[key]
+            known.translations[text] = None
+            known.translations[text] = self._translation_of_template(text, known)
+        return known.translations[text]
 
-    def _translation_of_template(
-        self, text: str, known: Known, *, may_be_word: bool
-    ) -> Translation | None:
+    def _translation_of_template(self, text: str, known: Known) -> Translation | None:
         """Translates a text that was made from a template; returns None if it was not."""
         readings = []
         for template in self._templates:
             for spans in template.readings_of(text):
-                translation = self._translation_of_reading(
-                    text, template, spans, known, may_be_word=may_be_word
-                )
+                translation = self._translation_of_reading(text, template, spans, known)
                 readings.append(Reading(template, spans, translation))
-        if len(known) == MAX_PARTS:  # some are not translated as far as they could be
+        if len(known.translations) == MAX_PARTS:  # some are not translated as far as they could be
             return _as_it_is(text)
         finest = [
             reading
@@ -515,25 +514,19 @@ class Catalogue:
         return most_specific[0].translation if most_specific else None
 
     def _translation_of_reading(
-        self,
-        text: str,
-        template: Template,
-        spans: tuple[Span, ...],
-        known: Known,
-        *,
-        may_be_word: bool,
+        self, text: str, template: Template, spans: tuple[Span, ...], known: Known
     ) -> Translation:
         """Translates a text that is read in one way."""
         values = {}
         kept: list[Span] = []
-        for field, (begin, end) in zip(template.fields, spans, strict=True):
-            name = name_of_value(field)
+        for field_name, (begin, end) in zip(template.fields, spans, strict=True):
+            name = name_of_value(field_name)
             value = self._translation_of(
                 text[begin:end],
                 known,
-                may_be_word=may_be_word and name in FIELDS_OF_CATALOGUED_WORDS,
+                may_be_word=not known.words_are_names and name in FIELDS_OF_CATALOGUED_WORDS,
             )
-            values[field] = value.text
+            values[field_name] = value.text
             if name not in GRAMMATICAL_FIELDS:
                 kept += _moved(value.kept, begin)
         return Translation(fill_in(template.translation, values), tuple(kept))
@@ -550,7 +543,9 @@ class Catalogue:
             for part in parts:
                 is_last = len(translations) == len(parts) - 1
                 mark = "" if is_last else separator.strip()
-                known_to_part = {} if separator in SEPARATORS_OF_MESSAGES else known
+                known_to_part = known
+                if separator in SEPARATORS_OF_MESSAGES:  # each is read by itself
+                    known_to_part = Known(known.words_are_names)
                 translations.append(
                     self._translation_of_part(part, mark, known_to_part, may_be_word=may_be_word)
                 )
@@ -566,7 +561,7 @@ class Catalogue:
             for longer_end in range(begin + 2, min(begin + MAX_PARTS_OF_MESSAGE, len(parts)) + 1):
                 if longer_end - begin < len(parts):  # the whole is no message
                     message = separator.join(parts[begin:longer_end])
-                    if self._translation_of_whole(message, {}, may_be_word=False) is not None:
+                    if self._translation_of_whole(message, Known(words_are_names=True)) is not None:
                         end = longer_end
             joined.append(separator.join(parts[begin:end]))
             begin = end
@@ -577,7 +572,7 @@ class Catalogue:
     ) -> Translation:
         """Translates a part of a text. A message may end with the mark behind it, as "step 3:"."""
         if mark:
-            translation = self._translation_of_whole(part + mark, known, may_be_word=may_be_word)
+            translation = self._translation_of_whole(part + mark, known)
             translated_mark = SEPARATORS[f"{mark} "]
             # Otherwise a value would end with the mark, which separates it from what follows.
             if translation is not None and translation.text.endswith(translated_mark):
