@@ -1,8 +1,8 @@
-"""What `lockstep checkpoint` sees of a weights file or checkpoint, whatever its form.
+"""Opens a weights file or a checkpoint of any format for `lockstep checkpoint` to look into.
 
-A file is opened as `Contents`, which has its tensors as `LazyTensor`s: with names, shapes, dtypes,
-and a way to read a part of the values, so that no tensor has to fit into memory. Names are *tied*
-if one tensor has all of them.
+The result, `Contents`, has the tensors as `LazyTensor`s: their names, shapes and dtypes are known,
+and their values are read in parts, so that no tensor has to fit into memory. Names are *tied* if
+they stand for one tensor.
 """
 
 from __future__ import annotations
@@ -50,39 +50,40 @@ def open_contents(
     everything: bool = False,
     training: bool = False,
 ) -> Contents:
-    """Opens a weights file or a checkpoint. Reads no values.
+    """Opens a weights file or a checkpoint, without reading values.
 
     Args:
-        path: the path of the file or folder; see `read_source`.
+        path: the file or folder; see `read_source`.
         name: the name of one model, if there are several.
-        trust: a torch file may run code of its author's while it is read.
-        everything: take all models of a checkpoint.
-        training: fill `Contents.training` too, with the tensors of optimizers and the like.
+        trust: whether a torch file may run its author's code while it is read.
+        everything: whether to take all models of a checkpoint.
+        training: whether to fill `Contents.training`, with the tensors of optimizers and the like.
 
     Raises:
-        CheckpointError: it cannot be read, or is not sound.
-        SettingError: the name cannot be resolved.
+        CheckpointError: the path cannot be read, or is not sound.
+        SettingError: there is no model of this name.
     """
     source = read_source(path, trust=trust, name=name, everything=everything, lazy=True)
     # A torch file may hold several dictionaries of tensors: the model's, and small ones such as
-    # statistics. The largest is taken for the model.
+    # statistics. The largest one is taken for the model.
     largest = max(source.states, key=_state_nbytes)
     tensors, extra = _split_state(source.path, largest.state)
 
     training_tensors = {}
     if training:
-        # Of a torch file these are all tensors that it holds, those of the model among them.
+        # In a torch file this finds all tensors, including those of the model.
         model_tensor_ids = {id(tensor) for tensor in tensors.values()}
         for tensor_name, tensor in source.find_training_tensors():
             if id(tensor) not in model_tensor_ids:
                 training_tensors[tensor_name] = tensor
+
     for tensor in (*tensors.values(), *training_tensors.values()):
-        tensor.check()  # raises an error if its file does not have it
+        tensor.check()  # raises an error if the tensor is not in its file
 
     facts = dict(source.facts)
     is_checkpoint = bool(source.modules)
     if largest.place and not is_checkpoint:
-        # A torch file has the model inside a dictionary. The user is told where: "['model']".
+        # The model is inside a dictionary of a torch file. The user is told where: "['model']".
         facts = {"read": largest.place, **facts}
     return Contents(
         source=source,
@@ -103,12 +104,12 @@ def _state_nbytes(found: FoundState) -> int:
 def _split_state(
     path: Path, state: Mapping[str, Any]
 ) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """Returns the tensors of a state by name, and its other values by name.
+    """Splits a state into its tensors and its other values, both by name.
 
-    Names that are tied to each other get the same `LazyTensor` object.
+    Tied names get the same `LazyTensor` object.
 
     Raises:
-        CheckpointError: one of the tensors is of a kind that cannot be handled.
+        CheckpointError: one of the tensors is of a kind that is not supported.
     """
     tensors: dict[str, LazyTensor] = {}
     extra: dict[str, Any] = {}
@@ -117,7 +118,7 @@ def _split_state(
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
-            view = view_key(value)  # equal for tied tensors: the place in memory, shape and dtype
+            view = view_key(value)  # equal for tied tensors: address, shape, dtype and so on
             if view is None:
                 view = name  # a tensor without memory is tied to no other
             if view not in tensor_of_view:
@@ -126,13 +127,17 @@ def _split_state(
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:
-            # Such as a module's extra state. It is small, so it is read now.
+            # For example the extra state of a module, which is small, so it is read now.
             extra[name] = copy_to_memory(read_values(value))
     return tensors, extra
 
 
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:
-    """Raises CheckpointError for a tensor that cannot be stored, or claims far too much memory."""
+    """Checks that a tensor can be stored, and does not claim far more memory than it has.
+
+    Raises:
+        CheckpointError: it cannot be stored, or claims too much memory.
+    """
     problem = why_unstorable(value)
     if problem is None:
         # An expanded tensor has more elements than memory: `torch.zeros(1).expand(10**12)` in a
@@ -140,6 +145,7 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
         storage_nbytes = value.untyped_storage().nbytes()
         if value.nbytes > storage_nbytes + MAX_EXPANSION_BYTES:
             problem = f"claims {value.nbytes} bytes and has {storage_nbytes}"
+
     if problem is not None:
         raise unreadable(
             path,
@@ -149,9 +155,9 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
 
 
 def tied_to(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """Returns, for each name that is tied to an earlier one, the first name of the same tensor.
+    """Returns, for each name that is tied to an earlier name, that earlier name.
 
-    If "a", "b" and "c" are names of one tensor: {"b": "a", "c": "a"}.
+    If "a", "b" and "c" stand for one tensor: `{"b": "a", "c": "a"}`.
     """
     first_name_of_id: dict[int, str] = {}
     tied_names = {}
@@ -164,9 +170,10 @@ def tied_to(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
 
 
 def totals(tensors: Iterable[LazyTensor]) -> dict[str, Any]:
-    """Returns the numbers of tensors, values and bytes, and the number of tensors of each dtype.
+    """Counts tensors, their values and bytes, and the tensors of each dtype.
 
-    A tensor with several names counts once.
+    A tensor with several names is counted once. Example: `{"tensors": 2, "values": 10, "bytes": 40,
+    "dtypes": {"float32": 2}}`.
     """
     distinct = {id(tensor): tensor for tensor in tensors}.values()
     num_of_dtype = Counter(dtype_name(tensor.dtype) for tensor in distinct)

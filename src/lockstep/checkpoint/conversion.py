@@ -1,7 +1,7 @@
-"""Writes stored weights in another form, as `lockstep checkpoint convert` does.
+"""Writes stored weights in another format, for `lockstep checkpoint convert`.
 
-The form is safetensors, in one file or several, or a file of `torch.save`. Names are *tied* if one
-tensor has all of them. *Extra* values are those of a module's state that are not tensors.
+The new format is safetensors, in one file or several, or a file of `torch.save`. Names are *tied*
+if they stand for one tensor. *Extra* values are values of a module's state that are not tensors.
 """
 
 from __future__ import annotations
@@ -59,32 +59,34 @@ def convert(
     add_prefix: str = "",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Converted:
-    """Writes stored weights to a file whose ending says its form.
+    """Writes stored weights to a file in the format that its extension stands for.
 
-    If an error is raised, an existing file of that name is still as it was.
+    If an error is raised, an existing file of that name is unchanged.
 
-    Tied tensors are written under each of their names in safetensors, so that any reader finds
-    them; in a torch file they are one tensor again if they are one in the source.
+    In safetensors, a tied tensor is written under each of its names, so that any reader finds it.
+    In a torch file, tied names stay one tensor if they are one in the source.
 
     Args:
         contents: the contents of one model, from `open_contents`.
         out: the path of the file, which ends in `.safetensors` or in one of `TORCH_ENDINGS`.
-        dtype: the new dtype of all tensors with fractions and at least 16 bits. None: tensors keep
-            their dtypes.
-        remove_prefixes: prefixes to remove, in this order; `_orig_mod.` also inside of a name.
+        dtype: the new dtype of all floating-point tensors of at least 16 bits; None to keep their
+            dtypes.
+        remove_prefixes: prefixes to remove from names, in this order. `_orig_mod.` is also removed
+            inside names.
         add_prefix: a text to put before every name.
-        shard_bytes: larger safetensors are written to several files with an index.
+        shard_bytes: the size above which safetensors are written to several files with an index.
 
     Raises:
-        CheckpointError: the file cannot be written, a value does not fit into `dtype`, or the form
-            cannot hold what is there.
-        SettingError: a prefix that no name has, or names that would become one; an ending that
-            is not known; the output is among what is read.
+        CheckpointError: the file cannot be written, a value does not fit into `dtype`, or the
+            format cannot hold the values.
+        SettingError: a prefix that no name has, or names that would become equal; an unknown
+            extension; or the output is one of the files that are read.
     """
     new_names = _new_names([*contents.tensors, *contents.extra], remove_prefixes, add_prefix)
     _check_output(contents.source, out)
     tensors = {new_names[name]: tensor for name, tensor in contents.tensors.items()}
     extra = {new_names[name]: value for name, value in contents.extra.items()}
+
     if out.suffix != ".safetensors":
         _write_torch(out, tensors, extra, dtype)
         files = [out]
@@ -97,6 +99,7 @@ def convert(
             f"{first_name} is no tensor, and the file can hold plain tensors alone",
             f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
         )
+
     cast_names = [
         name
         for name, tensor in tensors.items()
@@ -112,7 +115,7 @@ def _write_torch(
     extra: Mapping[str, Any],
     dtype: torch.dtype | None,
 ) -> None:
-    """Writes a state with `torch.save`. Tied names get one tensor, and so stay tied.
+    """Writes a state with `torch.save`. Tied names are saved as one tensor, and so stay tied.
 
     Args:
         out: the file.
@@ -121,15 +124,17 @@ def _write_torch(
         dtype: as for `convert`.
     """
     state: dict[str, Any] = {}
-    values_of_tensor: dict[int, Tensor] = {}  # by the id of the lazy tensor
+    values_of_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
     storages_in_use: set[int] = set()
     for name, lazy_tensor in tensors.items():
-        if id(lazy_tensor) not in values_of_tensor:
+        is_first_name = id(lazy_tensor) not in values_of_id
+        if is_first_name:
             values = cast(lazy_tensor.read(), dtype, name).contiguous()
-            # torch.save would write the whole storage of a view.
-            values_of_tensor[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
-        state[name] = values_of_tensor[id(lazy_tensor)]
+            # For a view, torch.save would write the whole storage.
+            values_of_id[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
+        state[name] = values_of_id[id(lazy_tensor)]
     state.update(extra)
+
     with plain_errors("saving weights to", out):
         make_parent_folders(out)
         with storage.in_place(out) as temporary:
@@ -143,8 +148,10 @@ def _new_names(
 ) -> dict[str, str]:
     """Returns the new names by the old ones.
 
+    Without "module." and with "net." in front: `{"module.fc.weight": "net.fc.weight"}`.
+
     Raises:
-        SettingError: no name begins with one of the prefixes, or two names would become one.
+        SettingError: no name begins with one of the prefixes, or two names would become equal.
     """
     new_names = {name: name for name in names}
     for prefix in remove_prefixes:
@@ -157,10 +164,11 @@ def _new_names(
                 "see the names with lockstep checkpoint inspect",
             )
         new_names = changed
+
     new_names = {name: add_prefix + new for name, new in new_names.items()}
     distinct = set(new_names.values())
-    two_became_one = len(distinct) < len(new_names)
-    if two_became_one or "" in distinct:
+    two_became_equal = len(distinct) < len(new_names)
+    if two_became_equal or "" in distinct:
         raise SettingError(
             f"the prefixes {', '.join(repr(prefix) for prefix in remove_prefixes)} to be removed",
             "two names would become one, or a name empty",
@@ -170,28 +178,34 @@ def _new_names(
 
 
 def _without_prefix(name: str, prefix: str) -> str:
-    """Returns a name without a prefix, if it begins with it."""
+    """Returns a name without a prefix, if the name has it."""
     if prefix == f"{COMPILED_CHILD_NAME}.":
-        # `torch.compile` of a part of a model adds it inside of names: "block._orig_mod.weight".
+        # `torch.compile` of a part of a model adds it inside names: "block._orig_mod.weight".
         return remove_parts(name, [COMPILED_CHILD_NAME])
     return name.removeprefix(prefix)
 
 
 def _check_output(source: Source, out: Path) -> None:
-    """Raises SettingError if the output cannot be written, or would overwrite what is read."""
-    files_read = {path.resolve() for path in (source.path, *source.files)}
-    # Large weights are written to several files, and an index beside `out`.
-    index = index_of(out)
+    """Checks that the output has a known extension and would not overwrite the files to be read.
+
+    Raises:
+        SettingError: it has not, or would.
+    """
     if out.suffix not in (".safetensors", *TORCH_ENDINGS):
         raise SettingError(
             f"the output {out}",
             "its ending says nothing of the form to write",
             f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
         )
+
+    # Large weights are written to several files, with an index beside `out`.
+    index = index_of(out)
+    files_read = {path.resolve() for path in (source.path, *source.files)}
     if out.resolve() in files_read or index.resolve() in files_read:
         raise SettingError(
             f"the output {out}", "it is among the files that are read", "choose another name"
         )
+
     if (out.parent / layout.MANIFEST).exists():
         raise SettingError(
             f"the output {out}",

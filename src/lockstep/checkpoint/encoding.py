@@ -1,13 +1,13 @@
-"""Turns a state into a *tree*, which can be written as JSON, and named tensors, and back.
+"""Converts a state into a JSON *tree* plus named tensors, and back, without pickling anything.
 
-Nothing is pickled. Values that JSON has stand for themselves in a tree. All others are a JSON
-object whose first key, its *tag*, begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`,
-`{"$dict": [[key, value], ...]}` and so on. A dictionary is a plain JSON object if all its keys are
-text and none begins with `$`. A tensor that is stored in shards is `{"$sharded": name, "dtype":
-..., "shape": ...}`.
+In a tree, values that JSON can express stand for themselves. Any other value is a JSON object whose
+first key, its *tag*, starts with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key,
+value], ...]}` and so on. A dictionary is a plain JSON object if all its keys are strings and none
+starts with `$`. A tensor that is stored in shards is `{"$sharded": name, "dtype": ..., "shape":
+...}`.
 
 Tensors that are the same view of the same storage (tied weights) are stored once, under the name of
-the first, and are one tensor again after `decode`.
+the first one, and `decode` returns a single tensor for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lockstep.wording import describe_type, with_article
 Tree = Any
 """What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
 KeyPath = tuple[object, ...]
-"""The place of a value in the state: the keys and positions that lead to it."""
+"""The location of a value in the state, as keys and list indices: `("state", 0, "exp_avg")`."""
 FindShards = Callable[[str, torch.dtype, Shape], TensorInShards]
 """Returns the tensor that is stored in shards under this name, with this dtype and shape."""
 
@@ -110,21 +110,21 @@ def encode(
     to_host: Callable[[Tensor], Tensor] | None = None,
     main: bool = True,
 ) -> EncodedState:
-    """Splits a state into a tree and tensors. Of a DTensor it takes this rank's shard.
+    """Splits a state into a tree and tensors. For a DTensor it takes the shard of this rank.
 
-    A tensor that is already contiguous, on the CPU and alone in its memory is not copied.
+    A tensor is not copied if it is contiguous, on the CPU, and the only one in its storage.
 
     Args:
         state: any pytree of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
-        inside: what `state` is called in error messages.
-        to_host: returns the values of a tensor in contiguous CPU memory. None: `on_cpu`.
-        main: True on rank 0. It stores each tensor that it has whole under `$tensor`. Any other
-            rank stores only what rank 0 lacks: its shards of DTensors, and under a pipeline the
-            tensors of its own layers. All of these are stored as shards (`$sharded`).
+        inside: the name of `state` in error messages.
+        to_host: copies a tensor to contiguous CPU memory. The default is `on_cpu`.
+        main: True on rank 0, which stores each tensor that it has completely, as `$tensor`. Any
+            other rank stores only what rank 0 does not have: its shards of DTensors and, under a
+            pipeline, the tensors of its own layers. All of these are stored as `$sharded`.
 
     Raises:
-        CheckpointError: the state holds something else; the message says where.
+        CheckpointError: the state holds a value of another type; the message says where.
     """
     encoder = Encoder(inside, to_host or on_cpu, main)
     tree = encoder.encode(state, ())
@@ -136,16 +136,16 @@ def decode(
     tensors: Mapping[str, Tensor | LazyTensor],
     find_shards: FindShards | None = None,
 ) -> Any:
-    """Returns the state that `encode` was given. The tensors are not copied.
+    """Returns the state that was given to `encode`. Tensors are not copied.
 
     Args:
         tree: the tree that `encode` returned.
-        tensors: the tensors by the names that the tree uses. Lazy tensors stay lazy, except those
-            that were numpy arrays, whose values are read.
-        find_shards: returns a tensor that is stored in shards. None: no tensor is.
+        tensors: the tensors, by the names in the tree. Lazy tensors stay lazy, except those that
+            were numpy arrays: their values are read.
+        find_shards: returns a tensor that is stored in shards; None if there are no such tensors.
 
     Raises:
-        CheckpointError: the tree names a tensor that is not there, or has an unknown tag.
+        CheckpointError: the tree names a tensor that does not exist, or has an unknown tag.
     """
     try:
         return _Decoder(tensors, find_shards).decode(tree)
@@ -162,63 +162,74 @@ def decode(
 def tensor_places(tree: Tree) -> Iterator[Mapping[str, Any]]:
     """Yields the objects {"$tensor": ...} and {"$sharded": ...} of a tree, in its order.
 
-    An object that stands for tied tensors comes once for each of them.
+    If several names of the state are tied, their common object is yielded once for each of them.
     """
-    # A stack, so that deeply nested trees need no recursion; its end is visited next.
+    # Depth first with a stack, as a deeply nested tree could exceed Python's recursion limit. The
+    # last element of the stack is visited next.
     to_visit = [tree]
     while to_visit:
         value = to_visit.pop()
         if isinstance(value, list):
             to_visit += reversed(value)
         elif isinstance(value, dict):
-            if "$tensor" in value or "$sharded" in value:
+            is_tensor = "$tensor" in value or "$sharded" in value
+            if is_tensor:
                 yield value
             else:
                 to_visit += reversed(value.values())
 
 
 def why_unstorable(value: Tensor) -> str | None:
-    """Returns why a tensor cannot be stored, or None if it can.
+    """Returns the reason why a tensor cannot be stored, or None if it can be.
 
-    The text follows on the tensor's name: "is a tensor on the meta device, which has no values".
+    The reason continues a sentence that begins with the name of the tensor: "is a tensor on the
+    meta device, which has no values".
     """
     if torch.nn.parameter.is_lazy(value):
         return "is a parameter without a shape yet: run one batch through the model first"
+
     if type(value) not in {Tensor, torch.nn.Parameter}:
         return f"is {describe_type(value)}, a kind of tensor that cannot be stored as it is"
+
     if value.is_meta:
         return "is a tensor on the meta device, which has no values"
+
     if value.layout is not torch.strided or value.is_nested:
         return f"is a tensor of layout {'nested' if value.is_nested else value.layout}"
+
     if value.dtype not in STORABLE_DTYPES:
         return f"is a tensor of dtype {value.dtype}, which cannot be stored"
+
     return None
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Returns the values of a tensor in contiguous CPU memory, copied only if they are not yet."""
+    """Returns a tensor with the same values in contiguous CPU memory; copies only if necessary."""
     return value.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
-    """Returns a tensor that is alone in its storage: a clone if the given tensor is not.
+    """Returns a tensor that shares its storage with no other: a clone if the given one does.
 
     Args:
-        tensor: contiguous.
-        storages_in_use: the addresses of storages that are taken already. The address of the
-            result is added.
+        tensor: a contiguous tensor.
+        storages_in_use: the addresses of the storages of other tensors. The address of the result
+            is added to this set.
     """
     storage = tensor.untyped_storage()
     is_part_of_storage = storage.nbytes() != tensor.nbytes
-    if is_part_of_storage or storage.data_ptr() in storages_in_use:
+    is_shared = storage.data_ptr() in storages_in_use
+    if is_part_of_storage or is_shared:
         tensor = tensor.clone()
-    if tensor.numel():  # the storage of an empty tensor has no address
+
+    is_empty = tensor.numel() == 0  # the storage of an empty tensor has no address
+    if not is_empty:
         storages_in_use.add(tensor.untyped_storage().data_ptr())
     return tensor
 
 
 class Encoder:
-    """Encodes one state, and collects the tensors that it meets. Args: those of `encode`."""
+    """Encodes one state, and collects its tensors. The arguments are those of `encode`."""
 
     def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
         self.inside = inside
@@ -236,29 +247,36 @@ class Encoder:
         """The ids of the containers around the value that is being encoded."""
 
     def encode(self, value: Any, path: KeyPath) -> Tree:
-        """Returns the tree of a value.
+        """Returns the tree of a value, and adds the tensors in it to `tensors`.
 
         Args:
             value: a part of the state.
-            path: the keys and positions that lead to the value.
+            path: the location of the value in the state.
 
         Raises:
             CheckpointError: the value cannot be stored.
         """
+        # The types are compared with `is`, not with `isinstance`, because an instance of a subclass
+        # would be restored as an instance of the base class.
         kind = type(value)
+
+        # Values that JSON has itself. It has no nan and inf.
         if value is None or kind in {bool, int, str}:
             return value
         if kind is float:
             if math.isfinite(value):
                 return value
-            return {"$float": repr(value)}  # JSON has no nan and inf
+            return {"$float": repr(value)}
+
+        # Values with numbers in memory, which are stored as tensors.
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
-        # `kind is`, not `isinstance`: an instance of a subclass would lose its class.
         if kind is np.ndarray:
             return {"$array": self._encode_numpy(value, path)}
         if isinstance(value, np.generic):
             return {"$scalar": self._encode_numpy(value, path)}
+
+        # Everything else.
         if kind is torch.dtype:
             return {"$dtype": dtype_name(value)}
         if kind is torch.device:
@@ -268,15 +286,21 @@ class Encoder:
         raise self._error(path, f"is {with_article(kind.__name__)}")
 
     def _encode_container(self, value: Any, path: KeyPath) -> Tree:
-        """Returns the tree of a dictionary, list, tuple or size; refuses one that holds itself."""
+        """Returns the tree of a dictionary, list, tuple or `torch.Size`.
+
+        Raises:
+            CheckpointError: the container contains itself, or a value that cannot be stored.
+        """
         if id(value) in self._open_containers:
             raise self._error(path, "contains itself")
+
         self._open_containers.add(id(value))
         try:
             if isinstance(value, dict):
                 return self._encode_dict(value, path)
-            items = [self.encode(item, (*path, position)) for position, item in enumerate(value)]
-            if isinstance(value, torch.Size):
+
+            items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+            if isinstance(value, torch.Size):  # a kind of tuple
                 return {"$size": items}
             if isinstance(value, tuple):
                 return {"$tuple": items}
@@ -285,49 +309,55 @@ class Encoder:
             self._open_containers.discard(id(value))
 
     def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Tree:
-        """Returns the tree of a dict, Counter or OrderedDict; its tag says which.
+        """Returns the tree of a dict, Counter or OrderedDict, with a tag for its type.
 
-        A plain dict with text as keys needs no tag.
+        A dict whose keys are all strings needs no tag: `{"lr": 0.1}` stays `{"lr": 0.1}`, and
+        `{0: 0.1}` becomes `{"$dict": [[0, 0.1]]}`.
         """
         pairs = []
         for key, item in value.items():
             if not _can_be_key(key):
                 raise self._error(path, f"has a key that is {describe_type(key)}")
             pairs.append([self.encode(key, path), self.encode(item, (*path, key))])
+
         if isinstance(value, Counter):
             return {"$counter": pairs}
+
         if isinstance(value, OrderedDict):
             tree = {"$ordered": pairs}
-            # nn.Module.state_dict() keeps the versions of the modules in an attribute.
+            # nn.Module.state_dict() returns an OrderedDict with an attribute `_metadata`, which has
+            # the version of each submodule.
             metadata = state_dict_metadata(value)
             if metadata is not None:
                 tree["metadata"] = self.encode(metadata, path)
             return tree
+
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(pairs)
         return {"$dict": pairs}
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
-        """Stores a tensor, or this rank's shard of a DTensor; returns the tree that stands for it.
+        """Stores a tensor, or this rank's shard of a DTensor, and returns the tree for it.
 
-        If a tensor that it is tied to was stored before, returns the tree of that one.
+        If the tensor is tied to one that was stored before, returns the tree of that tensor.
         """
-        is_dtensor = is_sharded(value)
-        local = value.detach().to_local() if is_dtensor else value
+        local = value.detach().to_local() if is_sharded(value) else value
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
-        view = view_key(value)  # equal for tied tensors; None if it has no memory
+
+        view = view_key(value)  # equal for tied tensors; None for a tensor without memory
         if view in self._tree_of_view:
             return self._tree_of_view[view]
+
         box = self._box_to_store(value)
         is_whole = box is not None and box.sizes == value.shape
-        # For a DTensor that is replicated over some ranks: one of these ranks stores it.
+        # If a DTensor is replicated over some ranks, only the first of them stores it.
         another_rank_stores_it = is_replicated_copy(value)
         if self._main and is_whole and not another_rank_stores_it:
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # The tree names the tensor even if this rank has no elements of it to store.
+            # The tree names the tensor even if this rank stores no elements of it.
             name = self._free_name(path)
             has_elements = box is not None and 0 not in box.sizes
             if box is not None and has_elements and not another_rank_stores_it:
@@ -338,40 +368,52 @@ class Encoder:
                 "dtype": dtype_name(value.dtype),
                 "shape": list(value.shape),
             }
+
         if view is not None:
             self._tree_of_view[view] = tree
         return tree
 
     def _box_to_store(self, value: Any) -> Box | None:
-        """Returns the region of a tensor that this rank stores; None: another rank stores it."""
+        """Returns the region of a tensor that this rank stores, or None if it stores nothing of it.
+
+        Here it is the region that this rank has, which is the whole tensor unless it is sharded.
+        Subclasses may choose a smaller region.
+        """
         if is_sharded(value):
             return Box(*local_box(value))
         return Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
-        """Stores an array or a number of numpy as a tensor; returns the tensor's tree."""
+        """Stores a numpy array or number as a tensor, and returns the tree of that tensor."""
         try:
             tensor = torch.from_numpy(np.array(value))
-        except (TypeError, ValueError):  # torch has no such dtype
+        except (TypeError, ValueError):  # torch has no dtype for it
             tensor = None
+
         if tensor is None or tensor.dtype not in STORABLE_DTYPES:
             raise self._error(path, f"is a numpy value of dtype {value.dtype}")
         return self._add_tensor(tensor.contiguous(), path)
 
     def _add_tensor(self, tensor: Tensor, path: KeyPath) -> Tree:
-        """Stores a whole CPU tensor under the name of its path; returns its tree."""
+        """Stores a whole CPU tensor under a name made from its path, and returns its tree."""
         name = self._free_name(path)
         self._store(name, tensor)
-        if tensor.dtype in DTYPES_STORED_AS_BYTES:
-            return {
-                "$tensor": name,
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-            }
-        return {"$tensor": name}
+        if tensor.dtype not in DTYPES_STORED_AS_BYTES:
+            return {"$tensor": name}
+
+        # The file has only the bytes of this tensor, so the tree must say what they mean.
+        return {
+            "$tensor": name,
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+        }
 
     def _free_name(self, path: KeyPath) -> str:
-        """Returns the path joined by dots, with a number if another tensor has that name."""
+        """Returns a tensor name that is not in use: the path, joined by dots.
+
+        `("state", 0, "exp_avg")` becomes "state.0.exp_avg", or "state.0.exp_avg#2" if another
+        tensor already has that name.
+        """
         joined_path = ".".join(str(part) for part in path) or "value"
         name = joined_path
         number = 1
@@ -381,9 +423,9 @@ class Encoder:
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Adds a CPU tensor to `tensors`; copies it if it shares its memory with another one.
+        """Adds a CPU tensor to `tensors`, as a copy if it shares its memory with another one.
 
-        Tensors whose dtypes not every release of safetensors can store are added as bytes.
+        A tensor is added as bytes if some releases of safetensors cannot store its dtype.
         """
         separate = with_own_storage(tensor, self._storages_in_use)
         if separate.dtype in DTYPES_STORED_AS_BYTES:
@@ -391,11 +433,12 @@ class Encoder:
         self.tensors[name] = separate
 
     def _error(self, path: KeyPath, problem: str) -> CheckpointError:
-        """Returns the error for a value that cannot be stored.
+        """Builds the error for a value that cannot be stored.
 
         Args:
-            path: the place of the value; ("state", 0, "exp_avg") is "state[0].exp_avg" in the text.
-            problem: follows on the place, such as "contains itself".
+            path: the location of the value. `("state", 0, "exp_avg")` is written as
+                "state[0].exp_avg".
+            problem: what is wrong with the value: "contains itself".
         """
         place = self.inside
         for part in path:
@@ -411,7 +454,7 @@ class Encoder:
 
 
 def _is_dotted_name(text: str) -> bool:
-    """Returns True for a text that can stand after a dot in Python code: "fc" or "fc.weight"."""
+    """Returns True if a text consists of identifiers and dots: "fc" or "fc.weight"."""
     return all(word.isidentifier() for word in text.split("."))
 
 
@@ -423,14 +466,15 @@ def _can_be_key(key: object) -> bool:
 
 
 class _Decoder:
-    """Decodes one tree, with the tensors that it names. Args: those of `decode`."""
+    """Decodes one tree, with the tensors that it names. The arguments are those of `decode`."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor | LazyTensor], find_shards: FindShards | None
     ) -> None:
         self._tensors = tensors
         self._find_shards = find_shards
-        # Both by name. A tree names a tensor repeatedly if it is tied; it must be one object again.
+        # A tied tensor is named several times in a tree. These dictionaries, by name, make sure
+        # that it becomes a single object.
         self._sharded_tensors: dict[str, TensorInShards] = {}
         self._tensors_from_bytes: dict[str, Tensor | LazyTensor] = {}
 
@@ -440,13 +484,14 @@ class _Decoder:
             return [self.decode(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
+
         tags = [key for key in tree if key.startswith("$")]
-        if not tags:  # a plain dictionary
-            return {key: self.decode(item) for key, item in tree.items()}
-        return self._decode_tagged(tags[0], tree)
+        if tags:
+            return self._decode_tagged(tags[0], tree)
+        return {key: self.decode(item) for key, item in tree.items()}  # a plain dictionary
 
     def _decode_tagged(self, tag: str, tree: Any) -> Any:
-        """Returns the value of an object such as {"$tuple": [...]}, whose tag is "$tuple"."""
+        """Returns the value of a JSON object with a tag: `{"$tuple": [1, 2]}` becomes `(1, 2)`."""
         content = tree[tag]
         match tag:
             case "$float":
@@ -482,7 +527,8 @@ class _Decoder:
     def _decode_tensor(self, tree: Any) -> Tensor | LazyTensor:
         """Returns the tensor of {"$tensor": name}.
 
-        If the tree has a dtype and a shape too, the tensor is stored as bytes.
+        If the tree also has a dtype and a shape, the file holds the bytes of the tensor, which are
+        converted back.
         """
         name = tree["$tensor"]
         if name not in self._tensors:
@@ -494,21 +540,24 @@ class _Decoder:
         stored = self._tensors[name]
         if "dtype" not in tree:
             return stored
+
         dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
         shape = as_shape(tree["shape"])
         if name not in self._tensors_from_bytes:
             if isinstance(stored, LazyTensor):
                 self._tensors_from_bytes[name] = stored.view_as(dtype, shape)
             else:
-                # Cloned, since bytes in a mapped file may begin at any address.
+                # In a mapped file the bytes may start at any address, which torch does not accept
+                # for every dtype. A clone is aligned.
                 self._tensors_from_bytes[name] = from_bytes(stored.clone(), dtype, shape)
         return self._tensors_from_bytes[name]
 
     def _decode_sharded(self, tree: Any) -> TensorInShards:
         """Returns the tensor of {"$sharded": name, "dtype": ..., "shape": ...}."""
-        name = tree["$sharded"]
         if self._find_shards is None:
             raise ValueError("a tensor in shards where none is expected")
+
+        name = tree["$sharded"]
         if name not in self._sharded_tensors:
             dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
             shape = as_shape(tree["shape"])
@@ -516,11 +565,12 @@ class _Decoder:
         return self._sharded_tensors[name]
 
     def _decode_numpy(self, tree: Any) -> Any:
-        """Returns the array that was stored as the tensor of this tree."""
+        """Returns the numpy array that was stored as a tensor, given the tree of that tensor."""
         tensor = self.decode(tree)
         if isinstance(tensor, LazyTensor):
             return tensor.read().numpy()
-        return tensor.numpy().copy()  # the tensor may be mapped from a file that is removed later
+        # Copied, because the tensor may be mapped from a file that is removed later.
+        return tensor.numpy().copy()
 
     def _decode_pairs(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(value)) for key, value in pairs]
@@ -528,7 +578,8 @@ class _Decoder:
     def _decode_ordered_dict(self, tree: Any) -> OrderedDict[Any, Any]:
         """Returns the dictionary of {"$ordered": pairs, "metadata": ...}.
 
-        If it is the state of a module, its metadata are the versions of the modules inside.
+        The metadata is only there if the dictionary is the state of a module: it has the version of
+        each submodule.
         """
         state = OrderedDict(self._decode_pairs(tree["$ordered"]))
         if "metadata" in tree:
@@ -544,7 +595,7 @@ def rng_state_to_text(state: dict[str, Any]) -> str:
 
 
 def rng_state_from_text(text: str) -> dict[str, Any]:
-    """Returns the random state that `rng_state_to_text` was given."""
+    """Returns the random state that was converted to a text by `rng_state_to_text`."""
     content = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(content["data"]))
     state: dict[str, Any] = decode(content["tree"], tensors)

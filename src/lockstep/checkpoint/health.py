@@ -1,7 +1,8 @@
-"""Examines checkpoints: what `lockstep checkpoint inspect` says about a file or a folder.
+"""Examines checkpoints and reports what is wrong, for `lockstep checkpoint inspect` and `repair`.
 
-A checkpoint is *complete* when its manifest can be read and all files have the sizes that it lists.
-It is *sound* when, besides, the files hold what the manifest names and agree with their checksums.
+A checkpoint is *complete* if its manifest (the JSON file that lists its contents) can be read and
+all files have the listed sizes. It is *sound* if, besides, the files hold the tensors that the
+manifest names and agree with their checksums.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ class Health:
     problems: tuple[str, ...]
     """Empty if nothing is wrong."""
     manifest: Mapping[str, Any] | None
-    """None if there is none that can be read."""
+    """The manifest of the checkpoint; None if it is missing or cannot be read."""
     only_file_list_wrong: bool = False
-    """True if all that is wrong is the manifest's list of files; the files themselves are sound."""
+    """True if only the manifest's list of files is wrong, and the files themselves are sound."""
     other_version: bool = False
-    """True if another version of Lockstep wrote it, so that it cannot be judged here."""
+    """True if another version of Lockstep wrote the checkpoint, so that it cannot be examined."""
 
 
 def examine(path: Path, *, values: bool = False) -> Health:
-    """Returns what is wrong with a checkpoint: its manifest, its files, and how they fit together.
+    """Examines the manifest and the files of a checkpoint, and whether they fit together.
 
     Args:
-        path: the path of the checkpoint.
-        values: read all files, and compare their checksums.
+        path: the folder of the checkpoint.
+        values: whether to read all files, to compare their checksums.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
+    # The manifest
     with plain_errors("looking at", path):
         if not (path / layout.MANIFEST).exists():
             problem = f"{layout.MANIFEST} is missing, which is written last"
@@ -64,28 +66,32 @@ def examine(path: Path, *, values: bool = False) -> Health:
         except (ValueError, KeyError, TypeError) as error:
             return Health(path, (f"{layout.MANIFEST} is damaged: {error}",), manifest=None)
 
-    # What is in the files is judged apart from the list of files in the manifest, since the list
-    # alone can be made anew (`repair`).
+    # The tensors in the files. Their problems are kept apart from those of the list of files,
+    # because `repair` can write that list again.
     content_problems = []
     for file_name, tensor_names in tensors_of_files.items():
         file_problem = _problem_of_file(path, file_name, tensor_names)
         if file_problem is not None:
             content_problems.append(file_problem)
-    if not content_problems:  # else the files with the shards may be missing
+    if not content_problems:  # otherwise the files with the shards may be missing
         shards_problem = _problem_of_shards(path, manifest, tensors_of_files)
         if shards_problem is not None:
             content_problems.append(shards_problem)
 
+    # The list of files in the manifest
     listed_sizes = manifest.get("files")
     if isinstance(listed_sizes, dict) and listed_sizes.keys() == tensors_of_files.keys():
         size_problems = layout.wrong_sizes(path, listed_sizes)
     else:
         size_problems = ["the list of files in the manifest is not that of its state"]
-    # Reading all values takes long, so that is left out if the checkpoint is known to be broken.
+
+    # The checksums. Reading all values takes long, so this is skipped if the checkpoint is already
+    # known to be broken.
     if values and not size_problems and not content_problems:
         with plain_errors("looking at", path):
             damaged = damaged_files(path, manifest)
         content_problems = [f"{name} is damaged: its checksum differs" for name in damaged]
+
     return Health(
         path,
         (*size_problems, *content_problems),
@@ -95,48 +101,57 @@ def examine(path: Path, *, values: bool = False) -> Health:
 
 
 def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Returns the names of the tensors that each file must hold, by the names of the files.
+    """Returns the names of the tensors that each file of a checkpoint must hold, by file name.
 
-    Rank 0 has written one file for each state, and other ranks one for each state of which they
-    store shards.
+    Rank 0 has written one file for each state (a module, or the rest of the training). Any other
+    rank has written one file for each state of which it stores shards.
 
     Args:
-        manifest: the manifest of a checkpoint.
+        manifest: the manifest of the checkpoint.
 
     Raises:
         ValueError: a tensor of the state has no name.
     """
     names_of_files: dict[str, set[str]] = {}
+
+    # The files of rank 0, with the tensors that are not in shards.
     for state_name, tree in layout.trees_of_files(manifest).items():
         names = set()
-        for place in tensor_places(tree):
+        for tensor in tensor_places(tree):
             # {"$tensor": name} or {"$sharded": name, "dtype": ..., "shape": ...}
-            name = place.get("$tensor", place.get("$sharded"))
+            name = tensor.get("$tensor", tensor.get("$sharded"))
             if not isinstance(name, str):
                 raise ValueError("a tensor of the state has no name")
-            if "$tensor" in place:  # whole in the file of rank 0
+            if "$tensor" in tensor:
                 names.add(name)
         names_of_files[layout.tensor_file(state_name)] = names
-    # {state: {tensor: [[rank, offsets, sizes], ...]}}
-    for state_name, places_of_tensor in manifest.get("shards", {}).items():
-        for name, shards in places_of_tensor.items():
+
+    # The shards: {state: {tensor: [[rank, offsets, sizes], ...]}}.
+    for state_name, shards_of_tensor in manifest.get("shards", {}).items():
+        for name, shards in shards_of_tensor.items():
             for rank, _offsets, _sizes in shards:
                 file_name = layout.tensor_file(state_name, rank)
-                if file_name not in names_of_files:
-                    names_of_files[file_name] = set()
-                names_of_files[file_name].add(name)
+                names_of_files.setdefault(file_name, set()).add(name)
     return names_of_files
 
 
 def _problem_of_file(path: Path, file_name: str, tensor_names: set[str]) -> str | None:
-    """Returns what is wrong with a file, or None. Reads the header alone."""
+    """Returns what is wrong with a file, or None. Reads only its header.
+
+    Args:
+        path: the folder of the checkpoint.
+        file_name: the name of the file in it.
+        tensor_names: the names of the tensors that the file must hold.
+    """
     file = path / file_name
     if not file.is_file():
         return f"{file_name} is not there"
+
     try:
         tensors = read_header(file)
     except CheckpointError as error:
         return f"{file_name}: {error.found}"
+
     missing = tensor_names - tensors.keys()
     if missing:
         return f"{file_name} lacks {len(missing)} tensors of the state ({min(missing)})"
@@ -149,16 +164,18 @@ def _problem_of_shards(
     """Returns what is wrong with the tensors that are stored in shards, or None.
 
     Args:
-        path: the path of the checkpoint.
+        path: the folder of the checkpoint.
         manifest: the manifest of the checkpoint.
         file_names: the files that the checkpoint should have.
     """
-    # `read_stored` reads only files that the manifest lists, and its list may be wrong.
+    # `read_stored` reads only files that the manifest lists. As that list may be wrong, it gets the
+    # files that should be there.
     manifest_with_files = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
-        sharded = [place for place in tensor_places(tree) if "$sharded" in place]
+        sharded = [tensor for tensor in tensor_places(tree) if "$sharded" in tensor]
         try:
-            # Opening the shards without reading them checks that they fill their tensors.
+            # With lazy=True no values are read, but the shards are checked: together they must
+            # cover their tensor without overlapping.
             read_stored(path, manifest_with_files, state_name, sharded, lazy=True)
         except CheckpointError as error:
             return f"the shards of {state_name} are not sound: {error.found}"
@@ -167,70 +184,74 @@ def _problem_of_shards(
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found."""
+    """The result of `inspect`."""
 
     path: Path
     checkpoints: tuple[Health, ...]
-    """All checkpoints of a run's folder, the oldest first; or the one that was given."""
+    """All checkpoints of a run's folder, lowest step first; or the one that was given."""
     leftovers: tuple[Path, ...]
-    """Hidden folders of saves that were interrupted, or are going on."""
+    """Hidden folders of saves that were interrupted or are in progress."""
     contents: Contents | None
     """The contents of the path, or of the latest complete checkpoint in it, if there is one."""
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best metric. None if the run has not said what is best."""
+        """The checkpoint with the best metric, or None if the run has not said what is best."""
         without_problems = []
-        smallest_or_largest: Any = None  # "min", "max" or None, as the latest checkpoint says
+        min_or_max: Any = None  # as the latest checkpoint says
         for health in self.checkpoints:
             if health.manifest is not None and not health.problems:
                 without_problems.append(health.path)
-                smallest_or_largest = health.manifest.get("best")
-        if not smallest_or_largest:
+                min_or_max = health.manifest.get("best")
+
+        if not min_or_max:
             return None
-        return layout.best(without_problems, smallest_or_largest)
+        return layout.best(without_problems, min_or_max)
 
     @property
     def sound(self) -> bool:
-        """True if something can be read, and no checkpoint has a problem."""
+        """True if something can be read and no checkpoint has a problem."""
         has_problems = any(health.problems for health in self.checkpoints)
         return self.contents is not None and not has_problems
 
 
 def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Inspection:
-    """Looks at a file, a checkpoint or a run's folder. Reads no values.
+    """Examines a file of weights, a checkpoint or a run's folder, without reading values.
 
     Args:
-        path: as for `open_contents`.
+        path: the file or folder, as for `open_contents`.
         name: the name of one model, if there are several.
-        trust: a torch file may run code of its author's while it is read.
+        trust: whether a torch file may run its author's code while it is read.
 
     Raises:
-        CheckpointError: it is no checkpoint, and cannot be read.
-        SettingError: the name cannot be resolved.
+        CheckpointError: the path is no checkpoint and cannot be read.
+        SettingError: there is no model of this name.
     """
     path = with_name(path)  # a checkpoint is recognised by the name of its folder
     checkpoints = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
+
     is_checkpoint = path in [health.path for health in checkpoints]
     leftovers: tuple[Path, ...] = ()
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
+
     readable = [health.path for health in checkpoints if not health.problems]
     if readable:
         to_open = readable[-1]  # the newest one
     elif checkpoints or leftovers:
-        # None of the checkpoints can be read; or there are only saves that were stopped.
+        # All checkpoints are damaged, or there are only interrupted saves.
         return Inspection(path, checkpoints, leftovers, contents=None)
     else:
-        to_open = path  # a file of weights, or a folder of another kind
+        to_open = path  # a file of weights, or a folder of another library
+
     contents = open_contents(to_open, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Returns the checkpoints in a run's folder, complete or not, the oldest first.
+    """Lists the checkpoints in a run's folder, complete or not, lowest step first.
 
-    If `path` is itself a checkpoint, returns it alone.
+    If `path` is a checkpoint itself, the list has only this one.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -239,12 +260,12 @@ def checkpoints_at(path: Path) -> list[Path]:
         return []
     if layout.is_checkpoint(path):
         return [path]
-    newest_first = layout.candidates(path)
-    return [candidate for candidate in reversed(newest_first) if candidate.is_dir()]
+    highest_step_first = layout.candidates(path)
+    return [candidate for candidate in reversed(highest_step_first) if candidate.is_dir()]
 
 
 def with_name(path: Path) -> Path:
-    """Returns the same path with a name at its end, not "." or ".."."""
+    """Returns the path, made absolute if it ends in "." or "..", so that it ends in a name."""
     if path.name in ("", ".."):
         return Path(os.path.abspath(path))
     return path

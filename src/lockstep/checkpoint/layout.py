@@ -1,20 +1,21 @@
-"""Where a checkpoint's files are, and when a checkpoint is complete.
+"""Names the files of a checkpoint, lists the checkpoints of a run, and tells which are complete.
 
-A checkpoint is *complete* when its manifest can be read and every file that it lists is there in
-the size that it lists; it is *sound* when the checksums agree too. All other files in the folder
-are left alone.
+A checkpoint is *complete* if its manifest can be read and every file that the manifest lists exists
+with the listed size. It is *sound* if the checksums agree too. Other files in the folder are left
+alone.
 
     runs/digits/
       step-000000120/
-        model.safetensors       one file for each module, its keys as the bare module has them
+        model.safetensors       one file for each module, with the names of the bare module
         training.safetensors    the tensors of everything else
         model-rank-00001.safetensors, ...
                                 what the other ranks store of either: their shards
         manifest.json           step, epoch, versions, the state's tree, where the shards belong,
                                 the files with their sizes and checksums, and a checksum of all that
-      .step-000000110.tmp-...   being written or removed; never read, cleaned up by the next save
-      .step-000000120.replaced  the former checkpoint of a step that is saved again, until it is
-      .lock                     who writes here, while a run does
+      .step-000000110.tmp-...   being written or removed; never read, removed by the next save
+      .step-000000120.replaced  the former checkpoint of a step that is saved again, until the new
+                                one is complete
+      .lock                     names the run that writes here, as long as it does
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def temporary_folder(folder: Path, step: int) -> Path:
 
 
 def tensor_file(name: str, rank: int = 0) -> str:
-    """Returns the name of the file of what one rank stores.
+    """Returns the name of the file with the tensors that one rank stores of a state.
 
     Args:
         name: the name of a module, or `TRAINING`.
-        rank: the rank that stores it.
+        rank: the rank that stores the tensors.
     """
     if rank == 0:
         return f"{name}.safetensors"
@@ -73,7 +74,7 @@ def tensor_file(name: str, rank: int = 0) -> str:
 
 
 def is_one_of_several_files(file: Path) -> bool:
-    """Returns True if several files of a checkpoint hold a module together, and this is one.
+    """Returns True if a module is spread over several files of a checkpoint, including this one.
 
     Then the file of rank 0, "model.safetensors", has a "model-rank-00001.safetensors" beside it.
     """
@@ -87,14 +88,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of a checkpoint's folder, which may be a hidden one."""
+    """Returns the step in the name of a checkpoint's folder, which may be a hidden folder."""
     # "step-000000120", ".step-000000120.replaced", ".step-000000110.tmp-0123456789abcdef"
     number = path.name.lstrip(".").split("-")[1]
     return int(number.partition(".")[0])
 
 
 def is_plain_name(name: object) -> bool:
-    """Returns True for a file name that cannot lead out of the folder, and is not hidden."""
+    """Returns True if a file name cannot lead out of the folder, and is not hidden."""
     if not isinstance(name, str) or not name or name.startswith("."):
         return False
     return not any(char in name for char in "/\\:\0")
@@ -104,9 +105,9 @@ def is_plain_name(name: object) -> bool:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Returns the folders with a checkpoint's name, complete or not, the highest step first.
+    """Lists the folders that have the name of a checkpoint, complete or not, highest step first.
 
-    The former checkpoint of a step (`.replaced`) comes after the new one.
+    If a step has a former checkpoint (`.replaced`), it comes after the new one.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
@@ -117,25 +118,27 @@ def candidates(folder: Path) -> list[Path]:
         except FileNotFoundError:
             return []
 
-    def order(path: Path) -> tuple[int, bool]:
-        """Sorts the highest step first, and a hidden folder after the other of its step."""
+    def sort_key(path: Path) -> tuple[int, bool]:
+        """Sorts by decreasing step; of two folders of one step, the replaced one comes last."""
         is_replaced = path.name.startswith(".")
         return -step_of(path), is_replaced
 
-    return sorted(paths, key=order)
+    return sorted(paths, key=sort_key)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints of a folder, the oldest step first, one for each step.
+    """Lists the complete checkpoints of a folder, lowest step first, one for each step.
 
-    Returns an empty list if there is no such folder.
+    The list is empty if the folder does not exist.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
     path_of_step: dict[int, Path] = {}
-    # The oldest first; of one step the former checkpoint (`.replaced`) first, so the new one stays.
-    for path in reversed(candidates(folder)):
+    # If a step has a former checkpoint too (`.replaced`), the new one comes later in this order
+    # and takes its place in the dictionary.
+    lowest_step_first = reversed(candidates(folder))
+    for path in lowest_step_first:
         if is_complete(path):
             path_of_step[step_of(path)] = path
     return list(path_of_step.values())
@@ -156,14 +159,14 @@ def latest(folder: Path) -> Path | None:
 def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
     """Returns the complete checkpoint that was saved with the smallest or largest metric.
 
-    Of equal metrics the one of the earliest step counts.
+    If several have the same metric, it is the one of the lowest step.
 
     Args:
         paths: checkpoints, complete or not.
-        by: which metric is the best one.
+        by: whether the smallest or the largest metric is the best.
 
     Returns:
-        None if no checkpoint has a metric.
+        The checkpoint, or None if no complete checkpoint has a metric.
     """
     metric_of_path: dict[Path, float] = {}
     for path in sorted(paths, key=step_of):
@@ -172,20 +175,21 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
             metric_of_path[path] = manifest["metric"]
     if not metric_of_path:
         return None
+
+    # Both functions return the first of several equal items, here the one of the lowest step.
     choose = min if by == "min" else max
-    # Both return the first of equal ones, and the paths are in the order of their steps.
     return choose(metric_of_path, key=metric_of_path.__getitem__)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Returns the hidden folders that interrupted saves have left in a folder."""
+    """Lists the hidden folders that interrupted saves have left in a folder."""
     return [path for path in folder.iterdir() if TEMPORARY_NAME.fullmatch(path.name)]
 
 
 def hide(path: Path) -> Path:
-    """Renames a checkpoint that is to be removed to a hidden name, and returns that.
+    """Renames a checkpoint that is about to be removed to a hidden name, and returns the new path.
 
-    If the removal is interrupted, nothing with a checkpoint's name is left.
+    If the removal is interrupted, no half-removed folder looks like a checkpoint.
     """
     hidden = temporary_folder(path.parent, step_of(path))
     storage.rename(path, hidden)
@@ -196,19 +200,20 @@ def hide(path: Path) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Returns True if a checkpoint's manifest can be read and its files have their sizes."""
+    """Returns True if a checkpoint's manifest can be read and its files have the listed sizes."""
     return _manifest_if_complete(path) is not None
 
 
 def _manifest_if_complete(path: Path) -> dict[str, Any] | None:
     """Returns the manifest of a checkpoint, or None if the checkpoint is not complete.
 
-    A damaged manifest raises no error here, even if its values have wrong types.
+    No error is raised if the manifest is damaged, even if its values have wrong types.
     """
     try:
         manifest = parse_object(manifest_text(path))
         files = manifest["files"]
-        if not files or not all(is_plain_name(name) for name in files):
+        has_plain_names = all(is_plain_name(name) for name in files)
+        if not files or not has_plain_names:
             return None
         if wrong_sizes(path, files):
             return None
@@ -218,19 +223,20 @@ def _manifest_if_complete(path: Path) -> dict[str, Any] | None:
 
 
 def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
-    """Returns a description of each file that is missing or has another size.
+    """Describes each listed file that is missing or has another size than listed.
 
     Args:
-        path: the path of the checkpoint.
-        files: the sizes by the names of the files, as the manifest lists them.
+        path: the folder of the checkpoint.
+        files: the sizes by file name, as the manifest lists them.
     """
     problems = []
     for name, listed_size in files.items():
         try:
             size = size_of_file(path / name)
-        except (FileNotFoundError, ValueError):  # it is not there, or is no plain file
+        except (FileNotFoundError, ValueError):  # the file does not exist, or is not a plain file
             problems.append(f"{name} is missing")
             continue
+
         if type(listed_size) is not int or size != listed_size:
             problems.append(f"{name} has {size} bytes, the manifest says {listed_size}")
     return problems
@@ -240,8 +246,8 @@ def size_of_file(file: Path) -> int:
     """Returns the size of a plain file in bytes.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is something else. (Reading from a pipe, for example, could wait for ever.)
+        OSError: the file does not exist.
+        ValueError: it is not a plain file. (Reading from a pipe, for example, could block forever.)
     """
     status = file.lstat()
     if not S_ISREG(status.st_mode):
@@ -253,11 +259,11 @@ def size_of_file(file: Path) -> int:
 
 
 def manifest_text(path: Path) -> bytes:
-    """Returns the text of a checkpoint's manifest.
+    """Returns the bytes of a checkpoint's manifest file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is longer than any manifest is.
+        OSError: the file cannot be read.
+        ValueError: it is longer than any manifest can be.
     """
     if size_of_file(path / MANIFEST) > MAX_MANIFEST_BYTES:
         raise ValueError(f"it is longer than {MAX_MANIFEST_BYTES} bytes")
@@ -265,14 +271,14 @@ def manifest_text(path: Path) -> bytes:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object from a file.
+    """Parses the JSON object in a file.
 
     Raises:
-        ValueError: it is no JSON object, or has a key twice.
+        ValueError: the file holds no JSON object, or an object with a duplicate key.
     """
     try:
         content = json.loads(text.decode(), object_pairs_hook=_dict_without_duplicates)
-    except RecursionError as error:  # thousands of brackets inside each other
+    except RecursionError as error:  # a malicious file with thousands of nested brackets
         raise ValueError(str(error)) from None
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
@@ -280,7 +286,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dictionary; raises ValueError if it has a key twice."""
+    """Returns key-value pairs as a dictionary; raises ValueError if a key occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
@@ -288,34 +294,37 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def trees_of_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees of all states in a manifest: those of the modules by name, and `TRAINING`.
+    """Returns the states in a manifest as JSON trees (see `encoding`), by the names of their files.
 
-    A tree is a state as JSON (see `encoding`). Each of these states has files of its own.
+    There is one state for each module, under its name, and one under `TRAINING`.
     """
     return {**manifest["modules"], TRAINING: manifest["training"]}
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Checks that a manifest has the state of a run, in the form that all readers rely on.
+    """Checks that a manifest has the fields and types that its readers rely on.
 
     Raises:
-        ValueError: it has not.
+        ValueError: a field is missing or has another type.
     """
     modules = manifest.get("modules")
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
+
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")
     if not all(is_plain_name(name) for name in modules):
         raise ValueError("it names files outside of its folder")
+
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
-    # The list of shards is {state: {tensor: [[rank, offsets, sizes], ...]}}.
+
+    # {"model": {"fc.weight": [[rank, offsets, sizes], ...]}}
     try:
-        for places_of_tensor in manifest.get("shards", {}).values():
-            for places in places_of_tensor.values():
-                for rank, _offsets, _sizes in places:
+        for shards_of_tensor in manifest.get("shards", {}).values():
+            for shards in shards_of_tensor.values():
+                for rank, _offsets, _sizes in shards:
                     if type(rank) is not int:
                         raise TypeError  # is turned into a ValueError below
     except (AttributeError, TypeError, ValueError):
@@ -323,7 +332,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def _is_tree_of_dict(tree: Any) -> bool:
-    """Returns True if a tree stands for a dictionary, of any of the kinds that `encode` writes."""
+    """Returns True if a tree stands for a dictionary, in any form in which `encode` writes one."""
     if not isinstance(tree, dict):
         return False
     tags = {key for key in tree if key.startswith("$")}
@@ -334,7 +343,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a complete checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or of a format that is not known here.
+        CheckpointError: the checkpoint is incomplete or damaged, or has an unknown format.
     """
     manifest = _manifest_if_complete(path)
     if manifest is None:
@@ -342,12 +351,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
             path,
             "it is not complete: its manifest is missing, or names files that are missing or short",
         )
+
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"the checkpoint {path}",
             f"its format is {manifest.get('format')}, this version of Lockstep reads {FORMAT}",
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
+
     try:
         check_manifest(manifest)
         check_seal(manifest_text(path))

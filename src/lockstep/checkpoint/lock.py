@@ -1,11 +1,11 @@
-"""Prevents two runs from writing into one folder.
+"""Prevents two runs from writing into the same folder.
 
-While a run writes into a folder, the folder holds a file `.lock`. The text in it says which run it
-is, and a system lock on it says whether that run is alive. (It is a POSIX lock from `fcntl`: it
+While a run writes into a folder, the folder holds a file `.lock`. Its text says which run that is,
+and a system lock on the file says whether that run is alive. (It is a POSIX lock from `fcntl`: it
 works over NFS too, is not inherited by child processes, and ends with its process.)
 
-Some network file systems have no such locks. There the text alone decides: a process of this
-machine can be looked up; one of another machine counts as alive while its last save is young.
+Some network file systems have no such locks. Then only the text decides: a process of this machine
+can be looked up, and a process of another machine is considered alive if its last save is recent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_CLOCK_CHANGE_S = 3.0
 
 @dataclass
 class _FileLock:
-    """A system lock that this process has."""
+    """A system lock that this process holds."""
 
     descriptor: int
     """The open lock file."""
@@ -54,7 +54,11 @@ process the same lock again, and take it away as soon as the first of two owners
 
 
 class Lock:
-    """The right of one run to write into a folder."""
+    """The right of this run to write into a folder.
+
+    Args:
+        folder: the folder of the run's checkpoints.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(os.path.abspath(folder))
@@ -62,24 +66,26 @@ class Lock:
         self._lock: _FileLock | None = None
 
     def acquire(self) -> None:
-        """Takes the lock. If this object has it already, checks that the lock file is still there.
+        """Takes the lock, or checks that this run still has it. Called before every save.
 
-        Several objects of one process share the lock on a folder. Called before every save. Each
-        call also sets the time of the lock file, by which runs on other machines see that this run
-        is alive.
+        Several objects of one process share the lock on a folder. Each later call also updates the
+        time of the lock file, by which runs on other machines see that this run is alive.
 
         Raises:
             CheckpointError: another run writes into the folder; or this is no longer the folder in
                 which the lock was taken.
-            OSError: the folder is not there or not writable.
+            OSError: the folder does not exist or is not writable.
         """
+        is_first_save = self._lock is None
         if self._lock is None:
             if self._path not in _locks_of_process:
                 _locks_of_process[self._path] = _make_lock(self._path)
             self._lock = _locks_of_process[self._path]
             self._lock.owners += 1
+        if is_first_save:
             return
-        # It was taken for an earlier save. The lock file must still be the one of this run.
+
+        # The lock was taken for an earlier save. The file must still be the one of this run.
         text = _read_text(self._path)
         if text != self._lock.text:
             found = "its lock file is gone"
@@ -95,38 +101,41 @@ class Lock:
             os.utime(self._path)
 
     def release(self) -> None:
-        """Releases the lock, if this object has it. The last owner removes the file."""
+        """Releases the lock if this object has it. The last owner removes the file."""
         lock = self._lock
         self._lock = None
         if lock is None:
             return
+
         lock.owners -= 1
-        if lock.owners == 0:
-            del _locks_of_process[self._path]
-            with suppress(OSError):
-                # The folder may be another one now, with the lock file of another run.
-                is_own_file = _read_text(self._path) == lock.text
-                if is_own_file:
-                    storage.unlink(self._path)
-            os.close(lock.descriptor)
+        if lock.owners > 0:
+            return
+        del _locks_of_process[self._path]
+        with suppress(OSError):
+            # If the folder was replaced meanwhile, the lock file may be that of another run.
+            is_own_file = _read_text(self._path) == lock.text
+            if is_own_file:
+                storage.unlink(self._path)
+        os.close(lock.descriptor)
 
 
 def find_other_writer(folder: Path) -> str | None:
-    """Returns a description of another run that writes into a folder, or None."""
+    """Returns a description of another run that writes into a folder, or None if there is none."""
     path = Path(os.path.abspath(folder)) / LOCK_FILE
     if path in _locks_of_process:
         return None  # this process has the lock, so no other run does
-    # If the lock is free, it is taken for an instant: closing the file releases it.
+
+    # If the lock is free, `_try_lock` takes it, and closing the file releases it at once.
     with suppress(OSError), path.open("rb+") as file:
         return _try_lock(file.fileno(), path)
     return None
 
 
 def _make_lock(path: Path) -> _FileLock:
-    """Makes a lock file if there is none, locks it, and writes into it which run this is.
+    """Locks the lock file, which is created if necessary, and writes into it which run this is.
 
     Raises:
-        CheckpointError: another run has it.
+        CheckpointError: another run has the lock.
     """
     attempts = 0
     while True:
@@ -134,8 +143,8 @@ def _make_lock(path: Path) -> _FileLock:
         is_acquired = False
         try:
             other_run = _try_lock(descriptor, path)
-            # Between `open` and the lock, the former owner may have removed the file: then this
-            # process has locked a file without a name, which nobody else would see.
+            # Between `os.open` and `_try_lock`, the former owner may have removed the file. Then
+            # this process has locked a file without a name, which no other process would see.
             if other_run is None and _is_same_file(descriptor, path):
                 text = json.dumps(_describe_this_process()).encode()
                 os.ftruncate(descriptor, 0)
@@ -145,10 +154,12 @@ def _make_lock(path: Path) -> _FileLock:
         finally:
             if not is_acquired:
                 os.close(descriptor)
+
         if other_run is None:
-            continue  # the file that was opened is not the lock file any more: open the new one
-        # Try again a few times: `find_other_writer` of another process takes the lock for an
-        # instant, only to see whether it is free.
+            continue  # the file that was opened has been removed: open the new one
+
+        # `find_other_writer` of another process takes the lock for an instant, only to see whether
+        # it is free. So a few more attempts are made.
         attempts += 1
         if attempts == MAX_ATTEMPTS:
             raise CheckpointError(
@@ -160,17 +171,17 @@ def _make_lock(path: Path) -> _FileLock:
 
 
 def _try_lock(descriptor: int, path: Path) -> str | None:
-    """Takes the system lock on an open file; it is held until the file is closed.
+    """Tries to take the system lock on an open file. Closing the file releases it.
 
-    If the file system has no such locks, nothing is taken: the text in the file decides.
+    If the file system has no locks, the text in the file decides whether this process may write.
 
     Returns:
-        None if this process may write. Otherwise a description of the run that has the lock, or
-        without locks, of the run that the file names and that seems to be alive.
+        None if this process may write. Otherwise a description of the run that has the lock or, on
+        a file system without locks, of the run that the text names and that seems to be alive.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except (BlockingIOError, PermissionError):  # another process has the lock
         return _describe_run(_read_text(path))
     except OSError:  # this file system has no locks
         text = _read_text(path)
@@ -180,27 +191,35 @@ def _try_lock(descriptor: int, path: Path) -> str | None:
 
 
 def _seems_alive(text: bytes, path: Path) -> bool:
-    """Returns True if the run that wrote this text into the lock file seems to be alive."""
+    """Returns True if the run that a lock file names seems to be alive, and is not this process.
+
+    Args:
+        text: the text of the lock file, see `_describe_this_process`.
+        path: the path of the lock file.
+    """
     try:
         run = layout.parse_object(text)
         if not run:  # {}
             return False
+
+        # A process of another machine cannot be looked up, but each of its saves updates the time
+        # of the file.
         if run.get("host") != socket.gethostname():
-            # The process cannot be looked up, but every save changes the time of the file.
             last_save_age_s = time.time() - path.stat().st_mtime
             return last_save_age_s < MAX_SAVE_AGE_S
-        process = psutil.Process(int(run["pid"]))
+
         # Another process may have the same number now, but then it has another start time.
+        process = psutil.Process(int(run["pid"]))
         difference_s = abs(process.create_time() - float(run["started"]))
         is_same_process = difference_s < MAX_CLOCK_CHANGE_S
-        # This process itself is no other run.
-        return bool(is_same_process) and process.pid != os.getpid()
+        is_this_process = process.pid == os.getpid()
+        return bool(is_same_process) and not is_this_process
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 
 
 def _describe_this_process() -> dict[str, Any]:
-    """Returns what is written into the lock file, as JSON."""
+    """Returns the content of the lock file of this run, as JSON."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -214,7 +233,7 @@ def _describe_this_process() -> dict[str, Any]:
 
 
 def _describe_run(text: bytes) -> str:
-    """Returns a description of the run that wrote this text into the lock file."""
+    """Describes a run for an error message, given the text that it wrote into the lock file."""
     with suppress(ValueError, KeyError):
         run = layout.parse_object(text)
         return (
@@ -225,10 +244,10 @@ def _describe_run(text: bytes) -> str:
 
 
 def _read_text(path: Path) -> bytes:
-    """Returns the text of a lock file, or b"" if there is none.
+    """Returns the text of a lock file, or b"" if the file does not exist.
 
-    If this process has the lock, the text is read through the descriptor that is open already:
-    closing another descriptor of the file would release the lock.
+    If this process has the lock, the text is read through the descriptor that is already open,
+    because closing another descriptor of the same file would release the lock.
     """
     lock = _locks_of_process.get(path)
     with suppress(OSError):
@@ -241,7 +260,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
-    """Returns True if an open file is the one that has this path now."""
+    """Returns True if an open file is still the one at this path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False

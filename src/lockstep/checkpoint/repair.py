@@ -1,12 +1,13 @@
-"""Puts the folder of a run in order, as `lockstep checkpoint repair` does: plans, then acts.
+"""Plans and makes the repairs of `lockstep checkpoint repair` in the folder of a run.
 
-- A save that was stopped after its manifest and before its last rename is finished by that rename.
-- A manifest whose list of files is wrong is written anew, if every file is sound and holds all
-  tensors of the state. A lost manifest cannot be restored, because nothing else has the names and
-  the nesting of the state. The weights can still be read from their files.
-- What is broken is removed, if a sound checkpoint remains or nothing of it can be read.
+- A save that was interrupted after its manifest and before its last rename is finished by that
+  rename.
+- A manifest whose list of files is wrong is written again, if every file is sound and holds all
+  tensors of the state. A lost manifest cannot be restored, because only the manifest has the names
+  and the nesting of the state. The weights can still be read from their files.
+- A broken checkpoint is removed, if a sound one remains or if nothing in it can be read.
 
-Sound checkpoints are not touched, and nothing is that was changed a short time ago.
+Sound checkpoints are not touched, and neither is anything that was changed a short time ago.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MIN_AGE_S = 600.0
 
 @dataclass(frozen=True)
 class Repair:
-    """One thing that is wrong, and what to do about it."""
+    """One broken checkpoint or interrupted save, and what to do about it."""
 
     what: Literal["remove", "finish", "rebuild", "leave"]
     path: Path
@@ -75,8 +76,8 @@ def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
             "give the folder of world.checkpoint, or one checkpoint in it",
         )
 
-    # Whether a broken checkpoint may be removed depends on the other ones of its run, even if it
-    # was given alone.
+    # Whether a broken checkpoint may be removed depends on the other checkpoints of its run, even
+    # if only this one was given.
     checkpoints_of_run = checkpoints_at(folder.parent) if is_checkpoint else checkpoints
     health_of: dict[Path, Health] = {}
     for path in {*checkpoints, *checkpoints_of_run, *unfinished_saves}:
@@ -98,6 +99,7 @@ def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
             plan.append(Repair("finish", path, why))
         else:
             plan.append(_repair_unfinished_save(health_of[path], sound_one_remains))
+
     if now_s is None:
         now_s = time.time()
     return [_leave_if_recent(repair, now_s) for repair in plan]
@@ -106,10 +108,12 @@ def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
 def _saves_to_finish(
     unfinished_saves: Sequence[Path], health_of: Mapping[Path, Health], sound_steps: Set[int]
 ) -> list[Path]:
-    """Returns those saves that only lack their last rename, and that no checkpoint replaces.
+    """Returns the interrupted saves that only lack their last rename, and are still needed.
+
+    A save is not needed if its step has another checkpoint.
 
     Args:
-        unfinished_saves: the hidden folders of saves that were stopped.
+        unfinished_saves: the hidden folders of saves that were interrupted.
         health_of: what is wrong with each of them.
         sound_steps: the steps of the run that have a sound checkpoint.
     """
@@ -123,10 +127,10 @@ def _saves_to_finish(
 
 
 def carry_out(plan: Sequence[Repair]) -> None:
-    """Does what a plan says, one repair after the other; "leave" changes nothing.
+    """Makes the repairs of a plan, one after the other. The repair "leave" changes nothing.
 
     Raises:
-        CheckpointError: a repair cannot be made. Those before it are made and stay so.
+        CheckpointError: a repair cannot be made. The repairs before it have been made.
     """
     for repair in plan:
         path = repair.path
@@ -142,11 +146,11 @@ def carry_out(plan: Sequence[Repair]) -> None:
 
 
 def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
-    """Returns what to do about a broken checkpoint.
+    """Decides what to do about a broken checkpoint.
 
     Args:
         health: what is wrong with it.
-        sound_one_remains: True if the run has a sound checkpoint when all repairs are made.
+        sound_one_remains: True if the run has a sound checkpoint once all repairs are made.
     """
     why = "; ".join(health.problems)
     if health.only_file_list_wrong:
@@ -156,10 +160,10 @@ def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
 
 
 def _repair_unfinished_save(health: Health, sound_one_remains: bool) -> Repair:
-    """Returns what to do about the hidden folder of a save that cannot or need not be finished.
+    """Decides what to do about an interrupted save that cannot or need not be finished.
 
     Args:
-        health: what is wrong with it. Without problems, it need not be finished.
+        health: what is wrong with its hidden folder. Without problems, it need not be finished.
         sound_one_remains: as for `_repair_checkpoint`.
     """
     problems = "; ".join(health.problems) or "there is a complete one of the same step"
@@ -167,16 +171,22 @@ def _repair_unfinished_save(health: Health, sound_one_remains: bool) -> Repair:
 
 
 def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repair:
-    """Returns the repair that removes a folder, or leaves it if it may still be of use.
+    """Decides whether to remove a broken folder, or to leave it because it may still be useful.
 
-    It may be of use to another version of Lockstep; or, if the run has no sound checkpoint, for the
-    files of weights in it that can be read.
+    Args:
+        health: what is wrong with the folder.
+        why: the same as a text for the user.
+        sound_one_remains: as for `_repair_checkpoint`.
     """
+    # Another version of Lockstep can perhaps read it.
     if health.other_version:
         return Repair("leave", health.path, why)
+
+    # If the run has no sound checkpoint, files of weights that can be read are all that is left.
     readable = [] if sound_one_remains else _readable_weights(health.path)
     if not readable:
         return Repair("remove", health.path, why)
+
     names = ", ".join(file.name for file in readable)
     why += (
         f". No complete checkpoint remains, and {names} can be read: "
@@ -186,7 +196,10 @@ def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repai
 
 
 def _readable_weights(path: Path) -> list[Path]:
-    """Returns the files of a folder that hold all of a module, and need no manifest to be read."""
+    """Lists the files of a folder from which a module can be read without a manifest.
+
+    Such a file holds all tensors of the module.
+    """
     readable = []
     for file in sorted(path.glob("*.safetensors")):
         if layout.is_one_of_several_files(file) or file.stem == layout.TRAINING:
@@ -199,11 +212,18 @@ def _readable_weights(path: Path) -> list[Path]:
 
 
 def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
-    """Returns the same repair, or one that leaves the folder alone if it was changed just now."""
+    """Returns the repair, or one that leaves the folder alone if it was changed a short time ago.
+
+    Args:
+        repair: the planned repair.
+        now_s: the present time, as `time.time()` returns it.
+    """
     changed_at_s = repair.path.lstat().st_mtime
     for file in repair.path.iterdir():
         changed_at_s = max(changed_at_s, file.lstat().st_mtime)
-    if repair.what == "leave" or now_s - changed_at_s > MIN_AGE_S:
+
+    is_recent = now_s - changed_at_s <= MIN_AGE_S
+    if repair.what == "leave" or not is_recent:
         return repair
     why = (
         f"{repair.why}. It was changed in the last {MIN_AGE_S / 60:.0f} minutes: a run may be "
@@ -213,20 +233,23 @@ def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
 
 
 def _rebuild_file_list(path: Path) -> None:
-    """Writes a manifest anew, with the sizes and checksums that the files have.
+    """Writes a manifest again, with the sizes and checksums that the files have now.
 
     Raises:
-        OSError: the checkpoint is not what it was when the plan was made.
+        OSError: the checkpoint has changed since the plan was made.
     """
-    health = examine(path)  # some time may have passed since the plan was made
+    # Some time may have passed since the plan was made, so the checkpoint is examined again.
+    health = examine(path)
     if health.manifest is None or not health.only_file_list_wrong:
         raise FileNotFoundError(f"{path} has changed meanwhile")
+
     sizes = {}
     checksums = {}
     for file_name in tensor_names_of_files(health.manifest):
         file = path / file_name
         sizes[file_name] = file.stat().st_size
         checksums[file_name] = file_checksum(file)
+
     manifest = {**health.manifest, "files": sizes, "checksums": checksums}
     manifest_path = path / layout.MANIFEST
     with storage.in_place(manifest_path) as temporary, storage.new_file(temporary) as descriptor:

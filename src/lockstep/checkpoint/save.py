@@ -1,18 +1,18 @@
-"""Writes one checkpoint so that it is there in full or not at all.
+"""Writes one checkpoint so that it appears completely or not at all.
 
-What a rank stores is its *part*. Each rank writes its part, in a thread while the training goes on,
-into a hidden folder, flushes it to disk, and sends rank 0 a *report* of what it has written. When
-rank 0 has all reports, it writes the *manifest*, which says what belongs to the checkpoint, and one
-rename puts the checkpoint in place. Older checkpoints are removed only after that.
+Each rank writes the tensors that it stores (its *part*) into a hidden folder, in a thread while
+training continues, and sends rank 0 a *report* of the files that it has written. When rank 0 has
+all reports, it writes the *manifest*, a JSON file that lists what belongs to the checkpoint, and
+renames the folder to its final name. Older checkpoints are removed only after that.
 
 A rank that fails, or is ended by Ctrl-C or SIGTERM, removes the hidden folder, unless its part has
-been written and reported. A process that is killed by SIGKILL cannot: the next save removes it. The
-last complete checkpoint stays readable at any point.
+been written and reported. A process that is killed by SIGKILL cannot do so: the next save removes
+the folder. The last complete checkpoint can be read at any time.
 
 Communication: each rank that writes sends one message to rank 0, through the run's store.
 
 Torch's distributed checkpoint is not used: its `HuggingFaceStorageWriter` holds a whole file as
-bytes besides the tensors, its thread needs collectives, and if a rank dies, half a folder stays
+bytes besides the tensors, its thread needs collectives, and if a rank dies, half a folder remains
 that looks like a checkpoint (read in torch 2.11 and 2.13).
 """
 
@@ -44,22 +44,22 @@ MAX_WAIT_AFTER_FAILURE_S = 5.0
 wait between asking a rank to end and killing it, which is 10 s or more."""
 
 Report = dict[str, Any]
-"""What a rank tells rank 0 about the part that it has written, as JSON: `files`, the size and
-checksum of each file by its name; `boxes` and `entries`, as in `RankPart`."""
+"""A rank's message to rank 0 about the part that it has written, as JSON. `files`: the size and
+checksum of each file, by file name. `boxes` and `entries`: as in `RankPart`."""
 
 
 def do_nothing() -> None:
-    """The default for callbacks that may raise an error to end the writing."""
+    """The default for callbacks that may raise an error to interrupt the writing."""
 
 
 def no_reports() -> Mapping[int, Report | None]:
-    """Returns the reports of other ranks if rank 0 alone writes."""
+    """Returns the reports of other ranks if only rank 0 writes: there are none."""
     return {}
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank stores of a checkpoint."""
+    """The tensors that one rank stores of a checkpoint, and where they belong."""
 
     tensors_of_file: Mapping[str, Mapping[str, Tensor]]
     """The tensors of each safetensors file, by the file's name. `encode` returns them."""
@@ -67,15 +67,15 @@ class RankPart:
     """For each tensor that is a shard, the region of the whole tensor that it fills. By the name of
     the module (or `training`), then by the name of the tensor."""
     entries: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of a state of which each rank has a part only: the tree (see `encoding`) of the
-    entries that this rank has, and rank 0 lacks."""
+    """For states that are divided over the ranks, as under a pipeline: the entries that this rank
+    has and rank 0 has not, as a JSON tree (see `encoding`), by the name of the state."""
 
     def write(self, folder: Path, check: Callable[[], object] = do_nothing) -> Report:
         """Writes the files to an existing folder, flushes them to disk, and returns the report.
 
         Args:
             folder: the hidden folder of the checkpoint.
-            check: is called many times while it writes, and may raise an error to end the writing.
+            check: called often during writing; it may raise an error to interrupt it.
         """
         written_files = {}
         for name, tensors in self.tensors_of_file.items():
@@ -84,14 +84,14 @@ class RankPart:
 
 
 class RankReports:
-    """The reports of the other ranks to rank 0, through the run's store.
+    """Sends the reports of the other ranks to rank 0, through the run's store.
 
-    Collectives cannot be used, because the training goes on and calls collectives of its own.
+    Collectives cannot be used, because training continues and calls collectives of its own.
 
     Args:
-        joined: the process group, which has the store; None on one process.
-        folder_name: name of the hidden folder. No other checkpoint has the same.
-        ranks: the ranks that write besides rank 0.
+        joined: the process group, which has the store; None if there is only one process.
+        folder_name: name of the hidden folder, which no other checkpoint uses.
+        ranks: the ranks that write, other than rank 0.
     """
 
     def __init__(self, joined: Joined | None, folder_name: str, ranks: Sequence[int]) -> None:
@@ -100,34 +100,36 @@ class RankReports:
         self._ranks = ranks
 
     def send(self, rank: int, report: Report | None) -> None:
-        """Tells rank 0 that this rank is done. None: it could not write its part."""
+        """Sends a rank's report to rank 0, or None if the rank could not write its part."""
         if self._joined is not None:
             self._joined.store.set(self._key(rank), json.dumps(report))
 
     def wait(
         self, run_has_failed: Callable[[], bool], check: Callable[[], object] = do_nothing
     ) -> dict[int, Report | None]:
-        """Waits until the reports of the other ranks are there, and returns them by rank.
+        """Waits for the reports of the other ranks, and returns them by rank.
 
-        A report is None if that rank could not write its part. The reports are removed from the
-        store.
+        The report of a rank is None if the rank could not write its part. The reports are removed
+        from the store.
 
         Args:
-            run_has_failed: returns True once ranks may be missing because the run has failed.
-            check: is called many times while it waits, and may raise an error to end the waiting.
+            run_has_failed: returns True once the run has failed, so that ranks may be missing.
+            check: called often while waiting; it may raise an error to stop the wait.
 
         Raises:
             CheckpointError: the run has failed, and a report is still missing after a while.
         """
         if self._joined is None or not self._ranks:
             return {}
+
         store = self._joined.store
         keys = [self._key(rank) for rank in self._ranks]
         seconds_left = MAX_WAIT_AFTER_FAILURE_S
         while not store.check(keys):
             check()
             time.sleep(POLL_INTERVAL_S)
-            # While the run goes on, the wait is not limited: disks may be slow.
+
+            # As long as the run has not failed, the wait has no limit: disks may be slow.
             if not run_has_failed():
                 continue
             seconds_left -= POLL_INTERVAL_S
@@ -137,9 +139,10 @@ class RankReports:
                     "the run has failed, and not all ranks have written their shards",
                     "resume from the checkpoint before it",
                 )
+
         reports = {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
         for key in keys:
-            store.delete_key(key)  # they would pile up in a long run, which saves often
+            store.delete_key(key)  # otherwise they would accumulate in a long run
         return reports
 
     def _key(self, rank: int) -> str:
@@ -150,21 +153,20 @@ class RankReports:
 def begin_checkpoint(
     temporary: Path, damaged_names: Collection[str] = (), lock: Lock | None = None
 ) -> None:
-    """Makes the hidden folder that the checkpoint of one step is written to. Rank 0 calls this.
+    """Creates the hidden folder into which the checkpoint of one step is written. For rank 0 only.
 
-    It also takes the lock on the run's folder, and removes what earlier saves that were stopped
-    have left there.
+    It also takes the lock on the run's folder, and removes what interrupted saves have left there.
 
     Args:
         temporary: the path of the hidden folder, from `layout.temporary_folder`. The run's folder
-            around it is made if it is missing.
-        damaged_names: names of checkpoints that are known to be damaged. They may be of a later
-            step.
-        lock: the lock on the run's folder; None: without a lock.
+            around it is created if necessary.
+        damaged_names: names of checkpoints that are known to be damaged. They are ignored, even if
+            they are of a later step.
+        lock: the lock on the run's folder; None to use no lock.
 
     Raises:
         CheckpointError: the folder is a file, is not writable, or belongs to another run; or it
-            holds a checkpoint of a later step, so this run did not resume from it.
+            holds a checkpoint of a later step, so this run has not resumed from it.
     """
     folder = temporary.parent
     step = layout.step_of(temporary)
@@ -172,6 +174,7 @@ def begin_checkpoint(
         _make_folders(folder)
         if lock is not None:
             lock.acquire()
+
         checkpoints = _undamaged(folder, damaged_names)
         if checkpoints and layout.step_of(checkpoints[-1]) > step:
             raise CheckpointError(
@@ -180,6 +183,7 @@ def begin_checkpoint(
                 "continue",
                 "call checkpoint.resume() before the loop, or choose another folder",
             )
+
         for path in layout.leftovers(folder):
             _remove_if_possible(path)
         storage.make_folder(temporary)
@@ -196,22 +200,23 @@ def write_checkpoint(
     wait_for_others: Callable[[], Mapping[int, Report | None]] = no_reports,
     check: Callable[[], object] = do_nothing,
 ) -> Path | None:
-    """Writes the part of rank 0, waits for those of the others, and puts the checkpoint in place.
+    """Writes the part of rank 0, waits for the other ranks' parts, and completes the checkpoint.
 
     Args:
-        temporary: the hidden folder that `begin_checkpoint` has made.
+        temporary: the hidden folder that `begin_checkpoint` has created.
         part: what rank 0 stores.
         manifest: the content of `manifest.json` except the list of files; JSON with a `step`.
-        keep: how many of the newest checkpoints remain, including this one.
-        best: the checkpoint with the smallest or largest `metric` remains too.
-        damaged_names: names of checkpoints that are known to be damaged; they do not count.
-        wait_for_others: returns the reports of the other ranks that write, once all are there; by
-            default there are no such ranks.
-        check: is called many times while it writes, and may raise an error to end the writing.
+        keep: number of the newest checkpoints that are kept, including this one.
+        best: whether the checkpoint with the smallest or largest `metric` is kept too.
+        damaged_names: names of checkpoints that are known to be damaged. They are neither counted
+            nor removed.
+        wait_for_others: waits for the reports of the other ranks that write, and returns them. By
+            default no other rank writes.
+        check: called often during writing; it may raise an error to interrupt it.
 
     Returns:
-        The folder of the new checkpoint; an earlier one of the same step is replaced. None if
-        another rank could not write its part; that rank raises the error.
+        The folder of the new checkpoint, which replaces an earlier one of the same step. None if
+        another rank could not write its part; then that rank raises the error.
 
     Raises:
         CheckpointError: no space is left, or rank 0 does not see the file of another rank.
@@ -226,18 +231,22 @@ def write_checkpoint(
                     remove_unfinished(temporary)
                     return None
                 reports[rank] = report
+
             full_manifest = _complete_manifest(manifest, reports)
             _check_files_visible(temporary, full_manifest["files"])
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, seal_manifest(full_manifest))
             storage.sync_folder(temporary)
-            check()  # the run may have been ended meanwhile
+
+            check()  # a last chance to interrupt the save
             _put_in_place(temporary, final)
-        except BaseException:  # also Ctrl-C, and what `check` raises
+        except BaseException:  # also Ctrl-C, and the errors that `check` raises
             remove_unfinished(temporary)
             raise
-        # The new checkpoint is sound, even if it has replaced a damaged one of its name.
-        _remove_old(folder, keep, best, set(damaged_names) - {final.name})
+
+        # If the new checkpoint has replaced a damaged one, its name no longer stands for that one.
+        still_damaged = set(damaged_names) - {final.name}
+        _remove_old(folder, keep, best, still_damaged)
     return final
 
 
@@ -247,11 +256,11 @@ def _complete_manifest(
     """Returns the manifest with the files, shards and entries of all ranks.
 
     Args:
-        manifest: what rank 0 knew before the parts were written. It is changed in place where it
-            describes a state of which rank 0 has some entries only: it gets those of the others.
+        manifest: the manifest as rank 0 knew it before the parts were written. If a state is
+            divided over the ranks, the entries of the other ranks are added to it in place.
         reports: what each rank has written.
     """
-    files: dict[str, int] = {}  # sizes
+    files: dict[str, int] = {}  # sizes by file name
     checksums: dict[str, str] = {}
     for report in reports.values():
         for file, (size, checksum) in report["files"].items():
@@ -259,6 +268,7 @@ def _complete_manifest(
             checksums[file] = checksum
         for state_name, entries in report["entries"].items():
             _add_entries(manifest, state_name, entries)
+
     complete = {"format": layout.FORMAT, **manifest}
     shards = _list_shards(reports)
     if shards:
@@ -269,9 +279,10 @@ def _complete_manifest(
 
 
 def _list_shards(reports: Mapping[int, Report]) -> dict[str, dict[str, list[Any]]]:
-    """Returns where all shards are: {state: {tensor: [[rank, offsets, sizes], ...]}}.
+    """Lists the shards of all ranks: {state: {tensor: [[rank, offsets, sizes], ...]}}.
 
-    Offsets and sizes say which region of the whole tensor a shard fills.
+    Offsets and sizes say which region of the whole tensor a shard fills. For a tensor of 4 rows
+    over 2 ranks: `{"model": {"fc.weight": [[0, [0, 0], [2, 3]], [1, [2, 0], [2, 3]]]}}`.
 
     Args:
         reports: what each rank has written.
@@ -279,42 +290,43 @@ def _list_shards(reports: Mapping[int, Report]) -> dict[str, dict[str, list[Any]
     shards: dict[str, dict[str, list[Any]]] = {}
     for rank, report in reports.items():
         for state_name, boxes in report["boxes"].items():
-            if boxes and state_name not in shards:
-                shards[state_name] = {}
+            if not boxes:
+                continue
+            shards_of_tensor = shards.setdefault(state_name, {})
             for tensor_name, (offsets, sizes) in boxes.items():
-                if tensor_name not in shards[state_name]:
-                    shards[state_name][tensor_name] = []
-                shards[state_name][tensor_name].append([rank, offsets, sizes])
+                shards_of_tensor.setdefault(tensor_name, []).append([rank, offsets, sizes])
     return shards
 
 
 def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> None:
-    """Adds entries of a state that another rank has to those that rank 0 has.
+    """Adds entries of a state that another rank has to the entries of rank 0.
 
     Under a pipeline, for example, each rank has the entries of its own layers.
 
     Args:
-        manifest: the manifest with the entries of rank 0, as trees (see `encoding`). It is changed
-            in place.
+        manifest: the manifest with the entries of rank 0, as trees (see `encoding`). The entries
+            are added to it in place.
         state_name: the name of a module, an optimizer or another object.
-        entries: the tree of the other rank's entries: an OrderedDict of a module's tensors, in
-            which those that it does not store are None; or a dictionary by parameter number.
+        entries: the tree of the other rank's entries. Of a module it is an OrderedDict with all
+            tensor names, in which the tensors that the rank does not store are None. Of an
+            optimizer it is a dictionary by parameter number.
     """
-    if state_name in manifest["modules"]:
+    is_module = state_name in manifest["modules"]
+    if is_module:
         # Both trees are {"$ordered": [[tensor name, tree], ...]} with all names of the module.
-        stored = {name: tree for name, tree in entries["$ordered"] if tree is not None}
-        pairs = manifest["modules"][state_name]["$ordered"]
-        for pair in pairs:
-            name = pair[0]  # pair[1] is the tree; None if rank 0 lacks the tensor
-            if name in stored:
-                pair[1] = stored[name]
-    else:
-        # Both are {"$dict": [[parameter number, tree], ...]}, or {} if there are no entries. The
-        # ranks have entries for different parameters.
-        optimizer_tree = manifest["training"][state_name]
-        own_pairs = optimizer_tree["state"].get("$dict", [])
-        other_pairs = entries.get("$dict", [])
-        optimizer_tree["state"] = {"$dict": sorted([*own_pairs, *other_pairs])}
+        other_trees = {name: tree for name, tree in entries["$ordered"] if tree is not None}
+        for pair in manifest["modules"][state_name]["$ordered"]:
+            name, _ = pair  # the tree is None if rank 0 does not have the tensor
+            if name in other_trees:
+                pair[1] = other_trees[name]
+        return
+
+    # Both trees are {"$dict": [[parameter number, tree], ...]}, or {} if they have no entries. No
+    # parameter has an entry in both.
+    optimizer_tree = manifest["training"][state_name]
+    own_pairs = optimizer_tree["state"].get("$dict", [])
+    other_pairs = entries.get("$dict", [])
+    optimizer_tree["state"] = {"$dict": sorted([*own_pairs, *other_pairs])}
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:
@@ -329,35 +341,38 @@ def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Makes a folder and its parents, those that are missing, and flushes their names to disk."""
+    """Creates a folder with its missing parents, and flushes their names to disk."""
     if folder.is_dir():
         return
+
     _make_folders(folder.parent)
     with suppress(FileExistsError):
         storage.make_folder(folder)
-    folder.stat()  # raises an error if a link to nowhere has the name
+    folder.stat()  # raises an error if the path is a broken symbolic link
     storage.sync_folder(folder.parent)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Gives the hidden folder its final name, and removes what has that name.
+    """Renames the hidden folder to its final name, and removes an older checkpoint of that name.
 
     A complete checkpoint of the same step is first renamed to its `.replaced` name, under which it
-    can be read too, and is removed last. So there is a complete checkpoint at every moment.
+    can still be read, and is removed last. So a complete checkpoint exists at every moment.
     """
     replaced = final.with_name(f".{final.name}.replaced")
     if layout.is_complete(final):
-        if replaced.exists():  # left by a save that was stopped
+        if replaced.exists():  # left by an interrupted save
             storage.remove_tree(replaced)
         storage.rename(final, replaced)
     elif final.exists():  # an incomplete checkpoint
         storage.remove_tree(final)
+
     try:
         storage.rename(temporary, final)
     except OSError:
         if replaced.exists():
-            storage.rename(replaced, final)  # puts the former one back
+            storage.rename(replaced, final)  # restores the older checkpoint
         raise
+
     storage.sync_folder(final.parent)
     if replaced.exists():
         _remove_if_possible(replaced)
@@ -366,13 +381,14 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 def _remove_old(
     folder: Path, keep: int, best: Literal["min", "max"] | None, damaged_names: Collection[str]
 ) -> None:
-    """Removes all checkpoints except the newest and the one with the best metric.
+    """Removes all checkpoints except the newest ones and the one with the best metric.
 
     Args:
         folder: the folder of the run.
-        keep: how many of the newest checkpoints remain.
-        best: which metric is the best one. None: no checkpoint remains for its metric.
-        damaged_names: names of checkpoints that do not count, and are not removed either.
+        keep: number of the newest checkpoints that are kept.
+        best: whether the smallest or the largest metric is the best. None: no checkpoint is kept
+            for its metric.
+        damaged_names: names of checkpoints that are neither counted nor removed.
     """
     checkpoints = _undamaged(folder, damaged_names)
     to_keep = checkpoints[-keep:]
@@ -380,28 +396,28 @@ def _remove_old(
         best_checkpoint = layout.best(checkpoints, best)
         if best_checkpoint is not None:
             to_keep.append(best_checkpoint)
+
     for path in checkpoints:
         if path not in to_keep:
             _remove_if_possible(layout.hide(path))
 
 
 def _undamaged(folder: Path, damaged_names: Collection[str]) -> list[Path]:
-    """Returns the complete checkpoints of a folder, the oldest first, without the damaged ones."""
+    """Lists the complete checkpoints of a folder, lowest step first, without the damaged ones."""
     return [path for path in layout.list_checkpoints(folder) if path.name not in damaged_names]
 
 
 def remove_unfinished(temporary: Path) -> None:
-    """Removes a hidden folder to which other threads or ranks may still write.
+    """Removes a hidden folder into which other threads or ranks may still write.
 
-    The folder is renamed first. That decides in one operation whether the checkpoint is completed
-    or removed, because only one of two renames of a folder can succeed. It also stops others from
-    making files in it.
+    The folder is renamed first. Of two renames of one folder only one can succeed, so this decides
+    whether the checkpoint is completed or removed. It also keeps others from creating files in it.
     """
     with suppress(OSError):
         storage.remove_tree(layout.hide(temporary))
 
 
 def _remove_if_possible(path: Path) -> None:
-    """Removes a hidden folder. If that fails, nothing is raised: the next save tries again."""
+    """Removes a hidden folder. If that fails, no error is raised: the next save tries again."""
     with suppress(OSError):
         storage.remove_tree(path)

@@ -1,15 +1,16 @@
-"""`world.checkpoint(folder, **state)`: saves and resumes the full state of a training.
+"""`world.checkpoint(folder, **objects)`: saves the full state of a training run, and resumes it.
 
-The *state* is what `state_dict()` of each object returned, by the object's name. In a save, each
-rank writes its part into a hidden folder, in a thread while the training goes on, and rank 0 adds
-the *manifest*, which says what is there. *Virtual ranks* are the copies of the model that DiLoCo
-trains apart. After each *round* (their steps between two exchanges), `step` keeps their state in
-memory that outlives the ranks (`rounds`), and `resume` looks there first.
+The *state* is what `state_dict()` of each object returns, by the object's name. Each rank writes
+the part of the state that it stores (its *part*) into a hidden folder, in a thread while training
+continues. Rank 0 then adds the *manifest*, a JSON file that lists what the checkpoint contains.
+
+If `lockstep run` may restart the ranks, the state of each step is also kept in memory that survives
+the ranks (`kept_steps`), and `resume` looks there first. *Virtual ranks* are the replicas of the
+model that DiLoCo trains separately.
 
 Communication: `save` makes two small exchanges of text, `resume` three, `wait` one. No tensor is
-sent. Each exchange also carries errors, so whatever goes wrong on one rank is raised on all. Rank 0
-writes what is equal on all ranks, and every rank writes its own shards, in a thread while the
-training goes on. Errors of that thread are carried by the next exchange.
+sent. Each exchange also carries errors, so an error on one rank is raised on all of them. Errors of
+the writing thread are carried by the next exchange.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ signal kills the process before long."""
 
 
 def _in_checkpoint_phase(method: Method) -> Method:
-    """Decorates a method of `Checkpoint`, so that the report of the run counts its time.
+    """Decorates a method of `Checkpoint` so that its time is reported as time for checkpoints.
 
-    A rank says at each moment which *phase* it spends its time on, one of `extension.PHASES`.
-    Inside the method it is "checkpoint", afterwards again what it was before.
+    The run's report divides the time of each rank into *phases*, listed in `extension.PHASES`. When
+    the method returns, the rank goes back to the phase in which it was before.
     """
 
     @wraps(method)
@@ -109,7 +110,7 @@ def _in_checkpoint_phase(method: Method) -> Method:
 
 
 class CheckpointWorld(Protocol):
-    """What a checkpoint needs of the `World`."""
+    """The methods of `World` that a checkpoint uses."""
 
     strategy: str
     """The name of the strategy."""
@@ -125,7 +126,7 @@ class CheckpointWorld(Protocol):
 
 
 class VirtualRanks(Protocol):
-    """What a checkpoint needs of `lockstep.training.virtual_rank_states.VirtualRankStates`."""
+    """The methods of `training.virtual_rank_states.VirtualRankStates` that a checkpoint uses."""
 
     count: int
     """Number of virtual ranks of the run."""
@@ -135,24 +136,28 @@ class VirtualRanks(Protocol):
         """The virtual ranks that this process computes."""
 
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
-        """Returns the states of this process's virtual ranks; with `shared` also what is equal."""
+        """Returns the states of this process's virtual ranks.
+
+        Args:
+            shared: whether the result includes the state that all virtual ranks have in common.
+        """
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a saved state does not fit."""
+        """Raises CheckpointError if a saved state does not fit this run."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads a saved state. None: all virtual ranks begin with the present weights."""
+        """Loads a saved state. With None, all virtual ranks start from the present weights."""
 
 
 class _EndOfRun(Extension):
-    """Finishes what is being written when the run ends, and stops listening for signals."""
+    """Completes the save that is in progress when the run ends, and restores signal handlers."""
 
     def __init__(self, writer: Writer, requests: SignalRequests) -> None:
         self._writer = writer
         self._requests = requests
 
     def close(self, failed: bool) -> None:
-        """Gives signals their former handlers back, and waits until everything is written."""
+        """Restores the former signal handlers, and waits until everything is written."""
         stopped_by_signal = failed and self._requests.stop
         timeout_s = MAX_WRITING_AFTER_SIGTERM_S if stopped_by_signal else None
         self._requests.close()
@@ -160,7 +165,7 @@ class _EndOfRun(Extension):
 
 
 class PreparedSave(NamedTuple):
-    """What a rank is going to write in a save."""
+    """What a rank writes in a save."""
 
     part: RankPart
     manifest: dict[str, Any]
@@ -168,26 +173,27 @@ class PreparedSave(NamedTuple):
 
 
 class Checkpoint:
-    """Saves and resumes the state of a training. All ranks make one and call its methods.
+    """Saves and resumes the state of a training run. All ranks create one and call its methods.
 
     Args:
-        folder: the folder of the run's checkpoints; rank 0 makes it with the first save.
+        folder: the folder for the run's checkpoints. Rank 0 creates it with the first save.
         run: the run that the checkpoints belong to.
-        policy: when to save and what to keep.
-        state: what to save, by name: modules, optimizers, schedulers, loaders, and anything else
-            that has `state_dict` and `load_state_dict`. Modules are saved under the names of the
-            bare module, each in a file of its own, so that they fit a run of any size and any
-            wrapper.
-        world: the run's own state.
-        virtual_ranks: the states of virtual ranks that train apart; None: the run has none.
-        common_stream: the random stream of all ranks, if virtual ranks train one model.
-        memory: True to keep each step in memory, and to fail where that is not possible; False not
-            to keep any. None: as the launcher says.
-        unsettled_world_state: returns what `world.state_dict` does, without asking checks for what
-            they hold back, which may take as long as a step.
+        policy: when to save, and which checkpoints to keep.
+        state: the objects to save, by name: modules, optimizers, schedulers, loaders, and anything
+            else with `state_dict` and `load_state_dict`. Each module is saved in a file of its own,
+            under the names of the bare module, so that it can be loaded into a run of any size and
+            with any wrapper.
+        world: the `World`, whose own state is saved too.
+        virtual_ranks: the states of the virtual ranks that train separately; None if there are no
+            such virtual ranks.
+        common_stream: the random stream that all ranks share if virtual ranks train one model.
+        memory: True to keep each step in memory, and to fail if that is not possible; False to
+            keep none. None: as the launcher decides.
+        unsettled_world_state: returns the same as `world.state_dict`, but without asking the checks
+            for results that they still hold back, which may take as long as a step.
 
     Raises:
-        UsageError: there is nothing to save, or something that has no state.
+        UsageError: there is nothing to save, or one of the objects has no `state_dict`.
     """
 
     def __init__(
@@ -217,41 +223,45 @@ class Checkpoint:
         self._state = dict(state)
         for value in state.values():
             if isinstance(value, Loader):
-                _ = value.fingerprint  # read before the training: some datasets change in it
+                _ = value.fingerprint  # computed now: some datasets change during the training
         self._world = world
         self._unsettled_world_state = unsettled_world_state or world.state_dict
         self._virtual_ranks = virtual_ranks
         self._action = f"saving a checkpoint in {self.folder}"
         self._damaged_names: tuple[str, ...] = ()
-        """Checkpoints that `resume` has passed over. Saving does not count them."""
+        """Checkpoints that `resume` has skipped. A save ignores them when it counts checkpoints."""
         self._copies = HostCopies()
-        """The memory that states are copied to, before they are written."""
+        """The memory to which states are copied before they are written."""
         self._writer = Writer(self.folder, run.collectives)
         self._kept = self._make_kept_steps(run, memory)
         self._has_resumed = False
         self._plain_states: dict[str, PlainState] = {}
         self._bits: dict[str, Any] | None = None
-        """What the manifest says about bits, once it was asked for; it takes long to find out."""
+        """The facts on which the bits of the results depend, once they are known. They are
+        collected only once, because that takes long."""
         requests = SignalRequests()
         self._schedule = SaveSchedule(policy.every, run.collectives, requests)
         self._last_step_called = 0
-        """The optimizer steps that were done when `step` was last called."""
-        # The run gets an object of its own, because this one would keep the state alive.
+        """The number of optimizer steps that had been made when `step` was last called."""
+        # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
 
     def _make_kept_steps(self, run: Run, memory: bool | None) -> KeptSteps | None:
-        """Returns what keeps each step in memory; None: no step is kept.
+        """Creates the object that keeps each step in memory, or returns None to keep no steps.
 
         Args:
             run: the run.
             memory: as in `Checkpoint`.
         """
         topology = run.topology
-        if memory is False or not topology.memory:
+        launcher_has_memory = bool(topology.memory)
+        if memory is False or not launcher_has_memory:
             return None
-        # The launcher may be in another container.
+
+        # If the launcher is in another container, this process cannot open its memory.
         if not all(os.access(path, os.R_OK | os.W_OK) for path in topology.memory):
             return None
+
         return KeptSteps(
             self.folder,
             run.collectives,
@@ -265,33 +275,38 @@ class Checkpoint:
         )
 
     def _all_ranks_keep_steps(self) -> bool:
-        """Returns True if the launchers of all machines hold memory for what ranks keep."""
+        """Returns True if every rank keeps its steps in memory.
+
+        On several machines the ranks ask each other, because each launcher provides the memory of
+        its own machine.
+        """
+        keeps_steps = self._kept is not None
         if self._collectives.topology.one_node:
-            return self._kept is not None
-        answers = self._collectives.exchange(self._kept is not None)
-        return all(answers)
+            return keeps_steps
+        return all(self._collectives.exchange(keeps_steps))
 
     @_in_checkpoint_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
-        """Saves the present step; returns its folder, in which it will be complete soon.
+        """Saves the present step and returns the folder of its checkpoint.
 
-        What is saved is the state of this moment, including the random state of every rank: the
-        training may go on while the ranks write. The checkpoint is complete or not there at all; an
-        earlier one of the same step is replaced. With `asynchronous=False` it is safely on disk
-        when this returns, otherwise when `wait()` does.
+        The checkpoint holds the state of this moment, including the random state of every rank:
+        training may continue while the ranks write. It appears in the folder only when it is
+        complete, and replaces an earlier checkpoint of the same step. With `asynchronous=False` it
+        is safely on disk when this method returns, otherwise when `wait()` does.
 
         Args:
-            metric: how good the training is just now, the same on all ranks; see `best`.
+            metric: the present value of the metric that decides which checkpoint is `best`. It must
+                be the same on all ranks.
 
         Returns:
-            None if the save was left out, because an earlier checkpoint is being written and
-            `busy="skip"` was set.
+            The folder, or None if the save was skipped because an earlier checkpoint is still being
+            written and `busy="skip"` was set.
 
         Raises:
-            CheckpointError: on all ranks, when any of them cannot do its part (a state that cannot
-                be stored, a later step in the folder, another run that writes there), or when the
-                checkpoint before this one could not be written (disk full, not writable). The
-                state of the training is as it was, and so are earlier checkpoints.
+            CheckpointError: on all ranks, if any of them cannot do its part (the state cannot be
+                stored, the folder has a later step, or another run writes there), or if the
+                previous checkpoint could not be written (disk full, not writable). The state of the
+                training is unchanged, and so are earlier checkpoints.
             RanksDifferError: the metric differs between ranks.
         """
         self._extensions.saving_begins()
@@ -301,23 +316,28 @@ class Checkpoint:
             self._extensions.saving_ended()
 
     def _save(self, metric: float | Tensor | None) -> Path | None:
-        """Saves the present step, as `save` describes it.
+        """Does what `save` promises, in three steps.
 
         1. The ranks wait for the previous save, and tell each other what each of them stores.
-        2. Each rank copies its states to host memory. Rank 0 makes the hidden folder and tells the
-           others its name. When all ranks have done so, the training may change the states.
-        3. Each rank that stores something starts a thread, which writes the copies.
+        2. Each rank copies its states to host memory. Rank 0 creates the hidden folder and tells
+           the others its name. When all ranks have done so, training may change the states.
+        3. Each rank that stores something starts a thread that writes the copies.
         """
+        # Step 1
         states, summaries = self._collect_states(None if metric is None else float(metric))
-        if summaries[0].skip:  # the answer of rank 0 counts
+        is_skipped = summaries[0].skip  # rank 0 decides for all
+        if is_skipped:
             return None
-        # That exchange has also told all ranks how the previous save ended.
+
+        # The exchange in `_collect_states` has told all ranks how the previous save ended.
         self._writer.has_unconfirmed_save = False
+
         other_writers: list[int] = []
         for rank, summary in enumerate(summaries):
             if rank > 0 and summary.has_own_tensors:
                 other_writers.append(rank)
 
+        # Steps 2 and 3
         self._copies.begin(states.values())
         try:
             prepared, folder_names = exchange_on_all_ranks(
@@ -334,33 +354,45 @@ class Checkpoint:
         if not self._policy.asynchronous:
             self.wait()
         self._schedule.saved()
+
         path = layout.step_folder(self.folder, int(states["world"]["step"]))
-        # A damaged checkpoint of this step is being replaced.
+        # If the checkpoint of this step was damaged, a sound one now replaces it.
         self._damaged_names = tuple(name for name in self._damaged_names if name != path.name)
         return path
 
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
-        """Returns the states of this rank by name, and the summaries of all ranks.
+        """Collects the states of this rank, and exchanges short summaries of them with all ranks.
 
-        `_summarize_rank` makes them, and first waits for the previous save. One exchange of text.
+        Every rank first waits for the previous save (see `_summarize_rank`).
+
+        Returns:
+            The states of this rank by name, and the summary of each rank.
+
+        Raises:
+            RanksDifferError: the metric or the common random stream differs between ranks.
         """
         states, answers = exchange_on_all_ranks(
             self._collectives, self._action, lambda: self._summarize_rank(metric)
         )
         summaries = [RankSummary(**answer) for answer in answers]
+
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
         return states, summaries
 
     def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the states of this rank by name, and a `RankSummary` of them as JSON.
+        """Collects the states of this rank, after the previous save has ended.
 
-        First it waits for the previous save. It does not wait if that one is still being written
-        and the user wants to skip a save in this case (`busy="skip"`).
+        With `busy="skip"`, a rank whose previous save is still being written does not wait for it,
+        but proposes in its summary to skip this save.
+
+        Returns:
+            The states by name, and the fields of their `RankSummary`, which can be sent as JSON.
         """
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
             self._writer.finish()  # waits, and raises the error of the previous save
+
         objects = self._objects()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
@@ -380,29 +412,32 @@ class Checkpoint:
         summaries: Sequence[RankSummary],
         other_writers: Sequence[int],
     ) -> tuple[PreparedSave, str | None]:
-        """Copies what this rank stores to host memory; rank 0 also makes the hidden folder.
+        """Copies what this rank stores to host memory; rank 0 also creates the hidden folder.
 
         Args:
             states: the states of this rank, by name.
             summaries: the summaries of all ranks.
-            other_writers: the ranks that write besides rank 0.
+            other_writers: the ranks that write, other than rank 0.
 
         Returns:
-            What this rank writes, and on rank 0 the name of the hidden folder.
+            What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        rank = self._collectives.topology.rank
-        # Rank 0 decides whether a save is skipped. This rank may have voted for skipping, and then
-        # it has not waited for the previous save yet.
+        # If this rank proposed to skip the save and rank 0 decided otherwise, this rank has not yet
+        # waited for the previous save.
         self._writer.finish()
+
+        rank = self._collectives.topology.rank
         if rank > 0 and rank not in other_writers:
-            # All that this rank has is equal on rank 0, which writes it.
+            # Rank 0 has the same values as this rank, and writes them.
             return PreparedSave(part=RankPart({}), manifest={}), None
+
         part, trees = copy_rank_part(
             states, self._module_names(), summaries, rank, self._copies.copy
         )
         self._copies.finish()
         if rank > 0:
             return PreparedSave(part, manifest={}), None
+
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
         self._writer.begin(temporary, self._damaged_names)
@@ -415,17 +450,19 @@ class Checkpoint:
 
         Args:
             prepared: what this rank writes.
-            folder_name: name of the hidden folder that rank 0 has made.
-            other_writers: the ranks that write besides rank 0.
+            folder_name: name of the hidden folder that rank 0 has created.
+            other_writers: the ranks that write, other than rank 0.
         """
         writer = self._writer
         rank = self._collectives.topology.rank
-        give_up_check = writer.raise_if_given_up  # the thread calls it many times
         temporary = self.folder / folder_name
-        # By these, rank 0 learns that the other ranks have written their parts.
+        # The writing thread calls this often, so that the run can interrupt it.
+        raise_if_given_up = writer.raise_if_given_up
+        # With these reports the other ranks tell rank 0 that they have written their parts.
         reports = RankReports(self._joined, folder_name, other_writers)
+
         if rank == 0:
-            wait_for_others = partial(reports.wait, writer.run_has_failed, give_up_check)
+            wait_for_others = partial(reports.wait, writer.run_has_failed, raise_if_given_up)
             write = partial(
                 write_checkpoint,
                 temporary,
@@ -435,28 +472,26 @@ class Checkpoint:
                 best=self._policy.best,
                 damaged_names=self._damaged_names,
                 wait_for_others=wait_for_others,
-                check=give_up_check,
+                check=raise_if_given_up,
             )
             writer.start(write)
         elif rank in other_writers:
             writer.protect_folder(temporary)
             write_part = partial(
-                _write_and_report, temporary, prepared.part, reports, rank, give_up_check
+                _write_and_report, temporary, prepared.part, reports, rank, raise_if_given_up
             )
             writer.start(write_part)
 
     def step(self) -> Path | None:
-        """To be called after each optimizer step: saves when `every` says so, or a signal asks.
+        """Saves if `every` or a signal asks for it. Call it after each optimizer step.
 
-        SIGUSR1 to any process of the run: all save in the same step, and go on. SIGTERM: all save
-        in the same step, and the run ends with exit code 143, as one that SIGTERM has ended. Both
-        are noticed within about half a second of training, and only here.
-
-        Under DiLoCo, if `lockstep run` may start the ranks again, it also copies the state of each
-        round to memory, from which `resume()` then takes it.
+        After SIGUSR1 to any process of the run, all ranks save in the same step and go on. After
+        SIGTERM, all ranks save in the same step and the run ends with exit code 143, the usual one
+        after SIGTERM. Signals are noticed only in this method, within about half a second of
+        training.
 
         Returns:
-            The folder of the checkpoint, if it has saved one.
+            The folder of the checkpoint if one was saved, otherwise None.
 
         Raises:
             SystemExit: after SIGTERM, when the checkpoint is on disk.
@@ -464,55 +499,73 @@ class Checkpoint:
         """
         number = self._progress.number
         if number == self._last_step_called:
-            return None  # in the middle of a global batch, where the optimizer has not stepped
+            # The loop is in the middle of a global batch, and the optimizer has not stepped.
+            return None
         self._last_step_called = number
+
+        # A loop over a loader tells `KeptSteps` by itself that a global batch is done.
         if self._kept is not None and not self._progress.in_training_loop:
-            self._kept.batch_is_done()  # no loader says it
+            self._kept.batch_is_done()
+
         decision = self._schedule.decide(number)
         if decision is None:
             return None
         path = self.save()
         if decision == "stop":
-            self.wait()
-            if path is None:
-                # The save was left out because an earlier one was being written. Now that is done.
-                path = self.save()
-                self.wait()
-            self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
-            raise SystemExit(EXIT_CODE_AFTER_SIGTERM)
+            self._stop_after_sigterm(path)
         return path
+
+    def _stop_after_sigterm(self, path: Path | None) -> None:
+        """Waits for the last checkpoint, and ends the process.
+
+        Args:
+            path: the checkpoint that is being written for the present step. None: it was skipped,
+                because an earlier one was still being written.
+        """
+        self.wait()
+        if path is None:
+            path = self.save()  # the earlier one is complete now, so this one is not skipped
+            self.wait()
+        self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
+        raise SystemExit(EXIT_CODE_AFTER_SIGTERM)
 
     @_in_checkpoint_phase
     def resume(self) -> bool:
         """Resumes the latest sound checkpoint; returns False if the folder has none.
 
-        A round that is still in memory is resumed instead, unless the checkpoint is of a later
-        step. Rank 0 chooses, and all ranks read the same checkpoint. A damaged checkpoint is passed
-        over, which is printed. Everything is checked on all ranks before anything is changed.
-        Random states are restored if the run has as many ranks as the one that saved, with virtual
-        ranks on any number of ranks; `last_resume_note` says what was done.
+        A step that is still in memory is resumed instead, unless the checkpoint is of a later step.
+        Rank 0 chooses, and all ranks read the same checkpoint. Damaged checkpoints are skipped, and
+        a message says so. Nothing is changed before everything has been checked on all ranks.
+        Random states are restored if the run has as many ranks as the one that saved; with virtual
+        ranks, on any number of ranks. `last_resume_note` says what was done.
 
         Raises:
-            CheckpointError: on all ranks, when any of them cannot see or read the checkpoint that
-                rank 0 has found, when it does not fit what this run has, or when there are
-                checkpoints and none of them is sound.
+            CheckpointError: on all ranks, if any of them cannot see or read the checkpoint that
+                rank 0 has found, if it does not fit this run, or if there are checkpoints and none
+                of them is sound.
         """
         self.wait()
+
         if not self._all_ranks_keep_steps():
             self._kept = None
         kept = self._kept
         if kept is None:
             is_restart = self._collectives.topology.restarts > 0
             return self._resume_from_disk("; no steps are kept in memory" if is_restart else "")
+
         self._attach(kept)
+        # True if this run has resumed before, and now goes back to a checkpoint.
         goes_back = self._has_resumed
         answers = gather_answers(
             self._collectives, RESUMING_FROM_MEMORY, lambda: self._report_memory(kept)
         )
         folders = sorted({answer["folder"] for answer in answers})
-        resumed, note = self._resume_kept_step(answers, folders, goes_back=goes_back)
-        found = resumed is not None or self._resume_from_disk(note)
-        kept.start(int(answers[0]["attempt"]), folders, resumed)
+
+        resumed_step, note = self._resume_kept_step(answers, folders, goes_back=goes_back)
+        found = resumed_step is not None or self._resume_from_disk(note)
+
+        number_of_attempt = int(answers[0]["attempt"])  # all ranks use the number of rank 0
+        kept.start(number_of_attempt, folders, resumed_step)
         if goes_back:
             kept.forget_others()
         return found
@@ -521,24 +574,28 @@ class Checkpoint:
         """Resumes the latest sound checkpoint of the folder; returns False if it has none.
 
         Args:
-            more: the end of the sentence that says what was resumed.
+            more: the end of the sentence that says what was resumed. If there is no checkpoint, the
+                sentence is printed only if `more` is not empty, that is, after a restart.
         """
         action = f"resuming from {self.folder}"
-        # Each rank tells the others what it sees in the folder. Only rank 0 reads all files, to
-        # find out whether a checkpoint is sound.
+
+        # Each rank tells the others what it sees in the folder. To find out whether a checkpoint is
+        # sound, all files must be read, so only rank 0 does this.
         find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
         answers = gather_answers(self._collectives, action, lambda: find(self.folder).as_json())
         views = [FolderView(**answer) for answer in answers]
-        chosen = views[0]  # what rank 0 has found
+        chosen = views[0]  # rank 0 decides
         self._damaged_names = tuple(chosen.passed_over)
         check_views(self.folder, views)
+
         if chosen.name is None:
             self.last_resume_note = f"nothing to resume in {self.folder}{more}"
-            if more:  # ranks that were started again begin anew
+            if more:
                 self._announce_resumed(self.last_resume_note)
             return False
+
+        # Two exchanges: if any rank cannot read its states, no rank loads any.
         path = self.folder / chosen.name
-        # If any rank cannot read its states, no rank loads any.
         loaded = run_on_all_ranks(
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )
@@ -551,7 +608,7 @@ class Checkpoint:
         """Waits until everything saved so far is on disk, on all ranks.
 
         Raises:
-            CheckpointError: on all ranks, when something could not be written.
+            CheckpointError: on all ranks, if something could not be written.
         """
         run_on_all_ranks(self._collectives, self._action, self._writer.finish)
         self._writer.has_unconfirmed_save = False
@@ -560,10 +617,10 @@ class Checkpoint:
     def best(self) -> Path | None:
         """The complete checkpoint with the best metric, or None if there is none.
 
-        A checkpoint that is still being written does not count.
+        A checkpoint that is still being written is not considered.
 
         Raises:
-            UsageError: `world.checkpoint` was not told which is the best.
+            UsageError: `world.checkpoint` was not told which metric is the best.
         """
         if self._policy.best is None:
             raise UsageError(
@@ -581,41 +638,48 @@ class Checkpoint:
         """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
 
         Args:
-            answers: of all ranks, see `_report_memory`.
-            folders: the paths of the folder of the checkpoints, see `choose_step`.
-            goes_back: True if the run has resumed before, so that memory is not looked at.
+            answers: the result of `_report_memory` on each rank.
+            folders: the paths under which the ranks see the folder of the checkpoints.
+            goes_back: True if the run has resumed before. Memory is ignored then.
 
         Returns:
-            The step that was resumed, or None. If none was, also the end of a sentence that says
-            why; empty where nothing could be expected in memory.
+            The step that was resumed, or None. If none was, also the end of a sentence that gives
+            the reason; it is empty if no step could be expected in memory.
         """
         reports = []
         for answer in answers:
             reports += [PartReport(**part) for part in answer["parts"]]
+
         chosen = choose_step(reports, folders)
         if chosen is None:
             is_first_start = self._collectives.topology.restarts == 0
-            if goes_back or (is_first_start and not reports):
+            memory_is_new = is_first_start and not reports
+            if goes_back or memory_is_new:
                 return None, ""
             return None, f"; {describe_incomplete(reports, folders)}"
-        step_on_disk, epoch_on_disk = answers[0]["disk"]
-        # Of one step there may be two states: before and after what a loop does after an epoch.
-        if (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch):
+
+        # There may be two states of one step: before and after what a loop does at the end of an
+        # epoch. So the epoch is compared too.
+        step_on_disk, epoch_on_disk = answers[0]["disk"]  # as rank 0 sees the folder
+        disk_is_newer = (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch)
+        if disk_is_newer:
             return None, f"; it is newer than step {chosen.step} in memory"
+
         where = f"step {chosen.step} in memory"
-        with ExitStack() as received:
+        with ExitStack() as received:  # closes the memory that was received from other machines
             try:
                 loaded = fetch_step(self._collectives, chosen, self._module_names(), received)
             except CheckpointError as error:
                 return None, f"; {where} cannot be read: {error.found}"
 
-            def load() -> str:
-                """Loads the states if they fit; returns a sentence for the user."""
+            def check_and_load() -> str:
+                """Loads the states if they fit this run; returns a sentence for the user."""
                 check_virtual_ranks(where, loaded["manifest"], self._settings)
                 check_fits(where, self._state, loaded)
                 return self._load_states(where, loaded)
 
-            note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, load)
+            note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, check_and_load)
+
         if step_on_disk < 0:
             note += "; there is no checkpoint on disk"
         else:
@@ -624,20 +688,23 @@ class Checkpoint:
         return chosen, ""
 
     def _report_memory(self, kept: KeptSteps) -> dict[str, Any]:
-        """Returns what this rank tells the others before they choose a step in memory.
+        """Collects what the other ranks must know to choose a step in memory.
 
         Returns:
-            "parts" has the parts that it has looked at (`PartReport`), "folder" the path of the
-            folder here, "disk" step and epoch of the latest checkpoint in it, -1 if there is none,
-            "attempt" a random number.
+            A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
+            the memory of this rank's machine. `folder`: the path of the checkpoint folder here.
+            `disk`: step and epoch of the latest checkpoint in it, -1 if there is none. `attempt`: a
+            random number; the number of rank 0 names the present start of the run.
         """
         latest = layout.latest(self.folder)
         kept.open()
-        # Once the training goes on, memory has nothing that it would go back to.
-        is_first = not self._has_resumed
+
+        # After the first resume, the steps in memory are those of the present training itself: a
+        # user who resumes again wants to go back to a checkpoint on disk.
+        is_first_resume = not self._has_resumed
         self._has_resumed = True
         return {
-            "parts": kept.report() if is_first else [],
+            "parts": kept.report() if is_first_resume else [],
             "folder": kept.folder,
             "disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
             "attempt": secrets.randbits(63),
@@ -652,36 +719,24 @@ class Checkpoint:
         return [layout.step_of(path), epoch]
 
     def _attach(self, kept: KeptSteps) -> None:
-        """Has the run notify `kept`. Of several checkpoints the last that was resumed keeps steps.
+        """Makes the run notify `kept` of each step, instead of any other `KeptSteps`.
 
-        Args:
-            kept: of this checkpoint.
+        If a run has several checkpoints, only the one that was resumed last keeps steps in memory.
         """
-        others = self._extensions.of_type(KeptSteps)
-        if others is kept:
+        present = self._extensions.of_type(KeptSteps)
+        if present is kept:
             return
-        if others is not None:
-            self._extensions.remove(others)
-            others.stop()
+        if present is not None:
+            self._extensions.remove(present)
+            present.stop()
         self._extensions.add(kept, Place.OBSERVER)
 
     def _take_state(self) -> TakenState:
-        """Returns what `save` would save now, without a copy of it."""
+        """Returns the state that `save` would save now, without copying it."""
         self._extensions.saving_begins()
         try:
             objects = self._objects()
-            states: dict[str, Any] = {"world": self._unsettled_world_state()}
-            for name, value in objects.items():
-                if isinstance(value, nn.Module):
-                    if name not in self._plain_states:
-                        self._plain_states[name] = PlainState(value)
-                    states[name] = self._plain_states[name].take()
-                elif self._virtual_ranks is not None and value is self._virtual_ranks:
-                    # What all virtual ranks share is kept on every machine.
-                    is_first_of_machine = self._collectives.topology.local_rank == 0
-                    states[name] = self._virtual_ranks.state_dict(shared=is_first_of_machine)
-                else:
-                    states[name] = value.state_dict()
+            states = self._uncopied_states(objects)
             partial_names = list(keys_of_partial_states(states, objects))
             facts = {
                 "step": int(states["world"]["step"]),
@@ -689,9 +744,12 @@ class Checkpoint:
                 "strategy": self._world.strategy,
                 **self._facts_about_bits(),
             }
+
+            # Tensors on the meta device belong to layers of other ranks.
             for name in self._module_names():
                 if name in partial_names:
                     states[name] = without_meta(states[name])
+
             sections = sections_of(
                 states,
                 module_names=self._module_names(),
@@ -703,21 +761,46 @@ class Checkpoint:
         finally:
             self._extensions.saving_ended()
 
+    def _uncopied_states(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the states of these objects to be kept in memory, and that of the world.
+
+        Other than `_states_of`, this is called in each step, so it must be fast.
+        """
+        states: dict[str, Any] = {"world": self._unsettled_world_state()}
+        for name, value in objects.items():
+            if isinstance(value, nn.Module):
+                if name not in self._plain_states:
+                    self._plain_states[name] = PlainState(value)
+                states[name] = self._plain_states[name].take()
+            elif self._virtual_ranks is not None and value is self._virtual_ranks:
+                # One rank of each machine keeps what all virtual ranks have in common.
+                is_first_of_machine = self._collectives.topology.local_rank == 0
+                states[name] = self._virtual_ranks.state_dict(shared=is_first_of_machine)
+            else:
+                states[name] = value.state_dict()
+        return states
+
     def _steady_ids(self) -> set[int]:
-        """Returns the ids of the tensors that only a prepared optimizer changes, in its step."""
+        """Returns the ids of the tensors that change only in the step of a prepared optimizer.
+
+        These are the parameters of the optimizer and the tensors of its state.
+        """
         ids: set[int] = set()
         for value in self._state.values():
-            is_prepared = isinstance(value, Optimizer) and hasattr(value, "load_saved_state")
-            if not is_prepared:
+            is_prepared_optimizer = isinstance(value, Optimizer) and hasattr(
+                value, "load_saved_state"
+            )
+            if not is_prepared_optimizer:
                 continue
+
             for group in value.param_groups:
                 ids.update(id(parameter) for parameter in group["params"])
-            for entry in value.state.values():
-                ids.update(id(item) for item in entry.values())
+            for state_of_parameter in value.state.values():
+                ids.update(id(item) for item in state_of_parameter.values())
         return ids
 
     def _facts_about_bits(self) -> dict[str, Any]:
-        """Returns what the manifest says about bits."""
+        """Returns the facts on which the bits of the results depend, for the manifest."""
         if self._bits is None:
             self._bits = facts_about_bits(self._settings, self._collectives.device)
         return self._bits
@@ -725,21 +808,26 @@ class Checkpoint:
     # Reading and loading a checkpoint
 
     def _read_states(self, path: Path, checkpoint_id: str | None) -> dict[str, Any]:
-        """Returns the states of a checkpoint by name, and its `manifest`; checks that they fit.
+        """Reads the states of a checkpoint, and checks that they fit this run.
 
         Args:
-            path: the path of the checkpoint.
+            path: the folder of the checkpoint.
             checkpoint_id: the id in the manifest that rank 0 has read.
 
+        Returns:
+            The states by name, and the manifest under "manifest".
+
         Raises:
-            CheckpointError: it cannot be read, or something in it does not fit this run.
+            CheckpointError: the checkpoint cannot be read, or some state does not fit this run.
         """
         manifest = read_manifest_of(path, checkpoint_id)
         check_virtual_ranks(path, manifest, self._settings)
+
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
         if not isinstance(training, dict):
-            training = {}  # a damaged tree: `check_fits` says what is missing
+            training = {}  # the manifest is damaged; `check_fits` says what is missing
+
         saved = {"manifest": manifest, **training, **modules}
         check_fits(path, self._state, saved)
         if self._virtual_ranks is not None and "replicas" in saved:
@@ -747,26 +835,28 @@ class Checkpoint:
         return saved
 
     def _load_states(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Loads what `_read_states` returned into the objects of this run.
+        """Loads saved states into the objects of this run.
 
         Args:
-            path: the path of the checkpoint, or a description of where the states were.
-            saved: the states by name, with the `manifest`; `random` has the random state of each
-                rank, or is None.
+            path: the folder of the checkpoint, or a description such as "step 12 in memory".
+            saved: the saved states by name, as `_read_states` returns them, with the `manifest`.
+                `random` has the random state of each rank, or is None.
 
         Returns:
-            A sentence that says what was resumed, and what is not as it was saved.
+            A sentence that says what was resumed, and what is now different from what was saved.
         """
-        notes = ""
         modules = {
             name: value for name, value in self._state.items() if isinstance(value, nn.Module)
         }
         with shapes_are_enough():
             saved_dtypes = saved_parameter_dtypes(modules, saved)
+
+        notes = ""
         for name, target in {**self._state, "world": self._world}.items():
             notes += _note_about_length(name, target, saved[name])
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
                 _load_state(target, saved[name], saved_dtypes)
+
         if self._virtual_ranks is not None:
             with _explain_misfit(
                 f"resuming the replicas from {path}", BUILD_AS_SAVED.format("the model")
@@ -774,6 +864,7 @@ class Checkpoint:
                 self._virtual_ranks.load_state_dict(saved.get("replicas"))
         elif "replicas" in saved:
             notes += "; its replicas are left out, the training goes on from their shared weights"
+
         manifest = saved["manifest"]
         rng_note = self._restore_rng(path, saved)
         bits_note = restore_threads(
@@ -782,7 +873,10 @@ class Checkpoint:
         return self._describe(path, manifest) + rng_note + notes + bits_note
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
-        """Returns what was resumed: where it was, epoch, step, strategy and number of ranks."""
+        """Describes the checkpoint that was resumed, and the run that saved it.
+
+        Example: "resumed runs/digits/step-000000120 (epoch 2, step 120, strategy ddp, 4 ranks)".
+        """
         where = f"from {path}" if isinstance(path, str) else path
         return (
             f"resumed {where} (epoch {manifest['epoch']}, step {manifest['step']}, "
@@ -790,10 +884,10 @@ class Checkpoint:
         )
 
     def _restore_rng(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Restores this rank's random state, if the checkpoint has it.
+        """Restores the random state of this rank, if the checkpoint has it.
 
         Returns:
-            "" if it was restored. Otherwise the end of a sentence that says why not.
+            "" if the random state was restored. Otherwise the end of a sentence that says why not.
         """
         with _explain_misfit(
             f"resuming the random streams from {path}",
@@ -802,11 +896,12 @@ class Checkpoint:
             return self._random_states.restore(saved)
 
     def _announce_resumed(self, note: str) -> None:
-        """Prints what was resumed, on rank 0, and keeps it as `last_resume_note`."""
+        """Prints on rank 0 what was resumed, and stores it as `last_resume_note`."""
         self.last_resume_note = note
         if not is_quiet(os.environ):
             self._world.print(note)
-        self._last_step_called = self._progress.number  # so `step` does not save what was resumed
+        # The step that was just resumed need not be saved again by `step`.
+        self._last_step_called = self._progress.number
 
     # What is saved
 
@@ -817,7 +912,7 @@ class Checkpoint:
         return {**self._state, "replicas": self._virtual_ranks}
 
     def _states_of(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects, and the run's own under "world"."""
+        """Returns the states of these objects by name, and that of the world under "world"."""
         states: dict[str, Any] = {"world": self._world.state_dict()}
         for name, value in objects.items():
             if isinstance(value, nn.Module):
@@ -832,20 +927,22 @@ class Checkpoint:
     def _manifest(
         self, states: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the manifest of this save, except the list of files, which is not known yet.
+        """Builds the manifest of this save, without the list of files, which is not known yet.
 
         Args:
             states: the states of this rank, by name.
-            metric: what `save` was given.
-            trees: the trees of the modules and of the training, from `copy_rank_part`.
+            metric: the metric that was given to `save`.
+            trees: the states of the modules and of the training as JSON, from `copy_rank_part`.
         """
         from lockstep import __version__  # the package itself imports this module
 
+        # JSON has no NaN, and a checkpoint with such a metric is not the best one.
         if metric is not None and not math.isfinite(metric):
-            metric = None  # JSON has no NaN, and such a checkpoint is not the best one
+            metric = None
+
         return {
             "step": int(states["world"]["step"]),
-            # Distinguishes two checkpoints of one name, on machines that share no file system.
+            # Distinguishes checkpoints of the same name on machines without a shared file system.
             "id": secrets.token_hex(8),
             "lockstep": __version__,
             "torch": torch.__version__,
@@ -861,42 +958,45 @@ class Checkpoint:
         }
 
     def _epoch(self, states: Mapping[str, Any]) -> int:
-        """Returns the epoch of the run.
+        """Returns the number of the present epoch.
 
-        The world counts epochs only in a loop over `world.epochs`. In any other loop, the loaders
-        count them. If several loaders have begun an epoch, the smallest number is returned.
+        In a loop over `world.epochs` the world counts the epochs. In any other loop the loaders do:
+        then it is the smallest epoch of the loaders that have started one.
         """
-        epoch = states["world"]["epoch"]
-        if epoch:
-            return int(epoch)
-        loader_epochs = []
+        epoch_of_world = states["world"]["epoch"]
+        if epoch_of_world:
+            return int(epoch_of_world)
+
+        epochs_of_loaders = []
         for name, value in self._state.items():
-            # A loader that is only evaluated over has epoch 0.
-            if isinstance(value, Loader) and states[name]["epoch"]:
-                loader_epochs.append(int(states[name]["epoch"]))
-        return min(loader_epochs, default=0)
+            if not isinstance(value, Loader):
+                continue
+            epoch = int(states[name]["epoch"])
+            if epoch > 0:  # a loader that is only used for evaluation stays at 0
+                epochs_of_loaders.append(epoch)
+        return min(epochs_of_loaders, default=0)
 
 
 def _note_about_length(name: str, target: Any, saved: Any) -> str:
     """Returns a note if a scheduler was built for another number of steps than when it was saved.
 
-    Loading its state gives it the saved number.
+    Loading its state replaces the new number by the saved one, which may surprise the user.
 
     Args:
         name: the name under which the user saves the object.
-        target: the object of this run, a scheduler or any other.
+        target: the object of this run. Only schedulers are checked.
         saved: its saved state.
 
     Returns:
-        The end of a sentence; "" if nothing has changed, or if the object is no scheduler.
+        The end of a sentence, or "" if there is nothing to note.
     """
+    if not isinstance(target, LRScheduler):
+        return ""
     note = ""
-    if isinstance(target, LRScheduler):
-        for length in changed_lengths(target, saved):
-            note += (
-                f"; {name} keeps {length.place}={length.saved} as saved, "
-                f"not {length.built} as built"
-            )
+    for length in changed_lengths(target, saved):
+        note += (
+            f"; {name} keeps {length.place}={length.saved} as saved, not {length.built} as built"
+        )
     return note
 
 
@@ -905,20 +1005,22 @@ def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dty
 
     Args:
         target: the object of this run.
-        saved: its state, whose tensors may be in shards, or mapped from a file.
-        saved_dtypes: the dtypes that parameters had when the state was saved.
+        saved: its saved state. Its tensors may be stored in shards, or mapped from a file.
+        saved_dtypes: the dtype that each parameter of this run had when the state was saved.
     """
     if isinstance(target, nn.Module):
         load_plain(target, saved)
-    elif isinstance(target, Optimizer):
-        state = sharding.reshard_optimizer(saved, target)
-        if hasattr(target, "load_saved_state"):
-            # A prepared optimizer, which may have a part of the parameters only.
-            target.load_saved_state(state, saved_dtypes)
-        else:
-            load_saved_state(target, state, saved_dtypes)
-    else:
+        return
+    if not isinstance(target, Optimizer):
         target.load_state_dict(sharding.copy_to_memory(saved))
+        return
+
+    state = sharding.reshard_optimizer(saved, target)
+    if hasattr(target, "load_saved_state"):
+        # A prepared optimizer, which may have only a part of the parameters.
+        target.load_saved_state(state, saved_dtypes)
+    else:
+        load_saved_state(target, state, saved_dtypes)
 
 
 @contextmanager
@@ -935,20 +1037,20 @@ def _write_and_report(
     part: RankPart,
     reports: RankReports,
     rank: int,
-    check: Callable[[], object],
+    raise_if_given_up: Callable[[], object],
 ) -> None:
-    """Writes the part of a rank other than 0, and tells rank 0 how it went.
+    """Writes the part of a rank other than 0, and tells rank 0 whether it succeeded.
 
     Args:
         temporary: the hidden folder of the checkpoint.
         part: what the rank stores.
         reports: sends the report to rank 0.
         rank: the rank that writes.
-        check: is called many times while it writes, and may raise an error to end the writing.
+        raise_if_given_up: called often during writing; it raises an error to interrupt it.
     """
-    report = None  # sent if an error is raised
+    report = None  # tells rank 0 that the part could not be written
     try:
         with plain_errors("saving the checkpoint", temporary):
-            report = part.write(temporary, check)
+            report = part.write(temporary, raise_if_given_up)
     finally:
         reports.send(rank, report)

@@ -1,12 +1,12 @@
-"""States that are sharded over the ranks: which rank stores which part, and resharding.
+"""Handles states that are sharded over the ranks: which rank stores what, and how to reshard them.
 
-A state is what `state_dict()` returns: nested dictionaries and lists with tensors at the ends. Some
-of its tensors may be DTensors, of which each rank stores its own shard. Rank 0 stores whatever is
-equal on all ranks.
+A state is what `state_dict()` returns: nested dictionaries and lists of tensors and other values.
+Some of the tensors may be DTensors, of which each rank stores its own shard. Values that are equal
+on all ranks are stored by rank 0.
 
-A rank may also lack a part of a state, as under a pipeline, where each rank has some layers only.
-The tensors that it lacks are on the meta device in the state of a module, and are left out of the
-state of an optimizer. The first rank that has such a part stores it.
+A rank may also have only some entries of a state, as under a pipeline, where each rank has only its
+own layers. The entries of other layers are tensors on the meta device in the state of a module, and
+are missing in the state of an optimizer. Each entry is stored by the first rank that has it.
 
 Any strategy on any number of ranks can load what any other has stored: each rank reads the regions
 that make up its own shards. No function here communicates.
@@ -37,24 +37,29 @@ from lockstep.distributed.torch_compat import (
 
 
 def is_meta(value: object) -> bool:
-    """Returns True for a tensor on the meta device: another rank has its values."""
+    """Returns True for a tensor on the meta device, whose values are on another rank."""
     return isinstance(value, Tensor) and value.is_meta
 
 
 def without_meta(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Returns the state of a module with None in place of the tensors that other ranks have."""
+    """Returns the state of a module with None in place of each tensor on the meta device.
+
+    These are the tensors whose values are on another rank.
+    """
     kept = OrderedDict((key, None if is_meta(value) else value) for key, value in state.items())
     set_state_dict_metadata(kept, state_dict_metadata(state))
     return kept
 
 
 def is_replicated_copy(tensor: Any) -> bool:
-    """Returns True if this rank's shard of a DTensor is a copy of one that another rank stores.
+    """Returns True if this rank's shard of a DTensor is a copy of a shard that another rank stores.
 
-    Over a mesh dimension with the placement `Replicate`, the rank with coordinate 0 stores it.
+    Along a mesh dimension with the placement `Replicate`, all ranks have the same shard, and the
+    rank with coordinate 0 stores it.
     """
     if not is_sharded(tensor):
         return False
+
     coordinates = tensor.device_mesh.get_coordinate()
     for placement, coordinate in zip(tensor.placements, coordinates, strict=True):
         if placement.is_replicate() and coordinate > 0:
@@ -63,21 +68,21 @@ def is_replicated_copy(tensor: Any) -> bool:
 
 
 def keep_dtensors_only(state: Any) -> Any:
-    """Returns a state with None in place of everything that is not a DTensor."""
+    """Returns a state with None in place of each value that is not a DTensor."""
     return map_leaves(lambda leaf: leaf if is_sharded(leaf) else None, state)
 
 
 def entries_to_store(
     state: Mapping[str, Any], keys_of_ranks: Sequence[Collection[int | str] | None], rank: int
 ) -> dict[str, Any]:
-    """Returns what one rank stores of a state of which each rank has a part.
+    """Returns the entries that one rank stores, of a state that is divided over the ranks.
 
     Each entry is stored by the first rank that has it.
 
     Args:
-        state: the state of a module, with the tensors that this rank lacks on the meta device; or
-            that of an optimizer, whose `state` has an entry for each parameter that this rank has.
-        keys_of_ranks: for each rank, the keys of the entries that it has. None: it has all.
+        state: the state of a module, in which the tensors of other ranks are on the meta device; or
+            the state of an optimizer, whose `state` has only the parameters of this rank.
+        keys_of_ranks: for each rank, the keys of its entries. None if it has all entries.
         rank: this rank.
 
     Returns:
@@ -89,16 +94,18 @@ def entries_to_store(
     def is_stored_here(key: int | str) -> bool:
         """Returns True if this rank is the first that has the entry."""
         for other_rank, keys in enumerate(key_sets):
-            if keys is None or key in keys:
+            has_entry = keys is None or key in keys
+            if has_entry:
                 return other_rank == rank
-        # No rank has it, because the model is on the meta device. Rank 0 takes it, and then raises
-        # the error that it has no values.
+        # No rank has the entry, because the whole model is on the meta device. Rank 0 takes it, and
+        # then raises the error that it has no values.
         return rank == 0
 
     is_optimizer_state = isinstance(state.get("state"), dict)
     if is_optimizer_state:
         stored = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
         return {**state, "state": stored}
+
     module_state = OrderedDict(
         (key, tensor if is_stored_here(key) else None) for key, tensor in state.items()
     )
@@ -107,16 +114,17 @@ def entries_to_store(
 
 
 def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
-    """Returns the saved state of an optimizer, sharded like the optimizer's present parameters.
+    """Shards the saved state of an optimizer like the optimizer's present parameters.
 
-    Tensors with another shape than their parameter, such as a step counter, are not sharded.
+    Tensors whose shape is not that of their parameter, for example a step counter, are not sharded.
 
     Args:
-        state: as `optimizer.state_dict()` returned it. Its tensors may be in shards.
+        state: the result of `optimizer.state_dict()` when it was saved. Its tensors may be stored
+            in shards.
         optimizer: the optimizer that will load the state.
     """
     # A saved state has numbers in place of parameters. `zip` is not strict: if the optimizer has
-    # other groups than the saved one, the user gets the error of `load_state_dict` later.
+    # other groups than the saved one, `load_state_dict` will tell the user.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):
@@ -131,23 +139,24 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
 
 
 def copy_to_memory(state: Any) -> Any:
-    """Returns a copy of a state that was read from a file which may be removed later.
+    """Copies a state that was read from a file into memory, as the file may be removed later.
 
-    Tensors in shards are joined. A tied tensor, which the state has in several places, is copied
+    Tensors in shards are joined. A tied tensor, which occurs several times in the state, is copied
     once and stays tied.
     """
-    copy_of_leaf: dict[int, Any] = {}
+    copy_of_id: dict[int, Any] = {}
 
-    def copy(leaf: Any) -> Any:
-        if id(leaf) not in copy_of_leaf:
-            copy_of_leaf[id(leaf)] = _copy_leaf(leaf)
-        return copy_of_leaf[id(leaf)]
+    def copy_once(leaf: Any) -> Any:
+        """Returns the copy of a value; the same copy if the same value comes again."""
+        if id(leaf) not in copy_of_id:
+            copy_of_id[id(leaf)] = _copy_leaf(leaf)
+        return copy_of_id[id(leaf)]
 
-    return map_leaves(copy, state)
+    return map_leaves(copy_once, state)
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    """Returns a plain tensor with memory of its own; other values are returned as they are."""
+    """Returns a copy of a plain or lazy tensor in memory of its own; other values unchanged."""
     if isinstance(leaf, LazyTensor):
         return leaf.read()
     if isinstance(leaf, Tensor) and not is_sharded(leaf) and not leaf.is_meta:
@@ -156,28 +165,28 @@ def _copy_leaf(leaf: Any) -> Any:
 
 
 def reshard(value: Any, like: Any) -> Any:
-    """Returns a tensor that was read, sharded like a tensor of this run.
+    """Shards a tensor that was read from a file like a tensor of this run.
 
     Args:
-        value: a tensor, a `TensorInShards`, or anything else, which is returned as it is.
-        like: the tensor that `value` is for, or None if it is not known.
+        value: a tensor, a `TensorInShards`, or any other value, which is returned unchanged.
+        like: the tensor of this run that `value` belongs to, or None if it is not known.
 
     Returns:
-        A DTensor if `like` is one of the same shape; only this rank's shard is read. `like` itself
-        if it is on the meta device. Otherwise the whole tensor.
+        If `like` is a DTensor of the same shape, a DTensor for which only this rank's shard was
+        read. If `like` is on the meta device, `like` itself. Otherwise the whole tensor.
     """
     if is_meta(like):
         return like
     if not isinstance(value, Tensor | TensorInShards):
         return value
-    # A tensor of another shape, such as an optimizer's step counter, is not sharded like its
+
+    # A tensor of another shape, for example an optimizer's step counter, is not sharded like its
     # parameter.
-    is_for_shards = is_sharded(like) and tuple(value.shape) == tuple(like.shape)
-    if not is_for_shards:
-        if isinstance(value, TensorInShards):
-            return value.read()
-        return value
-    # Not imported at the top, because the import is slow; whoever made `like` has done it already.
+    becomes_dtensor = is_sharded(like) and tuple(value.shape) == tuple(like.shape)
+    if not becomes_dtensor:
+        return value.read() if isinstance(value, TensorInShards) else value
+
+    # Imported here, because the import is slow. It was done already by the code that made `like`.
     from torch.distributed.tensor import DTensor
 
     local = _part_for(value, like)
@@ -195,7 +204,10 @@ def reshard(value: Any, like: Any) -> Any:
 
 
 def _part_for(value: Tensor | TensorInShards, like: Any) -> Tensor:
-    """Returns this rank's part of a tensor that is sharded like another; a view if it can be."""
+    """Returns the part of a tensor that this rank has of `like`, a DTensor of the same shape.
+
+    The part of a tensor in memory is a view.
+    """
     offsets, sizes = local_box(like)
     if isinstance(value, TensorInShards):
         return value.read_box(offsets, sizes)
@@ -205,14 +217,15 @@ def _part_for(value: Tensor | TensorInShards, like: Any) -> Tensor:
 
 @torch.no_grad()
 def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
-    """Copies values into a tensor; into a DTensor this rank's part, and no more is read.
+    """Copies values into a tensor. If it is a DTensor, only this rank's part is read and copied.
 
     Args:
-        value: whole, of the shape of the target.
-        target: has the dtype and device that the values get.
+        value: the whole tensor, of the shape of the target.
+        target: the tensor that is overwritten. It keeps its dtype and device.
     """
     if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
         value = in_one_shard(value)
+
     if is_sharded(target):
         to_local(target).copy_(_part_for(value, target))
     elif isinstance(value, LazyTensor):
@@ -222,13 +235,13 @@ def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
 
 
 def in_one_shard(value: LazyTensor) -> TensorInShards:
-    """Returns a tensor of a file, of which regions can be read."""
+    """Returns a lazy tensor as a `TensorInShards` with one shard, so that regions can be read."""
     shard = Shard(tuple(0 for _ in value.shape), value)
     return TensorInShards("", value.dtype, value.shape, (shard,))
 
 
 def storage_addresses(tree: Any) -> set[int]:
-    """Returns the addresses in memory of the storages of all tensors in a pytree.
+    """Returns the addresses of the storages of all tensors in a pytree.
 
     For a DTensor it is the storage of this rank's shard.
     """
@@ -241,18 +254,19 @@ def storage_addresses(tree: Any) -> set[int]:
 
 
 def view_key(tensor: Any) -> tuple[object, ...] | None:
-    """Returns a key that is equal for two tensors if they are the same view of the same memory.
+    """Returns a key that two tensors share if they are the same view of the same memory.
 
-    That is how tied weights are found. It also works for tied DTensors on ranks whose shards are
-    empty: the memory of a sharded parameter is padded, so it is never empty.
+    This is how tied weights are found. It also works for DTensors on ranks whose shards are empty,
+    because FSDP pads the memory of a sharded parameter, so that it is never empty.
 
     Returns:
-        None for a tensor without memory.
+        The key, or None for a tensor without memory.
     """
     local = to_local(tensor)
     address = local.untyped_storage().data_ptr()
     if not address:
         return None
+
     return (
         address,
         local.storage_offset(),
@@ -266,13 +280,18 @@ def view_key(tensor: Any) -> tuple[object, ...] | None:
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns the same dictionaries, lists and tuples with `change` applied to all other values."""
+    """Applies `change` to every value in nested dictionaries, lists and tuples.
+
+    Returns new containers of the same types. `tree` is not changed.
+    """
     if isinstance(tree, dict):
-        mapped_dict: Any = tree.copy()  # keeps the class, such as OrderedDict
+        mapped_dict: Any = tree.copy()  # keeps the class, for example OrderedDict
         set_state_dict_metadata(mapped_dict, state_dict_metadata(tree))
         for key, value in tree.items():
             mapped_dict[key] = map_leaves(change, value)
         return mapped_dict
+
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(change, value) for value in tree)
+
     return change(tree)

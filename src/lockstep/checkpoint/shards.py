@@ -1,8 +1,9 @@
-"""Tensors that are stored in shards: finding a region of one in the shards that overlap it.
+"""Reads any region of a tensor that is stored in shards.
 
-A box is a rectangular region of a tensor: its offsets (where it begins in each dimension) and its
-sizes. A shard is a box with its values. The shards of a tensor fill it without overlap, so any
-region of the tensor can be read, whatever boxes it was stored in.
+A *box* is a rectangular region of a tensor, given by its offsets (where it starts in each
+dimension) and its sizes. A *shard* is a box together with its values. The shards of a tensor cover
+it without overlapping, so any region can be put together from the shards that overlap it, whatever
+number of ranks has stored them.
 """
 
 from __future__ import annotations
@@ -51,18 +52,20 @@ class TensorInShards(LazyTensor):
     """The shards that have elements, in the order of their offsets."""
 
     def read_box(self, offsets: Shape, sizes: Shape) -> Tensor:
-        """Reads a region. At most one shard is in memory besides the result.
+        """Reads a region of the tensor. Holds at most one shard in memory besides the result.
 
         Args:
-            offsets: where the region begins in each dimension.
+            offsets: where the region starts in each dimension.
             sizes: the extent of the region in each dimension.
 
         Raises:
             CheckpointError: a shard cannot be read.
         """
+        # The usual case: there are as many ranks as when the tensor was saved.
         for shard in self.shards:
             if shard.offsets == offsets and shard.sizes == sizes:
-                return shard.values.read()  # the usual case: as many ranks as when it was saved
+                return shard.values.read()
+
         result = torch.empty(sizes, dtype=self.dtype)
         for shard in self.shards:
             common = intersect(Box(offsets, sizes), Box(shard.offsets, shard.sizes))
@@ -71,7 +74,7 @@ class TensorInShards(LazyTensor):
         return result
 
     def read_range(self, begin: int, end: int) -> Tensor:
-        """Returns the elements from `begin` to before `end`, flattened and on the CPU.
+        """Reads the elements from `begin` to before `end` of the flattened tensor, on the CPU.
 
         Raises:
             CheckpointError: a shard cannot be read.
@@ -80,7 +83,9 @@ class TensorInShards(LazyTensor):
             return torch.empty(0, dtype=self.dtype)
         if len(self.shards) == 1:
             return self.shards[0].values.read_range(begin, end)
-        # Read the box of all rows, of the first dimension, that have some of these elements.
+
+        # A shard is a box, so whole rows (along the first dimension) are read. Example: for the
+        # elements 7 to 14 of a tensor of shape (10, 4) these are the rows 1 to 3.
         row_shape = self.shape[1:]
         row_numel = math.prod(row_shape)
         first_row = begin // row_numel
@@ -88,14 +93,15 @@ class TensorInShards(LazyTensor):
         offsets = (first_row, *(0 for _ in row_shape))
         sizes = (last_row + 1 - first_row, *row_shape)
         elements = self.read_box(offsets, sizes).reshape(-1)
-        numel_before = first_row * row_numel  # elements of the whole tensor before those read
-        return elements[begin - numel_before : end - numel_before]
+
+        first_element = first_row * row_numel  # its number in the whole tensor
+        return elements[begin - first_element : end - first_element]
 
     def check(self) -> None:
-        """Checks every shard without reading its values.
+        """Checks that every shard is in its file, without reading the values.
 
         Raises:
-            CheckpointError: a file does not have the shard.
+            CheckpointError: a shard is not in its file.
         """
         for shard in self.shards:
             shard.values.check()
@@ -104,22 +110,24 @@ class TensorInShards(LazyTensor):
 def _read_part_of_shard(shard: Shard, box: Box) -> Tensor:
     """Reads a region that lies inside a shard.
 
-    Only the rows of the shard (along its first dimension) are read that have elements of it.
+    A file can only be read in ranges of elements. So all rows of the shard (along its first
+    dimension) that overlap the region are read, and the other dimensions are cut afterwards.
 
     Args:
-        shard: the shard, with at least one dimension.
+        shard: the shard, which has at least one dimension.
         box: the region, with offsets in the whole tensor.
     """
     rows, *other_slices = slices_of(box, shard.offsets)
     row_shape = shard.sizes[1:]
     row_numel = math.prod(row_shape)
+
     flat = shard.values.read_range(rows.start * row_numel, rows.stop * row_numel)
     read_rows = flat.reshape(rows.stop - rows.start, *row_shape)
     return read_rows[(slice(None), *other_slices)]
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Returns the region that two boxes of one tensor have in common, or None."""
+    """Returns the common region of two boxes of one tensor, or None if they do not overlap."""
     offsets = []
     sizes = []
     dimensions = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
@@ -134,7 +142,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
-    """Returns the slices, one for each dimension, that select a box in a part of its tensor.
+    """Returns the slices, one for each dimension, that select a box within a part of its tensor.
+
+    Example: the box with offset 5 and size 2 is `slice(1, 3)` in a part that starts at 4.
 
     Args:
         box: a region, with offsets in the whole tensor.
@@ -149,18 +159,19 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
 def join_shards(
     name: str, dtype: torch.dtype, shape: Shape, shards: Iterable[Shard]
 ) -> TensorInShards:
-    """Returns the tensor that consists of these shards.
+    """Joins shards to a tensor, after checking that they cover it without overlapping.
 
     Raises:
         ValueError: a shard is outside of the tensor, or the shards overlap or leave gaps.
     """
-    # Shards without elements may be anywhere. If the sizes of the others add up to that of the
-    # tensor, and none overlap, they leave no gaps.
+    # Shards without elements may be anywhere.
     with_elements = [shard for shard in shards if 0 not in shard.sizes]
     with_elements.sort(key=lambda shard: shard.offsets)
     for shard in with_elements:
         if not is_inside(shard, shape):
             raise ValueError(f"{name}: a shard is outside of its shape {list(shape)}")
+
+    # Shards that do not overlap leave no gaps if they have as many elements as the tensor.
     num_elements = sum(shard.values.num_elements for shard in with_elements)
     if num_elements != math.prod(shape) or any_overlap(with_elements):
         raise ValueError(f"{name}: its shards overlap, or leave gaps")
@@ -168,9 +179,10 @@ def join_shards(
 
 
 def is_inside(shard: Shard, shape: Shape) -> bool:
-    """Returns True if a shard has the dimensions of this shape, and does not reach beyond it."""
+    """Returns True if a shard has as many dimensions as `shape`, and does not reach beyond it."""
     if len(shard.offsets) != len(shape) or len(shard.sizes) != len(shape):
         return False
+
     for offset, size, extent in zip(shard.offsets, shard.sizes, shape, strict=True):
         if offset + size > extent:
             return False
@@ -178,22 +190,23 @@ def is_inside(shard: Shard, shape: Shape) -> bool:
 
 
 def any_overlap(shards: list[Shard]) -> bool:
-    """Returns True if any two shards share elements.
+    """Returns True if any two shards have elements in common.
 
     Args:
-        shards: the shards in the order of their offsets, each with at least one element.
+        shards: the shards sorted by their offsets, each with at least one element.
 
     Raises:
-        ValueError: too many pairs would have to be compared. That happens only to shards that
+        ValueError: too many pairs would have to be compared. This happens only with shards that
             cross each other in ways that no program writes.
     """
     num_compared = 0
     for number, shard in enumerate(shards):
         for later in shards[number + 1 :]:
-            # The offsets are sorted: from here on all shards begin in rows after this one's last.
-            # (A shard without dimensions has no rows.)
+            # As the offsets are sorted, every shard from here on starts in a row after the last row
+            # of this one. (A shard of a tensor without dimensions has no rows.)
             if shard.offsets and later.offsets[0] >= shard.offsets[0] + shard.sizes[0]:
                 break
+
             num_compared += 1
             if num_compared > MAX_COMPARED_PAIRS_OF_SHARDS:
                 raise ValueError(f"a tensor in {len(shards)} shards that cross each other")

@@ -1,8 +1,8 @@
-"""Saves the weights of a model as safetensors, and loads them from every common form.
+"""Saves the weights of a model as safetensors, and loads them from every common format.
 
-*Plain names* are those of the bare model, without the prefixes of wrappers such as DDP. Names are
-*tied* if the model has one tensor under all of them. A model is *spread* over the ranks if each
-rank has shards, or some of its layers only.
+*Plain names* are the names of the bare model, without the prefixes of wrappers such as DDP. Names
+are *tied* if the model uses one tensor under all of them. A model is *spread* over the ranks if
+each rank has only shards of its tensors, or only some of its layers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_BYTES_IN_MEMORY = 2**26
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `load_weights` did, under plain names (`unexpected`: under those of the file)."""
+    """The result of `load_weights`, under plain names (`unexpected`: under the file's names)."""
 
     matched: tuple[str, ...]
     missing: tuple[str, ...]
@@ -86,25 +86,26 @@ def save_weights(
     """Writes a model's parameters and buffers as safetensors.
 
     The names are those of the bare model, whatever it is wrapped in. Tied weights are written
-    under each of their names, so that any reader finds them. The file is there in full or not at
-    all; missing folders are made. Of a prepared model rank 0 alone writes, so all ranks may call it
-    under every strategy.
+    under each of their names, so that any reader finds them. The file appears completely or not at
+    all; missing folders are created. For a prepared model only rank 0 writes, so all ranks may call
+    this function under every strategy.
 
-    Communication: none for a model that each rank has whole; the other ranks do not wait for the
-    file. A model that is spread over the ranks (`fsdp`, `hsdp`, `pipeline`) is saved by all of them
-    together: rank 0 gathers it on the CPU, a tensor at a time.
+    Communication: none for a model that each rank has completely; the other ranks do not wait for
+    the file. A model that is spread over the ranks (`fsdp`, `hsdp`, `pipeline`) is saved by all of
+    them together: rank 0 gathers it on the CPU, a tensor at a time.
 
     Args:
-        model: bare, wrapped or prepared.
-        path: the path of the file. What is there already is replaced once the new is complete.
-        dtype: of what is written, for tensors with fractions and at least 16 bits, such as
-            `torch.bfloat16`; None: as they are.
-        shard_size: bytes, or a text such as "5GB"; a larger model is written to several files
-            beside `path`, and `path` + ".index.json" names them. None: one file.
+        model: a bare, wrapped or prepared model.
+        path: the path of the file. An existing file is replaced once the new one is complete.
+        dtype: the dtype to convert floating-point tensors of at least 16 bits to, for example
+            `torch.bfloat16`; None to keep their dtypes.
+        shard_size: bytes, or a text such as "5GB". A larger model is written to several files
+            beside `path`, which are listed in `path` + ".index.json". None: one file.
 
     Raises:
-        CheckpointError: the state holds what safetensors cannot (such as an extra state that is
-            not a tensor), a value does not fit into `dtype`, or the file cannot be written.
+        CheckpointError: the state holds a value that safetensors cannot store (for example an extra
+            state that is not a tensor), a value does not fit into `dtype`, or the file cannot be
+            written.
         SettingError: `dtype` has no fractions, or `shard_size` is no size.
     """
     path = Path(path)
@@ -115,9 +116,10 @@ def save_weights(
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
     max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
+
     run = run_of(model)
     state = plain_state_dict(model)
-    if run is None:  # the model is not prepared: this process writes, whichever it is
+    if run is None:  # the model is not prepared, so every process that calls this writes
         write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
         return
 
@@ -125,68 +127,70 @@ def save_weights(
     if is_spread:
         gather_on_main(state, run.collectives)
 
-    def write() -> None:
-        """Writes the file on rank 0; does nothing on the others."""
+    def write_on_main() -> None:
+        """Writes the file on rank 0; does nothing on the other ranks."""
         if run.topology.is_main:
             write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
 
     if is_spread:
-        # All ranks are here anyway. If rank 0 cannot write, all of them raise an error.
-        run_on_all_ranks(run.collectives, f"saving weights to {path}", write)
+        # All ranks take part anyway. If rank 0 cannot write, all of them raise the error.
+        run_on_all_ranks(run.collectives, f"saving weights to {path}", write_on_main)
     else:
-        write()  # the other ranks do not wait
+        write_on_main()  # the other ranks do not wait
 
 
 def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
-    """Gathers the state of a model that is spread over the ranks: all of it on rank 0.
+    """Gathers on rank 0 the state of a model that is spread over the ranks.
 
-    A tensor comes from its shards, or from the first rank that does not have it on the meta device.
-    Tied shards are gathered once, and remain one tensor.
+    A sharded tensor is put together from its shards; any other tensor comes from the first rank
+    whose copy is not on the meta device. Tied tensors are gathered once, and stay one tensor.
 
     Args:
-        state: the state of the model, which is changed: its values become whole CPU tensors on rank
-            0, and None on the others.
-        collectives: the collectives of the run. All ranks call this.
+        state: the state of the model. Its values are replaced by whole CPU tensors on rank 0, and
+            by None on the other ranks.
+        collectives: the collectives of the run. All ranks call this function.
     """
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
-    gathered_views: dict[object, Any] = {}  # what was gathered of sharded tensors, by `view_key`
+
+    gathered_of_view: dict[object, Any] = {}  # the gathered sharded tensors, by `view_key`
+    # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
         view = view_key(value) if is_sharded(value) else None
-        if view is not None and view in gathered_views:  # a tied tensor
-            state[name] = gathered_views[view]
+        is_tied = view is not None and view in gathered_of_view
+        if is_tied:
+            state[name] = gathered_of_view[view]
             continue
-        # All ranks have the names in one order, so they take part in the same collectives.
+
         source = _first_rank_with(name, names_of_ranks)
         gathered = _gather_tensor(value, source, collectives)
         state[name] = gathered
         if view is not None:
-            gathered_views[view] = gathered
+            gathered_of_view[view] = gathered
 
 
 def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
-    """Returns a whole value of a state on rank 0, and None on the other ranks.
+    """Returns the whole value on rank 0, and None on the other ranks.
 
     Args:
-        value: what this rank has of it: a tensor, a DTensor, a tensor on the meta device if
-            another rank has it, or anything that is no tensor.
-        source: the first rank that does not have it on the meta device.
-        collectives: the collectives of the run. All ranks call this.
+        value: this rank's value: a tensor, a DTensor, a tensor on the meta device if another rank
+            has the values, or a value that is no tensor.
+        source: the first rank whose value is not on the meta device.
+        collectives: the collectives of the run. All ranks call this function.
     """
     if is_sharded(value):
         # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
         value = value.to(collectives.device).full_tensor()
-    if source > 0:  # rank 0 lacks it
+    if source > 0:  # rank 0 does not have the values
         value = collectives.broadcast(value, source)
+
     if not collectives.topology.is_main:
         return None
-    if isinstance(value, Tensor):
-        return value.cpu()
-    return value
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _first_rank_with(name: str, names_of_ranks: list[set[str]]) -> int:
-    """Returns the first rank that has the values of a tensor; 0 if none has.
+    """Returns the first rank that has the values of a tensor, or 0 if no rank has them.
 
     Args:
         name: the name of the tensor.
@@ -199,7 +203,7 @@ def _first_rank_with(name: str, names_of_ranks: list[set[str]]) -> int:
 
 
 def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
-    """Returns the tensors of a state, with the interface of lazy tensors.
+    """Checks that a safetensors file can hold a state, and returns its tensors as lazy tensors.
 
     Raises:
         CheckpointError: a safetensors file cannot hold one of the values.
@@ -218,6 +222,7 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
                 f"{name} {problem}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
+
         if value.dtype not in CODE_OF_DTYPE:
             raise dtype_error(action, name, value.dtype)
         tensors[name] = TensorInMemory(value)
@@ -228,13 +233,13 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
 
 
 class _LoadPlan(NamedTuple):
-    """What `load_weights` is going to copy."""
+    """The values that `load_weights` is going to copy."""
 
     batches: list[dict[str, Any]]
-    """The values of the file by the model's plain names, in groups. One group after the other is
-    read and copied."""
+    """The values of the file by the model's plain names, in groups that are read and copied one
+    after the other."""
     values: dict[str, Any]
-    """All values of the file that fit, by the model's plain names."""
+    """All values of the file that fit the model, by its plain names."""
     report: WeightsReport
 
 
@@ -243,26 +248,26 @@ def load_weights(
 ) -> WeightsReport:
     """Copies weights from a file into a model, on whatever device the model is.
 
-    Reads safetensors files (also several, by their index), what `torch.save` wrote (a state dict,
-    also under one of the usual names such as `state_dict` or `model`, and several by their index; a
-    whole model if trusted), a folder of `torch.distributed.checkpoint`, a checkpoint of Lockstep
+    Reads safetensors files (also several, with an index), files of `torch.save` (a state dict, also
+    under one of the usual keys such as `state_dict` or `model`, or several with an index; a pickled
+    model if it is trusted), a folder of `torch.distributed.checkpoint`, a checkpoint of Lockstep,
     and the folder that holds checkpoints. Prefixes that wrappers leave (`module.`, `_orig_mod.`,
-    `model.`, `net.`) are removed or added as the model's own names ask for. Nothing is copied
+    `model.`, `net.`) are removed or added so that the names match the model's. Nothing is copied
     unless all checks have passed, on all ranks if the model is a prepared one.
 
-    Files are mapped, so what many ranks of a machine read is in its memory once; folders of
-    `torch.distributed.checkpoint` are read some tensors at a time. The format of `torch.save`
-    before torch 1.6 alone has to be read in full by each rank.
+    Files are mapped, so if many ranks of a machine read the same file, it is in memory once.
+    Folders of `torch.distributed.checkpoint` are read some tensors at a time. Only files in the
+    format of `torch.save` before torch 1.6 are read completely by each rank.
 
     Communication: none for a bare model, so any rank may load for itself; one exchange of text
     for a prepared model, which all ranks load together.
 
     Args:
-        model: bare, wrapped or prepared.
+        model: a bare, wrapped or prepared model.
         path: the file or folder.
-        strict: every name must be on both sides, in one shape. Otherwise what fits is loaded, as
-            long as that is at least half of the model's names.
-        trust: the file may run code of its author's while it is read, as pickled models do.
+        strict: whether the file and the model must have the same names and shapes. Otherwise
+            whatever fits is loaded, if that is at least half of the model's names.
+        trust: whether the file may run its author's code while it is read, as pickled models do.
 
     Raises:
         CheckpointError: the file cannot be read, is not trusted, or does not fit; with counts and
@@ -273,22 +278,23 @@ def load_weights(
 
 
 def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> WeightsReport:
-    """Does what `load_weights` says."""
+    """Does the work of `load_weights`."""
     run = run_of(model)
     if run is None:
         plan = _plan_loading(model, path, strict=strict, trust=trust)
         _defer_loading(model, plan)
     else:
-        # Nothing is copied on any rank unless all ranks can.
+        # No rank copies anything unless the file fits on all of them.
         plan = run_on_all_ranks(
             run.collectives,
             f"loading {path}",
             partial(_plan_loading, model, path, strict=strict, trust=trust),
         )
+
     for batch in plan.batches:
         values = {}
         for name, value in batch.items():
-            # A sharded model reads only the regions that it needs of a tensor in shards.
+            # Of a tensor in shards, `load_plain` reads only the regions that this rank needs.
             is_in_shards = isinstance(value, TensorInShards)
             values[name] = value if is_in_shards else read_values(value)
         load_plain(model, values, strict=False)  # each batch has only some of the names
@@ -296,16 +302,19 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
 
 
 def _defer_loading(model: nn.Module, plan: _LoadPlan) -> None:
-    """Leaves the values of tensors on the meta device to `world.prepare`, which reads them."""
+    """Records, for tensors on the meta device, from where `world.prepare` can read their values."""
     to_plain_name = plain_names(model)
     for name, tensor in model.state_dict().items():
         plain_name = to_plain_name(name)
         if not is_meta(tensor) or plain_name not in plan.values:
             continue
+
         module_name, _, own_name = name.rpartition(".")
         owner = model.get_submodule(module_name)
         recorded = find_source(owner, own_name, tensor)
-        if isinstance(recorded, FileSource):  # another file was given before
+        # If weights were loaded before, the new file replaces the earlier one, and the original
+        # initialisation stays recorded.
+        if isinstance(recorded, FileSource):
             recorded = recorded.recorded
         sources_of(owner)[own_name] = FileSource(plan.values[plain_name], recorded)
 
@@ -385,7 +394,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
 
 
 def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:
-    """Returns the state in a file that fits a model best, with the renaming that makes it fit.
+    """Finds the state in a file that fits a model best, and how its names must be changed.
 
     Args:
         path: the file or folder.
@@ -393,8 +402,8 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         trust: as for `load_weights`.
     """
     own_shapes = {name: shape_of(value) for name, value in own.items()}
-    # Of tensors in shards, or without memory yet, only parts are read. Others are copied from the
-    # mapped file, which all ranks of a machine share.
+    # For a model with sharded tensors, or tensors without memory yet, only parts of the file are
+    # read. Otherwise values are copied from the mapped file, which all ranks of a machine share.
     lazy = any(is_sharded(value) or is_meta(value) for value in own.values())
     matches = []
     for found in read_source(path, trust=trust, lazy=lazy).states:
@@ -402,7 +411,7 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         matches.append((found, match_names(shapes, own_shapes)))
 
     def quality(state_and_match: tuple[FoundState, Match]) -> tuple[int, int]:
-        """Returns how many tensors fit in name and shape, and how many fit in name."""
+        """Returns the number of tensors that fit in name and shape, then the number in name."""
         _, match = state_and_match
         return match.num_fitting, len(match.names)
 
@@ -410,14 +419,15 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
 
 
 def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str, Any]]:
-    """Splits values into groups that are loaded one after the other, each with little memory.
+    """Splits values into groups that are loaded one after the other, to use little memory.
 
-    The values of one submodule stay together, because it may load its own state as a whole.
+    The values of one submodule stay in one group, because its `load_state_dict` may be overridden
+    and need all of them.
 
     Args:
         values: the values by plain names.
         needs_memory: the names of values that are copied before they are loaded. The others go
-            from a mapped file into a plain tensor directly.
+            directly from a mapped file into a plain tensor.
     """
     # "block.0.weight" and "block.0.bias" are parameters of the module "block.0".
     names_of_module = group_by_key((name.rpartition(".")[0], name) for name in values)
@@ -425,6 +435,7 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
     for module, names in names_of_module.items():
         num_bytes = sum(values[name].nbytes for name in names if name in needs_memory)
         sizes_of_modules.append((module, num_bytes))
+
     batches = []
     for modules in group_by_size(sizes_of_modules, MAX_BYTES_IN_MEMORY):
         batch = {}
@@ -436,25 +447,25 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
 
 
 def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the groups of names that are one tensor in the model, each with two or more names.
+    """Returns the groups of names that stand for one tensor of the model.
+
+    If "embedding.weight" and "head.weight" are tied: `[["embedding.weight", "head.weight"]]`.
 
     Args:
         own: the state of the model by plain names.
     """
     names_of_view: dict[object, list[str]] = {}
     for name, value in own.items():
-        if shape_of(value) is None:  # not a tensor, or one without memory yet
+        if shape_of(value) is None:  # not a tensor, or a parameter without a shape yet
             continue
         view: object = storage_key(value) if is_meta(value) else view_key(value)
         if view is not None:
-            if view not in names_of_view:
-                names_of_view[view] = []
-            names_of_view[view].append(name)
+            names_of_view.setdefault(view, []).append(name)
     return [names for names in names_of_view.values() if len(names) > 1]
 
 
 def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
-    """Returns the given names, and those that are tied to one of them."""
+    """Returns the given names, plus all names that are tied to one of them."""
     given = set(names)
     result = set(given)
     for group in tied_groups:
@@ -466,9 +477,13 @@ def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
 def _check_tied_are_equal(
     tied_groups: list[list[str]], state: Mapping[str, Any], path: Path
 ) -> None:
-    """Raises CheckpointError if names that are one tensor in the model differ in the file."""
+    """Checks that names that stand for one tensor in the model have equal values in the file.
+
+    Raises:
+        CheckpointError: the values of two such names differ.
+    """
     for group in tied_groups:
-        names = [name for name in group if name in state]  # the file may have only some
+        names = [name for name in group if name in state]
         for name in names[1:]:
             if not _are_equal(state[names[0]], state[name]):
                 raise CheckpointError(
@@ -479,7 +494,7 @@ def _check_tied_are_equal(
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Returns True if two tensors of a file have equal values; they may have different dtypes.
+    """Returns True if two tensors of a file have equal values, even if their dtypes differ.
 
     Tensors that are not mapped are read some elements at a time.
     """
@@ -487,6 +502,7 @@ def _are_equal(first: Any, second: Any) -> bool:
         return torch.equal(first, second.to(first.dtype))
     if first.shape != second.shape:
         return False
+
     num_at_a_time = MAX_BYTES_IN_MEMORY // 8
     for begin in range(0, first.num_elements, num_at_a_time):
         end = min(begin + num_at_a_time, first.num_elements)
@@ -497,17 +513,19 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Returns the texts "converted 2 tensors from torch.float32 to torch.bfloat16", one for each
-    pair of dtypes.
+    """Describes the conversions: ["converted 2 tensors from torch.float32 to torch.bfloat16"].
+
+    There is one text for each pair of dtypes.
 
     Args:
-        values: what is loaded, by plain names.
+        values: the values that are loaded, by plain names.
         own: the state of the model by plain names.
     """
     counts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     for name, value in values.items():
         if isinstance(value, Tensor | TensorInShards) and value.dtype != own[name].dtype:
             counts[value.dtype, own[name].dtype] += 1
+
     texts = []
     for (saved_dtype, own_dtype), count in counts.items():
         texts.append(f"converted {count} tensors from {saved_dtype} to {own_dtype}")
