@@ -1,11 +1,11 @@
-"""Copies tensors from a GPU to memory in a thread, while the training goes on.
+"""Copies tensors from a GPU to host memory in a thread, while training continues.
 
-The copies are on a stream of their own, which waits for what the training has queued until then. So
-neither this process nor the GPU waits for them before the tensors change. Whoever changes them
-calls `wait` first.
+The copies run on a CUDA stream of their own, which first waits for the work that the training has
+queued so far. So neither this process nor the GPU waits for the copies, as long as the tensors do
+not change. Code that is going to change them calls `wait` first.
 
-A tensor that is changed meanwhile all the same, by code of the user's, makes the copy worthless:
-that is found by torch's count of the writes to each tensor.
+If the user's own code changes a tensor during the copy, the copy is invalid. This is found with the
+number of writes that torch counts for each tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lockstep.distributed.torch_compat import copy_to_each, write_counts
 
 
 class BackgroundCopy:
-    """Runs one copy after the other, each in a thread that ends with it.
+    """Runs one copy at a time, each in a thread of its own.
 
     Args:
-        device: where the tensors are.
+        device: the device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,26 +42,27 @@ class BackgroundCopy:
     def start(
         self, places: Sequence[Tensor], sources: Sequence[Tensor], finish: Callable[[], object]
     ) -> None:
-        """Starts to copy; the copy before must have ended.
+        """Starts to copy tensors in a thread. The previous copy must have ended.
 
         Args:
-            places: where the sources are copied to, in the same order.
-            sources: are not changed before `wait`.
-            finish: is called in the thread when all is copied, and nothing has changed meanwhile.
+            places: the tensors that are overwritten, one for each source.
+            sources: the tensors to copy. They must not be changed before `wait` returns.
+            finish: called in the thread when everything has been copied, unless a source was
+                changed during the copy.
         """
-        counts = write_counts(sources)
-        begun = None
+        counts_at_start = write_counts(sources)
+        training_event = None
         if self._stream is not None:
-            begun = torch.cuda.current_stream(self._device).record_event()
+            training_event = torch.cuda.current_stream(self._device).record_event()
 
         def copy() -> None:
-            """Runs in the thread: keeps the error, if there is one."""
+            """Runs in the thread. If an error is raised, `wait` raises it."""
             try:
-                with self._on_stream(begun):
+                with self._on_stream(training_event):
                     copy_to_each(list(places), list(sources))
                 if self._stream is not None:
                     self._stream.synchronize()
-                self._was_changed = write_counts(sources) != counts
+                self._was_changed = write_counts(sources) != counts_at_start
                 if not self._was_changed:
                     finish()
             except Exception as error:
@@ -70,26 +71,31 @@ class BackgroundCopy:
         self._thread = threading.Thread(target=copy, name="lockstep-kept-step")
         self._thread.start()
 
-    def _on_stream(self, begun: Any) -> Any:
-        """Returns a context in which copies are queued after an event of the training's stream."""
+    def _on_stream(self, training_event: Any) -> Any:
+        """Returns a context in which copies are queued on the stream of this object.
+
+        Args:
+            training_event: an event of the training's stream. The copies wait for it.
+        """
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_event(begun)
+        self._stream.wait_event(training_event)
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> bool:
-        """Waits until the copy has ended.
+        """Waits until the present copy has ended, if there is one.
 
         Returns:
-            True if there was none, or its sources have not changed.
+            False if one of its sources was changed during the copy, otherwise True.
 
         Raises:
-            Exception: what the copy has raised.
+            Exception: the error that was raised in the thread.
         """
         if self._thread is None:
             return True
         self._thread.join()
         self._thread = None
+
         error = self._error
         self._error = None
         if error is not None:

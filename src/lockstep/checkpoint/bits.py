@@ -1,8 +1,8 @@
-"""What a checkpoint says about the bits of a run with virtual ranks, and what a resumed run keeps.
+"""Stores in a checkpoint what the bits of a run's results depend on, and checks it when resuming.
 
-With virtual ranks a run has the same bits on any number of processes, and so has a run that resumes
-it, if it has as many virtual ranks and threads, and the same *numerics*: the processor, the
-libraries and their settings (`distributed.numerics`).
+With *virtual ranks* a run gives the same results, bit by bit, on any number of processes. So does a
+run that resumes it, if it has the same number of virtual ranks and threads, and the same
+*numerics*: the processor, the libraries and their settings (`distributed.numerics`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from lockstep.wording import count_noun
 
 
 def facts_about_bits(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Returns what the manifest of a checkpoint says about bits; empty without virtual ranks.
+    """Returns what the bits of the results depend on, for the manifest of a checkpoint.
+
+    The result is empty without virtual ranks, since the results then depend on the number of
+    processes anyway.
 
     Args:
-        settings: of the run that saves.
-        device: the device that this process computes on.
+        settings: the settings of the run that saves.
+        device: the device on which this process computes.
     """
     if settings.virtual_ranks is None:
         return {}
@@ -44,29 +47,29 @@ def _numerics(device: torch.device) -> dict[str, str]:
 
 
 def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings: Settings) -> None:
-    """Checks that a run has the same virtual ranks as the one that has saved a checkpoint.
+    """Checks that a run has as many virtual ranks as the run that saved a checkpoint.
 
-    BatchNorm must take its statistics from the same samples, too.
-
-    A run that has none may resume every checkpoint, with a warning: a checkpoint can be resumed
-    under every strategy, also under those that have no virtual ranks, and nothing was set that
-    contradicts it. Two numbers contradict each other.
+    If both have virtual ranks, the numbers must be equal, and BatchNorm must take its statistics
+    from the same samples. If only the checkpoint has them, the run may resume it, but a warning is
+    given: a checkpoint can be resumed under every strategy, also under one without virtual ranks.
 
     Args:
-        path: the path of the checkpoint, or a description of where it was.
+        path: the folder of the checkpoint, or a description such as "step 12 in memory".
         manifest: the manifest of the checkpoint.
-        settings: of this run.
+        settings: the settings of this run.
 
     Raises:
-        CheckpointError: the checkpoint has another number, or other statistics of BatchNorm.
+        CheckpointError: the number of virtual ranks or the statistics of BatchNorm differ.
     """
     saved = manifest.get("virtual_ranks")
     num_virtual_ranks = settings.virtual_ranks
     if saved is None:
         return
+
     if saved == num_virtual_ranks:
         _check_batchnorm(path, manifest, settings)
         return
+
     if num_virtual_ranks is not None:
         raise CheckpointError(
             f"resuming from {path} with virtual_ranks={num_virtual_ranks}",
@@ -74,6 +77,7 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
             "would be others from here on",
             f"continue with virtual_ranks={saved}, on any number of processes",
         )
+
     warn(
         f"resuming from {path} without virtual_ranks",
         f"it was saved with virtual_ranks={saved}; from here on bits depend on the number of "
@@ -85,14 +89,17 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
 def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Settings) -> None:
     """Checks that BatchNorm takes its statistics from the same samples as before.
 
+    With `sync_batchnorm` it takes them from the whole global batch, otherwise from the part of each
+    virtual rank.
+
     Args:
-        path: see `check_virtual_ranks`.
-        manifest: of a checkpoint with as many virtual ranks. One of an earlier version does not say
-            how the statistics were taken; they were those of each virtual rank.
-        settings: of this run.
+        path: the folder of the checkpoint, or a description such as "step 12 in memory".
+        manifest: the manifest of a checkpoint with as many virtual ranks. Checkpoints of earlier
+            versions do not say how the statistics were taken: it was without `sync_batchnorm`.
+        settings: the settings of this run.
 
     Raises:
-        CheckpointError: it takes them from others.
+        CheckpointError: the statistics would be taken from other samples.
     """
     was_synchronised = manifest.get("sync_batchnorm", False)
     if was_synchronised and not settings.synchronises_batchnorm:
@@ -102,6 +109,7 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
             "here on",
             f"continue with sync_batchnorm=True, on {settings.virtual_ranks} processes",
         )
+
     if settings.synchronises_batchnorm and not was_synchronised:
         raise CheckpointError(
             f"resuming from {path} with sync_batchnorm=True",
@@ -114,29 +122,32 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
 def restore_threads(
     manifest: Mapping[str, Any], num_virtual_ranks: int | None, device: torch.device
 ) -> str:
-    """Sets the number of threads that a checkpoint was saved with, and compares the numerics.
+    """Sets the number of threads to that of a checkpoint, and compares the numerics.
 
     With the same number of threads and the same numerics, the run goes on with the same bits.
 
     Args:
         manifest: the manifest of the checkpoint.
-        num_virtual_ranks: how many virtual ranks this run has. None: it has none, and nothing is
+        num_virtual_ranks: number of virtual ranks of this run. If it has none (None), nothing is
             done.
-        device: the device that this process computes on.
+        device: the device on which this process computes.
 
     Returns:
-        The end of a sentence that says what was done, and what may change the bits; "" if nothing.
+        The end of a sentence that says what was changed and what may change the bits; "" if
+        nothing.
     """
     if num_virtual_ranks is None:
         return ""
     if manifest.get("virtual_ranks") is None:
         return f"; it was saved without virtual ranks, and has {num_virtual_ranks} from here on"
+
     text = ""
     num_threads = manifest.get("threads")
     threads_before = torch.get_num_threads()
     if is_whole_number(num_threads) and num_threads != threads_before:
         torch.set_num_threads(num_threads)
         text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
+
     saved_numerics = manifest.get("numerics")
     differences = ""
     if isinstance(saved_numerics, dict):

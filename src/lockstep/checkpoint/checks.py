@@ -1,7 +1,7 @@
-"""Checks that a run has something to save, and that what was saved fits what the run has.
+"""Checks what the user wants to save, and that a saved state fits the objects of a run.
 
 The *state* is a dictionary of objects by name: modules, optimizers, schedulers and so on. The
-*manifest* is the JSON file of a checkpoint that says what is in it. The *length* of a scheduler is
+*manifest* is the JSON file that lists what a checkpoint contains. The *length* of a scheduler is
 the number of steps that it was built for.
 """
 
@@ -23,18 +23,23 @@ RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas
 """Names that a checkpoint uses itself."""
 BUILD_AS_SAVED = "build {} as it was in the run that saved it"
 LENGTH_ATTRIBUTES = ("total_steps", "T_max", "total_iters")
-"""The attributes in which torch's schedulers keep how many steps they take: those of OneCycleLR,
-CosineAnnealingLR, and of LinearLR, ConstantLR and PolynomialLR."""
+"""The attributes in which torch's schedulers store their length: OneCycleLR; CosineAnnealingLR; and
+LinearLR, ConstantLR and PolynomialLR."""
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raises UsageError if there is nothing to save, or something that has no state."""
+    """Checks the objects that a user passes to `world.checkpoint`, and their names.
+
+    Raises:
+        UsageError: there are none, one of them has no state, or a name cannot be used.
+    """
     if not state:
         raise UsageError(
             "world.checkpoint without anything to save",
             "only the folder was given",
             "name what to save: world.checkpoint(folder, model=model, optimizer=optimizer)",
         )
+
     for name, value in state.items():
         can_save = callable(getattr(value, "state_dict", None))
         can_load = callable(getattr(value, "load_state_dict", None))
@@ -50,7 +55,9 @@ def check_state(state: Mapping[str, Any]) -> None:
                 "the name is taken by the checkpoint itself, or is no plain word",
                 "use another keyword",
             )
-    if len({name.lower() for name in state}) < len(state):
+
+    names_in_lower_case = {name.lower() for name in state}
+    if len(names_in_lower_case) < len(state):
         raise UsageError(
             f"world.checkpoint with {', '.join(state)}",
             "names that differ in upper and lower case alone are one file on some systems",
@@ -59,19 +66,20 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Checks that what was saved fits the objects of this run, before anything is loaded.
+    """Checks that a saved state fits the objects of this run, before anything is loaded.
 
     Args:
-        path: the path of the checkpoint, or a description of where it was.
+        path: the folder of the checkpoint, or a description such as "step 12 in memory".
         state: the objects of this run by name.
         saved: the saved states by name, with the `manifest`.
 
     Raises:
-        CheckpointError: something else was saved than this run has.
+        CheckpointError: the saved state does not fit.
     """
     action = f"resuming from {path}"
     manifest = saved["manifest"]
-    # Reading a manifest does not check the keys that only a resume needs.
+
+    # These keys are not checked when a manifest is read, because only resuming needs them.
     has_numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
     has_run_state = "world" in saved and "random" in saved
     if not has_numbers or not has_run_state or "strategy" not in manifest:
@@ -80,7 +88,8 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
             "its manifest lacks the step, or the state of the run",
             "use an earlier checkpoint of the same folder",
         )
-    saved_names = saved.keys() - RESERVED_NAMES  # what the user has named
+
+    saved_names = saved.keys() - RESERVED_NAMES  # the names that the user has given
     if state.keys() != saved_names:
         not_saved = ", ".join(sorted(state.keys() - saved_names)) or "nothing"
         only_saved = ", ".join(sorted(saved_names - state.keys())) or "nothing"
@@ -90,6 +99,7 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",
         )
+
     for name, value in state.items():
         was_module = name in manifest["modules"]
         misfit = _describe_misfit(name, value, saved[name], was_module)
@@ -112,21 +122,29 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
     if isinstance(value, nn.Module) != was_module:
         was = "was a module" if was_module else "was not a module"
         return f"{name} {was} when it was saved, and is {describe_type(value)} now"
-    if was_module:
-        differences = find_differences(saved, plain_shapes(value))
-        if differences:
-            return f"{name} does not fit: {differences}"
+
+    if not was_module:
+        return None
+
+    differences = find_differences(saved, plain_shapes(value))
+    if differences:
+        return f"{name} does not fit: {differences}"
     return None
 
 
 def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, saved: Any) -> None:
-    """Checks that a schedule that cannot go on after its last step still has the same length.
+    """Checks that a scheduler that fails after its last step is built for as many steps as before.
 
-    Loading its state would give a scheduler the saved length in place of the one that it was built
-    with.
+    Loading a scheduler's state replaces the length that it was built with by the saved one.
+
+    Args:
+        path: the folder of the checkpoint, or a description such as "step 12 in memory".
+        name: the name under which the user saves the scheduler.
+        scheduler: the scheduler of this run.
+        saved: its saved state.
 
     Raises:
-        CheckpointError: it would end earlier or later than it was built for.
+        CheckpointError: the scheduler would end earlier or later than it was built for.
     """
     for length in changed_lengths(scheduler, saved):
         # Only OneCycleLR raises an error after its last step; the others just go on.
@@ -157,7 +175,7 @@ class ChangedLength(NamedTuple):
 def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
     """Returns the lengths that differ between a scheduler and its saved state.
 
-    A scheduler may have others inside it (`SequentialLR`), whose lengths count too.
+    The schedulers inside it (`SequentialLR`) are compared too.
     """
     saved_lengths = dict(_find_lengths(saved))
     changed = []
@@ -168,14 +186,15 @@ def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
 
 
 def _find_lengths(state: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields the lengths in a scheduler's state, each after its place, such as ("T_max", 100).
+    """Yields the lengths in a scheduler's state with their places: ("_schedulers.1.T_max", 100).
 
     Args:
         state: the state of a scheduler, or a dictionary or list inside it.
         prefix: the place of that dictionary or list, ending in a dot: "_schedulers.1.".
     """
     if isinstance(state, list | tuple):
-        state = dict(enumerate(state))  # the keys are the positions
+        state = dict(enumerate(state))  # by index
+
     for key, value in state.items():
         if isinstance(value, dict | list | tuple):
             yield from _find_lengths(value, f"{prefix}{key}.")

@@ -1,6 +1,6 @@
-"""CRC-32 checksums of files and manifests: computed when they are written, compared when read.
+"""Computes CRC-32 checksums of files and manifests when they are written, and compares them later.
 
-A manifest is sealed: it ends with the checksum of its own text before that.
+A manifest is *sealed*: it ends with the checksum of all the text before it.
 
     {..., "checksums": {"model.safetensors": "crc32:1c291ca3", ...}, "checksum": "crc32:9a7fb4c1"}
 
@@ -23,12 +23,12 @@ READ_CHUNK_BYTES = 1 << 22
 
 
 def format_crc(crc: int) -> str:
-    """Returns a checksum as it stands in a manifest, such as "crc32:1c291ca3"."""
+    """Formats a checksum as it is written in a manifest: "crc32:1c291ca3"."""
     return f"crc32:{crc:08x}"
 
 
 def file_checksum(path: Path) -> str:
-    """Returns the checksum of a file's content. Reads all of it, a chunk at a time."""
+    """Computes the checksum of a file, reading a chunk at a time."""
     crc = 0
     buffer = memoryview(bytearray(READ_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -38,7 +38,10 @@ def file_checksum(path: Path) -> str:
 
 
 def seal_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """Returns a manifest as JSON that ends with the checksum of the text before that."""
+    """Writes a manifest as JSON that ends with the checksum of the text before it.
+
+    `{"step": 3}` becomes `{"step": 3, "checksum": "crc32:1c291ca3"}`.
+    """
     values = {name: value for name, value in manifest.items() if name != "checksum"}
     text = json.dumps(values, allow_nan=False).removesuffix("}")  # the brace comes after the seal
     checksum = format_crc(zlib.crc32(text.encode()))
@@ -46,10 +49,10 @@ def seal_manifest(manifest: Mapping[str, Any]) -> bytes:
 
 
 def check_seal(manifest_text: bytes) -> None:
-    """Checks that a manifest's text is as it was written.
+    """Checks that the text of a manifest is unchanged since it was written.
 
     Raises:
-        ValueError: the text differs from its checksum.
+        ValueError: the text does not agree with its checksum.
     """
     # `{...values...` `, "checksum": "` `crc32:9a7fb4c1"}`
     text, _, end = manifest_text.rpartition(SEAL.encode())
@@ -59,12 +62,12 @@ def check_seal(manifest_text: bytes) -> None:
 
 
 def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns the names of those files of a checkpoint that differ from their checksums.
+    """Lists the files of a checkpoint that do not agree with their checksums. Reads all of them.
 
-    A file without a checksum in the manifest counts as damaged.
+    A file without a checksum in the manifest is considered damaged.
 
     Args:
-        path: the path of a checkpoint whose files are all there. They are read.
+        path: the folder of a checkpoint whose files all exist.
         manifest: the manifest of the checkpoint.
     """
     expected = manifest["checksums"]

@@ -1,8 +1,8 @@
-"""Compares the tensors of two files or checkpoints, as `lockstep checkpoint diff` does.
+"""Compares the tensors of two files or checkpoints, for `lockstep checkpoint diff`.
 
 The tensors of both sides are `LazyTensor`s: their values are read from the files and compared a
-chunk at a time. Values are compared in float64, complex ones in complex128; integers of the same
-dtype exactly.
+chunk at a time. Integers of the same dtype are compared exactly, complex values in complex128, and
+all others in float64.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ValueDifferences:
     """How much the values of two tensors `a` and `b` of one shape differ."""
 
     count: int = 0
-    """Elements that differ by more than is allowed. NaN differs from everything but NaN."""
+    """Number of elements that differ by more than is allowed. Two NaNs are equal."""
     absolute: float = 0.0
     """The largest |a - b|."""
     relative: float = 0.0
@@ -46,7 +46,7 @@ class ValueDifferences:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor's name, and the tensor of that name on either side."""
+    """The tensors of the two sides that have the same name."""
 
     name: str
     a: LazyTensor | None
@@ -69,20 +69,22 @@ def compare(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Iterator[Pair]:
-    """Yields a pair for each name: those of `a`, then those of `b` alone.
+    """Yields a pair for each name: first the names of `a`, then those that only `b` has.
 
-    The values of two tensors are read and compared just before their pair is yielded.
+    The values of two tensors are read and compared just before their pair is yielded. Elements are
+    equal if |a - b| <= atol + rtol * |b|.
 
     Args:
         a: the tensors of one side by name.
         b: the tensors of the other side by name.
-        atol: elements are equal if |a - b| <= atol + rtol * |b|.
-        rtol: see `atol`.
+        atol: the allowed absolute difference.
+        rtol: the allowed relative difference.
     """
     names = {**a, **b}  # in this order, without repetitions
     for name in names:
         a_tensor = a.get(name)
         b_tensor = b.get(name)
+
         values = None
         if a_tensor is not None and b_tensor is not None and a_tensor.shape == b_tensor.shape:
             values = compare_values(a_tensor, b_tensor, atol, rtol)
@@ -103,14 +105,14 @@ def compare_values(
 def _compare_chunk(
     differences: ValueDifferences, a: Tensor, b: Tensor, atol: float, rtol: float
 ) -> None:
-    """Compares two flat tensors of one length, and adds what differs to `differences`.
+    """Compares two flat tensors of the same length, and adds the result to `differences`.
 
     Args:
-        differences: what was found up to now, which is updated.
-        a: shape `(n,)`, on the CPU.
-        b: shape `(n,)`, on the CPU, perhaps of another dtype.
-        atol: elements are equal if |a - b| <= atol + rtol * |b|.
-        rtol: see `atol`.
+        differences: the result for the chunks before, which is updated.
+        a: a CPU tensor of shape `(n,)`.
+        b: a CPU tensor of shape `(n,)`, perhaps of another dtype.
+        atol: the allowed absolute difference, as in `compare`.
+        rtol: the allowed relative difference.
     """
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         # Equal bits are the usual case, and this is many times faster than the rest.
@@ -160,7 +162,7 @@ def _compare_chunk(
 
 
 def _count_nans(tensor: Tensor) -> int:
-    """Returns the number of NaNs, for tensors of any dtype."""
+    """Counts the NaNs in a tensor of any dtype."""
     if not _has_fractions(tensor):
         return 0
     if tensor.dtype.itemsize == 1:  # torch has no isnan for floats of 8 bits
@@ -179,16 +181,17 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 def same_extra(a: Any, b: Any) -> bool:
-    """Returns True if two values that are not tensors, but may hold some, are equal.
+    """Returns True if two values other than tensors are equal. They may contain tensors.
 
-    `encode` turns each into a tree that can be compared with `==`, and tensors by name.
+    `encode` splits each value into a tree, which can be compared with `==`, and tensors by name.
     """
     try:
         a_encoded = encode(a)
         b_encoded = encode(b)
     except CheckpointError:
-        # Objects of any class, from a pickle that the user trusts, cannot be encoded.
+        # Only plain types can be encoded. A trusted pickle may hold objects of any class.
         return bool(repr(a) == repr(b))
+
     if a_encoded.tree != b_encoded.tree:
         return False
     for name, a_tensor in a_encoded.tensors.items():
@@ -202,8 +205,9 @@ def rename_to_match(
 ) -> tuple[dict[str, LazyTensor], str]:
     """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
 
-    A tensor without a counterpart in `a` keeps its name. If the new name of another tensor is the
-    same, the tensor that had this name before is left out.
+    With "module.fc.weight" in `b` and "fc.weight" in `a`, the tensor of `b` becomes "fc.weight". A
+    tensor without a counterpart in `a` keeps its name. If a renamed tensor already has that name,
+    the tensor without a counterpart is left out.
 
     Returns:
         The tensors of `b` by their new names, and a text that says what was done, "" if nothing.
@@ -214,10 +218,12 @@ def rename_to_match(
     )
     if not match.changes:
         return dict(b), ""
-    # `match.names` has the name in `a` by the name in `b`, for those that have a counterpart.
+
+    # `match.names` maps names in `b` to names in `a`, for the tensors that have a counterpart.
     renamed = {new_name: b[name] for name, new_name in match.names.items()}
     new_names = set(renamed)
     for name, tensor in b.items():
-        if name not in match.names and name not in new_names:
+        has_counterpart = name in match.names
+        if not has_counterpart and name not in new_names:
             renamed[name] = tensor
     return renamed, "; ".join(match.changes)

@@ -38,14 +38,14 @@ def shape_of(value: object) -> OptionalShape:
 
 
 def describe_conflict(saved: object, own: object) -> str | None:
-    """Returns both shapes as a text if they differ: "[2, 8] in the file, [5, 8] in the model".
+    """Describes two shapes if they differ: "[2, 8] in the file, [5, 8] in the model".
 
     Args:
         saved: a tensor of a file.
         own: the model's tensor of that name.
 
     Returns:
-        None if the shapes are equal, or if one of the values has no shape.
+        The description, or None if the shapes are equal or one of the values has no shape.
     """
     saved_shape = shape_of(saved)
     own_shape = shape_of(own)
@@ -58,16 +58,16 @@ def describe_conflict(saved: object, own: object) -> str | None:
 class Differences:
     """The names and shapes of a saved state that do not fit a module.
 
-    It is true if there are any. `str` of it has the number of names of each kind, and the first of
-    them.
+    An instance is true if there are any. As a string it lists, for each kind, how many there are
+    and the first names: "2 missing (fc.weight, fc.bias)".
     """
 
     missing: tuple[str, ...]
-    """Names of the module alone."""
+    """Names that only the module has."""
     unexpected: tuple[str, ...]
-    """Names of the saved state alone."""
+    """Names that only the saved state has."""
     mismatched: tuple[str, ...]
-    """Each a name with both shapes: "weight: [2, 8] in the file, [5, 8] in the model"."""
+    """Names with both shapes: "weight: [2, 8] in the file, [5, 8] in the model"."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -120,10 +120,10 @@ class _Row(NamedTuple):
 def table_of_differences(
     differences: Differences, saved: Mapping[str, Any], own: Mapping[str, Any]
 ) -> str:
-    """Returns one line for each name that does not fit, with the nearest name of the other side.
+    """Builds a table with a line for each name that does not fit, and the most similar other name.
 
     Args:
-        differences: what does not fit.
+        differences: the names and shapes that do not fit.
         saved: the values of the file by their names.
         own: the values of the model by their names.
     """
@@ -152,16 +152,17 @@ def table_of_differences(
 def _shape_and_nearest(
     value: object, name: str, names_of_other_side: Sequence[str], where: str
 ) -> str:
-    """Returns a text such as "[2, 8]  nearest in the file: fc.weight".
+    """Returns the shape of a value and the most similar name: "[2, 8]  nearest in the file: fc.w".
 
     Args:
-        value: a tensor, whose shape is said, or anything else.
+        value: a tensor, or a value without a shape.
         name: the name of the value.
         names_of_other_side: the names among which the most similar one is found.
-        where: "in the file" or "in the model", where these names are.
+        where: where these names are: "in the file" or "in the model".
     """
     shape = shape_of(value)
     text = "" if shape is None else str(list(shape))
+
     candidates = names_of_other_side[:MAX_NAMES_COMPARED]
     similar = get_close_matches(name, candidates, n=1, cutoff=MIN_SIMILARITY)
     if similar:
@@ -170,7 +171,7 @@ def _shape_and_nearest(
 
 
 def _rows_for_rest(kind: str, names: Sequence[str]) -> list[_Row]:
-    """Returns one row, "... and 3 more", if not all names of a kind have a row, else none."""
+    """Returns a row "... and 3 more" if the table has no rows for some names, otherwise no row."""
     num_left_out = len(names) - MAX_ROWS_OF_A_KIND
     if num_left_out <= 0:
         return []

@@ -1,6 +1,6 @@
-"""Turns errors of the file system into `CheckpointError`s that say what to do.
+"""Turns errors of the file system into `CheckpointError`s that tell the user what to do.
 
-Whatever reads or writes checkpoints and weights does it inside of `plain_errors`.
+Code that reads or writes checkpoints and weights runs inside `plain_errors`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError
 
 
 class FileProblem(NamedTuple):
-    """What an error number of the system means here."""
+    """The text for errors with certain error numbers (`errno`)."""
 
     error_numbers: frozenset[int]
     found: str
@@ -76,16 +76,18 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
     """Turns errors of the file system and of safetensors into a `CheckpointError`.
 
     Args:
-        action: what is being done with the path, such as "saving the checkpoint".
+        action: what the block does with the path: "saving the checkpoint".
         path: the path, which is named in the error.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         found = str(error)
-        advice = "see the cause above"  # Python prints it first, since it is raised `from` that
+        # Python prints the cause above the new error, because that is raised `from` it.
+        advice = "see the cause above"
+        error_number = getattr(error, "errno", None)
         for problem in FILE_PROBLEMS:
-            if getattr(error, "errno", None) in problem.error_numbers:
+            if error_number in problem.error_numbers:
                 found = f"{problem.found} ({error})"
                 advice = problem.advice
         raise CheckpointError(f"{action} {path}", found, advice) from error
@@ -94,17 +96,17 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
 def unreadable(
     path: Path, found: str, do: str = "copy or download the file again, or use another one"
 ) -> CheckpointError:
-    """Returns the error of a file or folder whose weights cannot be read."""
+    """Builds the error for a file or folder whose weights cannot be read."""
     return CheckpointError(f"reading weights from {path}", found, do)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Opens a file to read weights from.
+    """Opens a file of weights for reading.
 
     Raises:
-        CheckpointError: it is not there, cannot be read, or is not a plain file. (Reading from a
-            pipe, for example, could wait without end.)
+        CheckpointError: the file does not exist, cannot be read, or is not a plain file. (Reading
+            from a pipe, for example, could block forever.)
     """
     with plain_errors("reading weights from", path):
         if not S_ISREG(path.stat().st_mode):
@@ -114,10 +116,10 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def make_parent_folders(path: Path) -> None:
-    """Makes the folders above a file that is to be written.
+    """Creates the missing folders above a file that is going to be written.
 
     Raises:
-        OSError: they cannot be made, or a folder has the name of the file.
+        OSError: they cannot be created, or the path of the file is a folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():

@@ -1,8 +1,8 @@
 """Finds the checkpoint that a run resumes: the latest sound one in its folder.
 
-A checkpoint is complete when all its files have their sizes, and sound when their checksums agree
-too. Rank 0 reads all files to find the latest sound one. The other ranks only look whether they see
-a complete one, so that folders which the machines do not share are noticed.
+A checkpoint is *complete* if all its files have their sizes, and *sound* if their checksums agree
+too. Rank 0 reads all files to find the latest sound checkpoint. The other ranks only look whether
+they see a complete one, so that it is noticed if the machines do not share the folder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class FolderView:
     name: str | None
     """The name of the checkpoint to resume; None if there is none."""
     id: str | None = None
-    """What distinguishes the checkpoint from others of the same name, on other machines."""
+    """A random id, which distinguishes the checkpoint from one of the same name on another
+    machine."""
     passed_over: dict[str, str] = field(default_factory=dict)
-    """The names of newer checkpoints, each with what is wrong with it."""
+    """What is wrong with each newer checkpoint, by its name."""
     other_writer: str | None = None
     """A description of another run that writes into the folder."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the view as keyword arguments of this class."""
+        """Returns the fields by name. They can be sent as JSON and passed to this class again."""
         return asdict(self)
 
     def describe_problems(self) -> str:
-        """Returns a text that can be put at the end of a sentence; "" if there are no problems.
+        """Returns the problems as the end of a sentence, or "" if there are none.
 
-        Such as "; passed over: step-000000020 (incomplete); another run writes into this folder".
+        Example: "; passed over: step-000000020 (incomplete); another run writes into this folder".
         """
         text = ""
         if self.passed_over:
@@ -50,9 +51,9 @@ class FolderView:
 
 
 def find_latest_sound(folder: Path) -> FolderView:
-    """Returns the latest sound checkpoint of a folder, and why later ones were passed over.
+    """Finds the latest sound checkpoint of a folder, and says why later ones were skipped.
 
-    Reads all files of the checkpoints down to that one, to compare their checksums.
+    From the newest checkpoint down to that one, all files are read to compare their checksums.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
@@ -62,19 +63,21 @@ def find_latest_sound(folder: Path) -> FolderView:
         if not layout.is_complete(path):
             passed_over[path.name] = "incomplete"
             continue
+
+        # A checkpoint of another version of Lockstep is not skipped: reading it later raises an
+        # error that says what to do.
         health = examine(path, values=True)
-        # A checkpoint of another version of Lockstep is not passed over: the error that reading it
-        # raises says what to do.
         if health.problems and not health.other_version:
             passed_over[path.name] = "; ".join(health.problems)
             continue
+
         checkpoint_id = layout.read_manifest(path).get("id")
         return FolderView(path.name, checkpoint_id, passed_over, find_other_writer(folder))
     return FolderView(name=None, passed_over=passed_over)
 
 
 def find_latest_complete(folder: Path) -> FolderView:
-    """Returns the latest complete checkpoint of a folder; reads only manifests.
+    """Finds the latest complete checkpoint of a folder. Reads only manifests.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
@@ -89,22 +92,24 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
 
     Args:
         folder: the folder of the run.
-        views: the views of all ranks. What rank 0 sees decides what is resumed.
+        views: the views of all ranks. The view of rank 0 decides what is resumed.
 
     Raises:
-        CheckpointError: there are only damaged checkpoints, or another rank sees a checkpoint where
-            rank 0 sees none.
+        CheckpointError: all checkpoints are damaged, or another rank sees a checkpoint where rank 0
+            sees none.
     """
     chosen = views[0]
     if chosen.name is not None:
-        return  # whether this rank sees the same one is checked by `read_manifest_of`
+        return  # `read_manifest_of` checks that this rank sees the same checkpoint
+
     if chosen.passed_over:
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.describe_problems()}",
             f"see `lockstep checkpoint repair {folder}`; to begin anew, choose another folder",
         )
-    # Rank 0 sees no checkpoint at all, so the run would begin anew.
+
+    # Rank 0 sees no checkpoint at all, so the run would start from the beginning.
     ranks = [str(rank) for rank, view in enumerate(views) if view.name]
     if ranks:
         raise CheckpointError(
@@ -115,11 +120,11 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
 
 
 def read_manifest_of(path: Path, checkpoint_id: str | None) -> dict[str, Any]:
-    """Reads the manifest of the checkpoint that rank 0 has found.
+    """Reads the manifest of the checkpoint that rank 0 has found, on any rank.
 
     Args:
-        path: the path of the checkpoint.
-        checkpoint_id: the id that rank 0 read there.
+        path: the folder of the checkpoint.
+        checkpoint_id: the id in the manifest that rank 0 has read.
 
     Raises:
         CheckpointError: this rank sees no checkpoint there, or another one.

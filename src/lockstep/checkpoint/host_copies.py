@@ -1,13 +1,12 @@
-"""Host memory for the copies of a state, used again for every save.
+"""Provides the host memory into which states are copied, and uses it again for every save.
 
-Fresh memory costs more than the copying itself, because the kernel hands out each page when it is
-first written to. (1 GB on a machine of two cores: 4.5 GB a second into fresh memory, 32 into memory
-that was used before.) For tensors on a GPU the memory is *pinned* (page-locked), which costs still
-more.
+Allocating memory costs more than the copying itself, because the kernel provides each page when it
+is first written to. (1 GB on a machine of two cores: 4.5 GB a second into new memory, 32 into
+memory that was used before.) For tensors on a GPU the memory is *pinned* (page-locked), which costs
+still more.
 
-The copies of a save are packed into a few large *chunks*. Torch rounds each piece of pinned memory
-that it is asked for up to a power of two. If every copy had its own, that could double the memory
-that a save takes.
+The copies of a save are packed into a few large *chunks*. Torch rounds each allocation of pinned
+memory up to a power of two, so separate allocations could double the memory that a save takes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ class HostCopies:
         self._memory = _ReusedMemory(pinned=False)
         self._pinned_memory = _ReusedMemory(pinned=True)
         self._addresses_in_use: set[int] = set()
-        """The addresses of the storages that the training goes on to change."""
+        """The addresses of the storages that the training will change while the copies are
+        written."""
         self._copying_gpus: set[torch.device] = set()
         """The GPUs with copies that may not be complete yet. A model may be on several."""
 
@@ -48,8 +48,8 @@ class HostCopies:
         """Starts a new set of copies. The memory of the former copies will be overwritten.
 
         Args:
-            states: pytrees with the training's own tensors. Any other tensor was made for the
-                checkpoint alone, so it is not copied again.
+            states: pytrees with the training's own tensors. A tensor that is not in them was made
+                only for the checkpoint, so it need not be copied.
         """
         self._addresses_in_use = set()
         for state in states:
@@ -58,15 +58,16 @@ class HostCopies:
         self._pinned_memory.begin()
 
     def copy(self, value: Tensor) -> Tensor:
-        """Returns the values of a tensor in contiguous CPU memory.
+        """Returns the values of a tensor in contiguous CPU memory that the training never changes.
 
         The values of a GPU tensor are complete only after `finish`.
         """
         if value.device.type == "cpu":
             address = value.untyped_storage().data_ptr()
             if address not in self._addresses_in_use:
-                # It was made for the checkpoint alone, so nobody changes it.
+                # The tensor was made only for the checkpoint, so nothing will change it.
                 return on_cpu(value)
+
         if value.is_cuda:
             self._copying_gpus.add(value.device)
         memory = self._pinned_memory if value.is_cuda else self._memory
@@ -74,7 +75,7 @@ class HostCopies:
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
 
     def finish(self) -> None:
-        """Waits until all copies are complete, and frees memory that this save has not used."""
+        """Waits until all copies are complete, and frees the memory that this save has not used."""
         for gpu in self._copying_gpus:
             torch.cuda.current_stream(gpu).synchronize()
         self._copying_gpus.clear()
@@ -83,7 +84,7 @@ class HostCopies:
 
 
 class _Chunk:
-    """Memory that tensors are packed into, one behind the other."""
+    """A block of memory into which tensors are packed one after the other."""
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self.numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
@@ -91,9 +92,9 @@ class _Chunk:
 
 
 class _ReusedMemory:
-    """Memory for tensors that is handed out from the beginning again for every save.
+    """Memory for the tensors of a save, which is used again for the next save.
 
-    Tensors of the same sizes get the same places in every save.
+    If the next save has tensors of the same sizes in the same order, they get the same memory.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -110,26 +111,33 @@ class _ReusedMemory:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
+
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
-        # Unlike a slice of a tensor, it has a storage of its own, as `encode` wants it.
+        # Other than a slice of the chunk, this tensor has a storage of its own, so `encode` does
+        # not clone it.
         flat = torch.frombuffer(chunk.numbers, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)
 
     def _chunk_with_room(self, num_bytes: int) -> _Chunk:
-        """Returns the first chunk with enough room, or a new one."""
+        """Returns the first chunk with enough room for `num_bytes`, or a new chunk."""
         for chunk in self._chunks:
             if len(chunk.numbers) - chunk.num_used >= num_bytes:
                 return chunk
+
+        # 1 MB, 2 MB, 4 MB, ... up to MAX_CHUNK_BYTES.
         next_size = FIRST_CHUNK_BYTES * 2 ** len(self._chunks)
         chunk_bytes = min(next_size, MAX_CHUNK_BYTES)
+        # A larger tensor gets a chunk of the next power of two. Torch would allocate as much
+        # anyway, and other tensors can use the rest.
         while chunk_bytes < num_bytes:
-            chunk_bytes *= 2  # torch would round it up; so other tensors can have the rest
+            chunk_bytes *= 2
+
         chunk = _Chunk(chunk_bytes, self._pinned)
         self._chunks.append(chunk)
         return chunk
 
     def free_unused(self) -> None:
-        """Frees chunks that no tensor of this save is in."""
+        """Frees the chunks that hold no tensor of this save."""
         self._chunks = [chunk for chunk in self._chunks if chunk.num_used > 0]

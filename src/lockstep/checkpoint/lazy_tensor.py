@@ -1,7 +1,7 @@
-"""Tensors whose dtype and shape are known, and whose values are read only when they are needed.
+"""Defines `LazyTensor`, a tensor of known dtype and shape whose values are read only when needed.
 
-Checkpoints and weights files may be larger than memory. So files are opened as `LazyTensor`s: their
-headers are read and checked, and the values are read later, a range of elements at a time.
+Checkpoints and weights files may be larger than memory. So only their headers are read and checked
+when they are opened. The values are read later, a range of elements at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ Shape = tuple[int, ...]
 
 MAX_DIMENSIONS = 64
 MAX_EXTENT = 2**62
-"""Larger numbers in a file only take time to multiply: no tensor is that large."""
+"""No tensor has a larger size in any dimension. Larger numbers in a file are refused, because
+multiplying them takes long."""
 
 
 def as_shape(value: Any) -> Shape:
-    """Returns a list of numbers from a file, a tensor's shape or its offsets, as a tuple.
+    """Returns a list of numbers from a file (a shape or offsets) as a tuple, after checking it.
 
     Raises:
         ValueError: `value` is not a list of numbers that a tensor could have.
@@ -45,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class LazyTensor:
-    """A tensor whose dtype and shape are known; its values are read when they are asked for.
+    """A tensor of known dtype and shape whose values are read when they are requested.
 
     Subclasses are frozen dataclasses, or set these attributes themselves.
     """
@@ -59,7 +60,7 @@ class LazyTensor:
     tensor. Returns them as a 1-dimensional CPU tensor. Raises CheckpointError if it cannot."""
 
     def check(self) -> None:
-        """Raises CheckpointError if the file does not have this tensor. Reads no values."""
+        """Raises CheckpointError if the tensor is not in its file. Reads no values."""
 
     @property
     def num_elements(self) -> int:
@@ -75,9 +76,9 @@ class LazyTensor:
         """Returns the same bytes as a tensor of another dtype and shape.
 
         Raises:
-            ValueError: such a tensor would have another number of bytes.
+            ValueError: a tensor of this dtype and shape has another number of bytes.
         """
-        dataclass_instance: Any = self  # as all subclasses are that can be viewed
+        dataclass_instance: Any = self  # every subclass that supports this is a dataclass
         view = cast(LazyTensor, replace(dataclass_instance, dtype=dtype, shape=shape))
         if view.nbytes != self.nbytes:
             raise ValueError(f"{self.nbytes} bytes for a tensor of {dtype} and shape {list(shape)}")
@@ -89,7 +90,7 @@ class LazyTensor:
 
 
 class TensorInMemory(LazyTensor):
-    """A tensor of this process, on any device, with the interface of a `LazyTensor`."""
+    """A tensor in the memory of this process, on any device, with the methods of a `LazyTensor`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()

@@ -1,8 +1,8 @@
-"""The state of a module under the names of the bare module, whatever it is wrapped in.
+"""Gets and loads the state of a module under the names of the bare module.
 
-DDP, DataParallel and `torch.compile` put a module into a *wrapper*: a module whose one child is the
-wrapped one, so that the names of all parameters get a prefix (`module.`, `_orig_mod.`). A *plain*
-name is one without the prefixes of wrappers, wherever in the module they are.
+DDP, DataParallel and `torch.compile` put a module into a *wrapper*: a module whose only child is
+the original one, so that the names of all parameters get a prefix (`module.`, `_orig_mod.`). A
+*plain* name is a name without the prefixes of wrappers, wherever in the module these are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.optim.deferred_init import shapes_are_enough
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the module inside of DDP, DataParallel and `torch.compile`, however many of them."""
+    """Returns the module inside DDP, DataParallel and `torch.compile`, even if they are nested."""
     child_name = _wrapped_child(module)
     while child_name is not None:
         module = module.get_submodule(child_name)
@@ -38,22 +38,29 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
 
 
 def plain_shapes(module: nn.Module) -> OrderedDict[str, Any]:
-    """Returns what `plain_state_dict` returns, whose tensors may not have their values yet.
+    """Returns the same as `plain_state_dict`, but the tensors may not have their values yet.
 
-    A model that was built in `lockstep.deferred_init` gets values when they are needed.
+    A model that was built in `lockstep.deferred_init` is initialised only when values are needed.
+    This function does not need them.
     """
     with shapes_are_enough():
         return plain_state_dict(module)
 
 
 def _with_plain_names(module: nn.Module, state: Any) -> OrderedDict[str, Any]:
-    """Returns the state of a module under plain names."""
+    """Returns the state of a module under plain names.
+
+    Args:
+        module: the module.
+        state: the result of its `state_dict()`.
+    """
     to_plain_name = plain_names(module)
     plain_state: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         plain_state[to_plain_name(name)] = value
-    # torch keeps the versions of the modules in an attribute of the state, by their paths. These
-    # get plain names too.
+
+    # An attribute of the state has the version of each submodule, by its path. The paths are
+    # changed in the same way.
     plain_versions: OrderedDict[str, Any] = OrderedDict()
     for path, version in (state_dict_metadata(state) or {}).items():
         plain_versions[to_plain_name(path)] = version
@@ -62,13 +69,13 @@ def _with_plain_names(module: nn.Module, state: Any) -> OrderedDict[str, Any]:
 
 
 class PlainState:
-    """The state of one module under plain names, asked for in every step.
+    """Returns the state of a module under plain names, fast enough to be called in every step.
 
-    To find the plain names takes longer than all the rest, so they are kept until the module has
-    others.
+    Finding the plain names takes longer than everything else. So they are kept as long as the names
+    of the module do not change.
 
     Args:
-        module: whose state it is.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,68 +85,76 @@ class PlainState:
         """The state when the names were last found."""
 
     def take(self) -> OrderedDict[str, Any]:
-        """Returns the state; its tensors are those of the module, parameters included."""
+        """Returns the present state. Its tensors are those of the module, including parameters."""
         state = self._module.state_dict(keep_vars=True)
         names = list(state)
         if names != self._names:
             self._plain = plain_state_dict(self._module)
             self._names = names
+
+        # `_plain` has the plain names in the same order.
         taken = OrderedDict(zip(self._plain, state.values(), strict=True))
         set_state_dict_metadata(taken, state_dict_metadata(self._plain))
         return taken
 
 
 def plain_names(module: nn.Module) -> Callable[[str], str]:
-    """Returns a function that turns names of a module's parameters and buffers into plain names."""
+    """Returns a function that converts names in a module's state to plain names."""
     child_of_wrapper = _find_wrappers(module)
     return lambda name: _remove_wrappers(name, child_of_wrapper)
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Loads a state with plain names, such as `plain_state_dict` returns, into a module.
+    """Loads a state with plain names, for example from `plain_state_dict`, into a module.
 
     Args:
-        module: keeps its tensors; the values are copied. A sharded module takes its own shards of
+        module: the module. Its tensors are overwritten. A sharded module takes its own shards of
             the values, which may be stored in shards themselves.
-        state: values by plain names.
+        state: the values by plain names.
         strict: as in `nn.Module.load_state_dict`.
     """
-    # The module's own names, with the parts that its wrappers add, are what torch asks for.
     to_plain_name = plain_names(module)
-    named_state: OrderedDict[str, Any] = OrderedDict()
+
+    # torch expects the module's own names, with the prefixes of its wrappers.
+    own_state_to_load: OrderedDict[str, Any] = OrderedDict()
     with shapes_are_enough():
         own_state = module.state_dict()
     for name, tensor in own_state.items():
         plain_name = to_plain_name(name)
         if plain_name in state:
-            named_state[name] = reshard(state[plain_name], tensor)
-    # The versions of the modules, by which torch converts states of older versions.
+            own_state_to_load[name] = reshard(state[plain_name], tensor)
+
+    # The versions of the submodules, with which torch converts states of older versions.
     versions = state_dict_metadata(state)
     if versions is not None:
-        named_versions: OrderedDict[str, Any] = OrderedDict()
+        own_versions: OrderedDict[str, Any] = OrderedDict()
         for path, _ in module.named_modules(remove_duplicate=False):
             plain_path = to_plain_name(path)
             if plain_path in versions:
-                named_versions[path] = versions[plain_path]
-        set_state_dict_metadata(named_state, named_versions)
-    module.load_state_dict(named_state, strict=strict)
+                own_versions[path] = versions[plain_path]
+        set_state_dict_metadata(own_state_to_load, own_versions)
+
+    module.load_state_dict(own_state_to_load, strict=strict)
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
-    """Returns the name of a wrapper's child; None if the module is no wrapper."""
-    # getattr would not do: a compiled module passes it on to the module inside.
+    """Returns the name of the child of a wrapper, or None if the module is no wrapper."""
+    # `hasattr(module, "_orig_mod")` would not do: a wrapper may pass it on to the module inside.
     children = dict(module.named_children())
     if COMPILED_CHILD_NAME in children:
         return COMPILED_CHILD_NAME
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    if getattr(type(module), "wraps_module", False):  # a wrapper of Lockstep says so itself
+    if getattr(type(module), "wraps_module", False):  # a wrapper of Lockstep
         return "module"
     return None
 
 
 def _find_wrappers(module: nn.Module) -> dict[str, str]:
-    """Returns the paths of all wrappers in a module, each with the name of its child."""
+    """Finds all wrappers in a module. Returns the name of the wrapped child by the wrapper's path.
+
+    For a compiled DDP model: `{"": "_orig_mod", "_orig_mod": "module"}`.
+    """
     child_of_wrapper = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
         child_name = _wrapped_child(submodule)
@@ -149,22 +164,23 @@ def _find_wrappers(module: nn.Module) -> dict[str, str]:
 
 
 def _remove_wrappers(name: str, child_of_wrapper: Mapping[str, str]) -> str:
-    """Returns a name, or the path of a submodule, without the parts that wrappers have added.
+    """Removes from a name, or from the path of a submodule, the parts that wrappers have added.
 
     If the module itself is a wrapper (path "") with the child "_orig_mod", the name
     "_orig_mod.block.0.weight" becomes "block.0.weight".
 
     Args:
-        name: such as "_orig_mod.block.0.weight"; "" for the module itself.
+        name: the name or path; "" is the module itself.
         child_of_wrapper: the name of each wrapper's child, by the wrapper's path.
     """
     if not name:
         return ""
+
     plain_parts = []
-    path = ""  # of the submodule that has the next part as a child
+    parent_path = ""
     for part in name.split("."):
-        is_child_of_wrapper = child_of_wrapper.get(path) == part
+        is_child_of_wrapper = child_of_wrapper.get(parent_path) == part
         if not is_child_of_wrapper:
             plain_parts.append(part)
-        path = f"{path}.{part}" if path else part
+        parent_path = f"{parent_path}.{part}" if parent_path else part
     return ".".join(plain_parts)

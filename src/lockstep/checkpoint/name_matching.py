@@ -1,9 +1,9 @@
-"""Finds out which tensor of a file belongs to which of a model, if wrappers have changed the names.
+"""Matches the names of tensors in a file with those in a model, if wrappers have changed them.
 
 DDP and DataParallel put `module.` before every name below them, `torch.compile` puts `_orig_mod.`,
-and people's own classes put `model.` or `net.`. No prefix is removed blindly: every combination of
-removing such prefixes from the names of the file and adding others is tried against the names of
-the model, and the one that makes most of them equal is used.
+and users' own classes put `model.` or `net.`. No prefix is removed blindly: every combination of
+removing such prefixes from the names in the file and adding others is compared with the names in
+the model, and the one that makes most names equal is used.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ PREFIX_PARTS = frozenset({*WRAPPER_PARTS, "model", "net"})
 
 @dataclass(frozen=True)
 class _Renaming:
-    """A way to turn the names of a file into names of a model."""
+    """A way to turn the names in a file into names in a model."""
 
     removed_parts: tuple[str, ...]
-    """Parts that are removed wherever they stand before the last part of a name."""
+    """Parts that are removed anywhere in a name, except as its last part."""
     removed_prefix: str
-    """Removed after that. A name that does not begin with it has no counterpart."""
+    """The prefix that is removed next. Names without it have no counterpart in the model."""
     added_prefix: str
-    """Put before the names in the end."""
+    """The prefix that is added last."""
 
     def apply(self, names: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
-        """Returns those new names that are names of the model, by the names in the file.
+        """Returns the name in the model by the name in the file, for names that are in both.
 
         Args:
-            names: the names without `removed_parts`, by the names in the file.
-            model: the names of the model.
+            names: the names after `removed_parts` were removed, by the names in the file.
+            model: the names in the model.
         """
         new_names = {}
         for name_in_file, name in names.items():
-            if name.startswith(self.removed_prefix):
-                new_name = self.added_prefix + name[len(self.removed_prefix) :]
-                if new_name in model:
-                    new_names[name_in_file] = new_name
+            if not name.startswith(self.removed_prefix):
+                continue
+            new_name = self.added_prefix + name[len(self.removed_prefix) :]
+            if new_name in model:
+                new_names[name_in_file] = new_name
         return new_names
 
     def num_changes(self) -> int:
-        """Returns how many parts of names it removes or adds."""
+        """Returns how many parts this renaming removes or adds."""
         # Prefixes such as "module.model." have a dot after each part.
         num_removed = len(self.removed_parts) + self.removed_prefix.count(".")
         return num_removed + self.added_prefix.count(".")
 
     def describe(self) -> tuple[str, ...]:
-        """Returns a text for each change, such as "removed the prefix 'module.'"."""
+        """Returns a text for each change: ("removed the prefix 'module.'",)."""
         changes = [f"removed every {part + '.'!r}" for part in self.removed_parts]
         if self.removed_prefix:
             changes.append(f"removed the prefix {self.removed_prefix!r}")
@@ -67,7 +68,7 @@ class _Renaming:
 
 @dataclass(frozen=True)
 class Match:
-    """Which names of a file belong to which names of a model."""
+    """The names in a file, matched with the names in a model."""
 
     names: Mapping[str, str]
     """The name in the model by the name in the file, for those that have one."""
@@ -78,30 +79,33 @@ class Match:
 
 
 def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalShape]) -> Match:
-    """Finds the renaming that turns most names of the file into names of the model.
+    """Finds the renaming that turns most names in a file into names in a model.
 
-    Every renaming is tried that removes parts inside of names, then removes a prefix, then adds a
-    prefix. All names are changed in the same way; two names never become one.
+    A renaming removes certain parts inside names, then removes a prefix, then adds a prefix. All
+    combinations are tried. A renaming changes all names in the same way, and is not used if it
+    would make two names equal.
 
     Args:
         file: the shapes of the file's tensors by name.
         model: the shapes of the model's tensors by name.
     """
     best = Match({}, 0, ())
-    best_score = (-1, -1, 0)  # lower than that of any renaming
+    best_score = (-1, -1, 0)  # lower than the score of any renaming
     model_prefixes = _known_prefixes(model)
     for removed_parts in REMOVABLE_PARTS:
         inner_names = {name: remove_parts(name, removed_parts) for name in file}
         if len(set(inner_names.values())) < len(inner_names):
-            continue  # two names would become one
+            continue  # two names would become equal
         if removed_parts and list(inner_names.values()) == list(file):
-            continue  # no name has these parts, so this is the first case again
+            continue  # no name has these parts, so this is the same as removing none
+
         file_prefixes = _known_prefixes(inner_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
             names = renaming.apply(inner_names, model)
             fitting = [name for name, new_name in names.items() if file[name] == model[new_name]]
-            # The best has most names with equal shapes, then most names, then fewest changes.
+            # The best renaming has the most names with equal shapes; among these the most names;
+            # among these the fewest changes.
             score = (len(fitting), len(names), -renaming.num_changes())
             if score > best_score:
                 best = Match(names, len(fitting), renaming.describe())
@@ -110,7 +114,7 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
 
 
 def _known_prefixes(names: Collection[str]) -> list[str]:
-    """Returns all prefixes of known parts that some name begins with, the empty one first.
+    """Returns the prefixes of these names that wrappers may have added, the empty one first.
 
     For "module.model.weight" these are "", "module." and "module.model.".
     """
@@ -126,7 +130,10 @@ def _known_prefixes(names: Collection[str]) -> list[str]:
 
 
 def remove_parts(name: str, parts: Collection[str]) -> str:
-    """Returns a tensor's name without these parts, wherever they stand before its last part."""
+    """Removes certain parts from a tensor's name, except from its end.
+
+    Without "_orig_mod": "block._orig_mod.weight" becomes "block.weight".
+    """
     *leading_parts, last_part = name.split(".")
     remaining = [part for part in leading_parts if part not in parts]
     return ".".join([*remaining, last_part])

@@ -1,10 +1,10 @@
 """Loads the saved state of an optimizer so that its tensors keep their dtypes.
 
 Torch's `Optimizer.load_state_dict` converts every tensor of the state except `step` to the dtype of
-its parameter. That is right for a state that is kept in the dtype of the parameter, and wrong for
-every other: momentum and master weights in float32 of parameters in bfloat16 would be rounded, and
-states in 8 bits and counters would become fractions. It also takes text and arrays for lists. So
-torch loads the state first, and then what it has changed is replaced by what was saved.
+its parameter. That is right if the state was kept in the dtype of the parameter. But momentum and
+master weights in float32 of bfloat16 parameters would be rounded, and 8-bit states and counters
+would become floating-point numbers. Torch also converts strings and arrays to lists. So torch loads
+the state first, and then whatever it has changed is replaced by the saved values.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ def load_saved_state(
     saved: Mapping[str, Any],
     saved_dtypes: Mapping[Tensor, torch.dtype],
 ) -> None:
-    """Loads a state into an optimizer, whose tensors keep the dtypes that they were saved in.
+    """Loads a saved state into an optimizer, without converting its tensors to other dtypes.
 
-    One exception: a tensor that was saved in the dtype of its parameter gets the dtype that the
-    parameter has now.
+    Exception: if the dtype of a parameter has changed since, tensors that were saved in the
+    parameter's former dtype are converted to its present dtype.
 
     Args:
         optimizer: an optimizer of torch, or one with torch's `param_groups`, `state` and
             `load_state_dict`.
-        saved: what its `state_dict` returned. All tensors are in memory.
-        saved_dtypes: the dtypes that parameters had when the state was saved. If the dtype of a
-            parameter is not known, it is taken to be the present one.
+        saved: the result of its `state_dict`. All tensors are in memory.
+        saved_dtypes: the dtypes of parameters when the state was saved. A parameter that is not
+            listed is assumed to have had its present dtype.
     """
     options_as_built = _tensor_options(optimizer)
-    entries = saved["state"]  # for each parameter that has one, by its number
-    # Torch would take text and arrays for lists, so it gets None in their place.
+
+    # Torch would convert strings and arrays to lists, so it gets None in their place.
+    entries = saved["state"]  # the state of each parameter, by the parameter's number
     safe_entries = {
         number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
     }
     optimizer.load_state_dict({**saved, "state": safe_entries})
     _restore_entries(optimizer, saved, saved_dtypes)
 
-    # Options such as a learning rate may be tensors, on a GPU if the step is compiled. Loading has
-    # put the saved ones on the CPU; they go to the device where the optimizer was built with them.
+    # Options such as the learning rate may be tensors, on a GPU if the step is compiled. Torch has
+    # loaded them to the CPU, so they are moved to the device of the option that was there before.
     for group, options in zip(optimizer.param_groups, options_as_built, strict=True):
         for name, built in options.items():
             if isinstance(group.get(name), Tensor):
@@ -62,10 +63,10 @@ def _restore_entries(
     saved: Mapping[str, Any],
     saved_dtypes: Mapping[Tensor, torch.dtype],
 ) -> None:
-    """Puts back, in the state that torch has loaded, what torch has changed or did not get.
+    """Puts saved values back into the state of an optimizer where torch has changed them.
 
     Args:
-        optimizer: the optimizer, which has loaded the state.
+        optimizer: the optimizer, into which torch has loaded the state.
         saved: the saved state.
         saved_dtypes: as in `load_saved_state`.
     """
@@ -73,8 +74,9 @@ def _restore_entries(
     for number, parameter in _numbered_parameters(optimizer, saved):
         if number not in entries or parameter not in optimizer.state:
             continue
-        # A parameter in bfloat16 may have been saved in float32. Then torch was right to convert
-        # momentum that was saved in float32 too: it has the dtype of its parameter.
+
+        # Example: a parameter was float32 when it was saved, and is bfloat16 now. Then momentum in
+        # float32 had the dtype of its parameter, and torch was right to convert it to bfloat16.
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
         dtype_has_changed = saved_dtype != parameter.dtype
         optimizer.state[parameter] = _restore_saved(
@@ -87,13 +89,13 @@ def _restore_entries(
 def saved_parameter_dtypes(
     modules: Mapping[str, nn.Module], saved: Mapping[str, Any]
 ) -> dict[Tensor, torch.dtype]:
-    """Returns the dtypes, by parameter, that modules had when their states were saved.
+    """Returns the dtype that each parameter had when the state of its module was saved.
 
-    Parameters that were not saved have none.
+    Parameters that were not saved are left out.
 
     Args:
         modules: the modules by name.
-        saved: their states, by the same names.
+        saved: their saved states, by the same names.
     """
     dtypes: dict[Tensor, torch.dtype] = {}
     for module_name, module in modules.items():
@@ -108,9 +110,9 @@ def saved_parameter_dtypes(
 def _numbered_parameters(
     optimizer: Optimizer, saved: Mapping[str, Any]
 ) -> list[tuple[Any, Tensor]]:
-    """Returns pairs: the number that a parameter has in the saved state, and the parameter.
+    """Pairs the numbers that a saved state uses for parameters with the parameters themselves.
 
-    Parameters are identified by their order in the groups, as torch does it.
+    As in torch, the order of the parameters in the groups decides.
 
     Raises:
         ValueError: the saved state has more or fewer parameters than the optimizer.
@@ -118,14 +120,16 @@ def _numbered_parameters(
     numbers = []
     for saved_group in saved["param_groups"]:
         numbers += saved_group["params"]
+
     parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
+
     return list(zip(numbers, parameters, strict=True))
 
 
 def _tensor_options(optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """Returns, for each parameter group, those options by name that are tensors."""
+    """Returns, for each parameter group, its options that are tensors, by name."""
     options_of_groups = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if isinstance(value, Tensor)}
@@ -134,40 +138,44 @@ def _tensor_options(optimizer: Optimizer) -> list[dict[str, Tensor]]:
 
 
 def _none_if_taken_for_list(leaf: Any) -> Any:
-    """Returns None for text and arrays, which torch would take for lists; else the value itself."""
+    """Returns None for strings and arrays, which torch would convert to lists; others unchanged."""
     if isinstance(leaf, TAKEN_FOR_LISTS_BY_TORCH):
         return None
     return leaf
 
 
 def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
-    """Returns what an optimizer has loaded, with saved values wherever torch has changed them.
+    """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
-    Dictionaries are changed in place. What has no saved counterpart stays as it was loaded.
+    Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
 
     Args:
-        loaded: what torch has put into the optimizer's state; on the right device.
-        saved: the saved value that torch has made it from, of any kind.
-        converted_dtype: tensors that were saved in this dtype stay in the one that torch chose;
-            None: no tensor does.
+        loaded: the value in the optimizer's state, on the right device.
+        saved: the saved value, of any type, from which torch has made it.
+        converted_dtype: tensors that were saved in this dtype were rightly converted, and stay as
+            they were loaded. None: there are no such tensors.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
+
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         keeps_dtype = saved.dtype == loaded.dtype
         was_rightly_converted = saved.dtype == converted_dtype
         if keeps_dtype or was_rightly_converted:
             return loaded
         return saved.to(loaded.device)
+
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
                 loaded[key] = _restore_saved(loaded[key], value, converted_dtype)
         return loaded
+
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
             items.append(_restore_saved(loaded_item, saved_item, converted_dtype))
         return type(saved)(items)
+
     return loaded

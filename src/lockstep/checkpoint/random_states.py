@@ -1,10 +1,10 @@
-"""The random states of a checkpoint: what is saved of them, and what a resumed run restores.
+"""Collects the random states that a checkpoint saves, and restores them when a run resumes.
 
 A *stream* is the state of the random generators of torch, of the GPU, of numpy and of Python's
-`random`. Every rank has a stream of its own, which is saved, and restored if the run has as many
-ranks. With virtual ranks, what is drawn outside of the training loop comes from a *common* stream,
-which is the same on all ranks, and what is drawn inside is seeded anew in every step. So the common
-stream alone is saved, even inside of the training loop, and it is restored on any number of ranks.
+`random`. Usually every rank has its own stream. It is saved, and restored if the run has as many
+ranks as before. With virtual ranks, random numbers outside of the training loop come from a
+*common* stream, which is the same on all ranks, and those inside are seeded again in every step. So
+only the common stream is saved, and it can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.wording import count_noun, format_ranks
 
 
 class CommonStream(Protocol):
-    """What a checkpoint needs of `lockstep.training.virtual_rank_streams.VirtualRankStreams`."""
+    """The methods of `training.virtual_rank_streams.VirtualRankStreams` that a checkpoint uses."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class RandomStates:
 
     Args:
         collectives: the collectives of the run.
-        common_stream: the common stream of the run; None: every rank has a stream of its own.
+        common_stream: the common stream of the run; None if every rank has its own stream.
     """
 
     def __init__(self, collectives: Collectives, common_stream: CommonStream | None) -> None:
@@ -46,7 +46,7 @@ class RandomStates:
 
     @property
     def is_common(self) -> bool:
-        """True if there is one stream for all ranks."""
+        """True if all ranks have one common stream."""
         return self._common_stream is not None
 
     def state(self) -> dict[str, Any]:
@@ -60,19 +60,23 @@ class RandomStates:
         return rng_state_to_text(self.state())
 
     def check_common(self, states_of_ranks: Sequence[str]) -> None:
-        """Warns once if the common stream is not the same on all ranks. The first one is saved.
+        """Warns if the common stream is not the same on all ranks. Warns only once.
+
+        The checkpoint stores the stream of rank 0.
 
         Args:
-            states_of_ranks: what `to_text` returned on each rank.
+            states_of_ranks: the result of `to_text` on each rank.
         """
         if self._common_stream is None or self._warned_of_difference:
             return
+
         differing = []
         for rank, state in enumerate(states_of_ranks):
             if state != states_of_ranks[0]:
                 differing.append(rank)
         if not differing:
             return
+
         self._warned_of_difference = True
         warn(
             "random numbers outside of the training loop, with virtual_ranks",
@@ -86,23 +90,27 @@ class RandomStates:
         """Restores the random state of this rank, if the checkpoint has it.
 
         Args:
-            saved: the states of the checkpoint by name, with its `manifest`.
+            saved: the states of the checkpoint by name, with its `manifest`. `random` has the
+                random states of the ranks; in a step from memory, it has None for a rank on a lost
+                machine.
 
         Returns:
-            "" if it was restored. Otherwise the end of a sentence that says why not.
+            "" if the random state was restored. Otherwise the end of a sentence that says why not.
         """
         manifest = saved["manifest"]
         states = saved["random"]
+
+        # This run has a common stream. If the checkpoint has one too, `states` has only this one.
+        # Otherwise it has one for each rank, and the first is taken, so that the run goes on as it
+        # would on one process.
         if self._common_stream is not None and states is not None:
-            # With virtual ranks the checkpoint has the common stream alone. Without them it has a
-            # stream for each rank, and the first one is taken: the common stream goes on as that
-            # of a run on one process.
-            # Of a step in memory, the states of ranks on a lost machine are not known.
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))
             return ""
+
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
+
         topology = self._collectives.topology
         world_size = manifest["world_size"]
         if world_size != topology.size:
@@ -110,7 +118,7 @@ class RandomStates:
                 f"; saved by {count_noun(world_size, 'process')}, resumed on {topology.size}: "
                 "dropout's random state restarts from the seed"
             )
-        # Of a step in memory, only the states of ranks on a lost machine are not known.
+
         is_known_for_all = states is not None and None not in states
         if not is_known_for_all:
             return "; dropout's random state restarts from the seed"

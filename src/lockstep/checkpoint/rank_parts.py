@@ -1,9 +1,9 @@
-"""Splits the states of a training between the ranks: which rank stores what of a checkpoint.
+"""Decides which part of the state of a training each rank stores in a checkpoint.
 
-Rank 0 stores everything that is equal on all ranks. Of a DTensor each rank stores its own shard. A
-state is *partial* if a rank has only some of its entries, as under a pipeline or with the virtual
-ranks of DiLoCo; each entry of a partial state is stored by the first rank that has it. Before a
-save, the ranks tell each other in a `RankSummary` which entries they have.
+Rank 0 stores everything that is equal on all ranks. Of a DTensor, each rank stores its own shard. A
+state is *partial* if each rank has only some of its entries, as under a pipeline or with the
+virtual ranks of DiLoCo; then each entry is stored by the first rank that has it. Before a save, the
+ranks tell each other in a `RankSummary` which entries they have.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ from lockstep.distributed.torch_compat import is_sharded
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank tells the others before a save. All of it is JSON."""
+    """A rank's message to the others before a save. All fields can be sent as JSON."""
 
     skip: bool
-    """True if this rank would leave the save out. The answer of rank 0 counts."""
+    """True if this rank proposes to skip the save. Rank 0 decides."""
     metric: float | None
     rng_state: str
     """The rank's random state as text."""
     random_stream_is_common: bool
-    """True if the random state is one for all ranks, so that one is stored."""
+    """True if all ranks have the same random state, so that only one is stored."""
     partial_keys: dict[str, list[int | str]]
-    """For each partial state, by its name, the keys of the entries that the rank has."""
+    """The keys of the entries that the rank has of each partial state, by the state's name."""
     has_own_tensors: bool
-    """True if the rank stores something even if it is not rank 0."""
+    """True if the rank may have something to store that rank 0 does not have."""
 
 
 def keys_of_partial_states(
     states: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> dict[str, list[int | str]]:
-    """Returns, by the name of each partial state, the keys of the entries that this rank has.
+    """Finds the partial states, and returns the keys of the entries that this rank has of each.
 
-    A state is partial if this rank has only some of its entries. The keys are the names of tensors
-    in the state of a module, and the numbers of parameters in that of an optimizer.
+    The keys are names of tensors for a module, and numbers of parameters for an optimizer. For a
+    pipeline: `{"model": ["0.weight", "0.bias"], "optimizer": [0, 1]}`.
 
     Args:
-        states: what the `state_dict` of each object returned, and the run's own under "world".
+        states: the state of each object by name, and the run's own state under "world".
         objects: the objects by the same names.
     """
     partial_keys: dict[str, list[int | str]] = {}
-    if "state" in states["world"]:  # the rounding errors of compressed gradients, by rank
+
+    # The rounding errors of compressed gradients are different on each rank.
+    if "state" in states["world"]:
         partial_keys["world"] = list(states["world"]["state"])
+
     for name, value in objects.items():
         state = states[name]
         if isinstance(value, nn.Module):
@@ -71,13 +74,13 @@ def keys_of_partial_states(
 def has_own_tensors(
     states: Mapping[str, Any], partial_keys: Mapping[str, Sequence[int | str]]
 ) -> bool:
-    """Returns True if a rank may have something to store that rank 0 lacks.
+    """Returns True if a rank may have something to store that rank 0 does not have.
 
-    These are entries of partial states, and shards of DTensors.
+    This can be entries of partial states, or shards of DTensors.
 
     Args:
         states: the states of the rank by name.
-        partial_keys: what `keys_of_partial_states` returned.
+        partial_keys: the result of `keys_of_partial_states`.
     """
     return bool(partial_keys) or any(is_sharded(tensor) for tensor in tensors(states))
 
@@ -106,7 +109,7 @@ def copy_rank_part(
     for summary in summaries:
         partial_names.update(summary.partial_keys)
 
-    # First, what of each state this rank stores.
+    # What this rank stores of each state.
     training: dict[str, Any] = {}
     for name, state in states.items():
         if name in partial_names:
@@ -116,14 +119,16 @@ def copy_rank_part(
             training[name] = state
         else:
             training[name] = keep_dtensors_only(state)
-    state_of_file = {name: training.pop(name) for name in module_names}
+    state_of_file = {name: training.pop(name) for name in module_names}  # one file for each module
+
+    # Rank 0 also stores the random states.
     if rank == 0:
         num_streams = 1 if summaries[0].random_stream_is_common else len(summaries)
         rng_states = [rng_state_from_text(summary.rng_state) for summary in summaries[:num_streams]]
         training["random"] = rng_states
     state_of_file[layout.TRAINING] = training
 
-    # Then each state is split into a tree and tensors, which are copied to host memory.
+    # Split each state into a tree and tensors, and copy the tensors to host memory.
     tensors_of_file: dict[str, dict[str, Tensor]] = {}
     boxes: dict[str, dict[str, Box]] = {}
     trees: dict[str, Any] = {}
@@ -139,7 +144,7 @@ def copy_rank_part(
         if encoded.tensors or rank == 0:  # rank 0 writes every file, even one without tensors
             tensors_of_file[layout.tensor_file(name, rank)] = encoded.tensors
 
-    # Of partial states, the trees of this rank's entries. Rank 0 puts them into its own trees.
+    # The trees of the entries that this rank has of partial states. Rank 0 adds them to its trees.
     entries = {}
     if rank > 0:
         for name in partial_names:

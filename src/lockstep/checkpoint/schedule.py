@@ -1,9 +1,10 @@
-"""When a training loop saves: every so many steps, every so many minutes, or when a signal asks.
+"""Decides when a training loop saves: after a number of steps or minutes, or on a signal.
 
-All ranks count steps alike, so nothing has to be exchanged for that. Clocks and signals differ
-between ranks: the ranks exchange a short text about every half second and all act in the step of
-that exchange. Rank 0 sets the number of steps between two exchanges (`steps_between_exchanges`) by
-how long a step takes. On one process nothing is exchanged, and a signal is met in the next step.
+All ranks count the same steps, so they need not exchange anything to save after a number of steps.
+But clocks and signals differ between ranks. So the ranks exchange a short text about every half
+second, and all of them act in the step of that exchange. The number of steps between two exchanges
+(`steps_between_exchanges`) follows from the time of a step on rank 0. On one process nothing is
+exchanged, and a signal is acted on in the next step.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ EXPLANATION_AND_ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How `world.checkpoint` saves.
+    """When `world.checkpoint` saves, and which checkpoints it keeps.
 
     Raises:
-        SettingError: a value that cannot be honoured.
+        SettingError: a value is invalid.
     """
 
     keep: int = 2
-    """How many of the newest checkpoints remain."""
+    """Number of the newest checkpoints that are kept."""
     every: int | timedelta | None = None
-    """Steps, or time, after which `step()` saves; None: only when a signal asks."""
+    """The number of steps, or the time, after which `step()` saves; None: only on a signal."""
     best: Literal["min", "max"] | None = None
-    """The checkpoint with the smallest or largest metric remains too."""
+    """Whether the checkpoint with the smallest or the largest metric is kept too."""
     busy: Literal["wait", "skip"] = "wait"
     """What a save does while an earlier one is being written."""
     asynchronous: bool = True
-    """True if the training goes on while a checkpoint is written."""
+    """True if training continues while a checkpoint is written."""
 
     def __post_init__(self) -> None:
         is_positive_time = isinstance(self.every, timedelta) and self.every > timedelta()
@@ -77,23 +78,23 @@ class Policy:
 
 
 class _RankAnswer(NamedTuple):
-    """What a rank tells the others in an exchange."""
+    """A rank's message to the others in an exchange."""
 
     save_requested: bool
     stop_requested: bool
     save_is_due: bool
-    """By this rank's clock. The clock of rank 0 counts."""
+    """True if it is time to save by this rank's clock. The clock of rank 0 decides."""
     step_time_s: float
-    """The mean time of a step since the last exchange. That of rank 0 counts."""
+    """The mean time of a step since the last exchange. The value of rank 0 is used."""
 
 
 class SaveSchedule:
-    """Decides in each step, alike on all ranks, whether to save.
+    """Decides in each step, with the same result on all ranks, whether to save.
 
     Args:
         every: as in `Policy`.
         collectives: the collectives of the run.
-        requests: what signals have asked this process for.
+        requests: the requests that signals have sent to this process.
     """
 
     def __init__(
@@ -111,20 +112,22 @@ class SaveSchedule:
         self._last_exchange_at_s = self._saved_at_s
 
     def saved(self) -> None:
-        """To be called after a save: the time to the next one begins now."""
+        """Records that a save was made. The time until the next one starts now."""
         self._saved_at_s = self._clock()
 
     def decide(self, number: int) -> Literal["save", "stop"] | None:
-        """Returns what to do in this step: "save", "stop" (save, then end the run), or nothing.
+        """Returns what to do in this step: "save", "stop" (save, then end the run), or None.
 
-        In some steps, the same on all ranks, it exchanges with them what signals and clocks say.
+        In some steps, which are the same on all ranks, the ranks exchange what their clocks and
+        signals say.
 
         Args:
-            number: optimizer steps done; the same on all ranks.
+            number: number of optimizer steps that were made; the same on all ranks.
         """
         self._requests.listen()
         is_due_by_steps = isinstance(self._every, int) and number % self._every == 0
-        # These three are known only in steps in which the ranks exchange them.
+
+        # Clocks and signals are only considered in the steps in which the ranks exchange them.
         is_due_by_time = False
         save_requested = False
         stop_requested = False
@@ -134,10 +137,11 @@ class SaveSchedule:
             stop_requested = self._requests.stop
         elif number >= self._next_exchange_step:
             answers = self._exchange(number)
-            is_due_by_time = answers[0].save_is_due  # clocks differ: that of rank 0 counts
+            is_due_by_time = answers[0].save_is_due  # the clock of rank 0 decides
             # A signal may have been sent to any of the ranks.
             save_requested = any(answer.save_requested for answer in answers)
             stop_requested = any(answer.stop_requested for answer in answers)
+
         if stop_requested:
             return "stop"
         if is_due_by_steps or is_due_by_time or save_requested:
@@ -145,26 +149,28 @@ class SaveSchedule:
         return None
 
     def _is_due(self) -> bool:
-        """Returns True if the time after which to save has passed, by this process's clock."""
+        """Returns True if the time between two saves has passed, by the clock of this process."""
         if not isinstance(self._every, timedelta):
             return False
         return self._clock() - self._saved_at_s >= self._every.total_seconds()
 
     def _exchange(self, number: int) -> list[_RankAnswer]:
-        """Returns the answers of all ranks, and sets the step of the next exchange.
+        """Exchanges messages with all ranks, and plans the step of the next exchange.
 
         Args:
-            number: optimizer steps done.
+            number: number of optimizer steps that were made.
         """
-        num_steps = max(1, number - self._last_exchange_step)  # since the last exchange
-        answer = _RankAnswer(
+        steps_since_exchange = max(1, number - self._last_exchange_step)
+        time_since_exchange_s = self._clock() - self._last_exchange_at_s
+        own_answer = _RankAnswer(
             save_requested=self._requests.take_save(),
             stop_requested=self._requests.stop,
             save_is_due=self._is_due(),
-            step_time_s=(self._clock() - self._last_exchange_at_s) / num_steps,
+            step_time_s=time_since_exchange_s / steps_since_exchange,
         )
-        # Tuples come back from an exchange as lists.
-        answers = [_RankAnswer(*values) for values in self._collectives.exchange(answer)]
+        # Tuples are sent as lists.
+        answers = [_RankAnswer(*values) for values in self._collectives.exchange(own_answer)]
+
         self._set_steps_between_exchanges(answers[0].step_time_s)
         self._next_exchange_step = number + self.steps_between_exchanges
         self._last_exchange_step = number
@@ -172,13 +178,13 @@ class SaveSchedule:
         return answers
 
     def _set_steps_between_exchanges(self, step_time_s: float) -> None:
-        """Sets it to the number of steps that take `EXCHANGE_INTERVAL_S`, but at most doubles it.
+        """Sets the number of steps that take about `EXCHANGE_INTERVAL_S`, but at most doubles it.
 
-        The number approaches what is right slowly, since the first steps are slow: kernels are
-        loaded and compiled in them.
+        It grows slowly, because the first steps take longer than later ones: kernels are loaded and
+        compiled in them.
 
         Args:
-            step_time_s: how long a step takes on rank 0.
+            step_time_s: the time of a step on rank 0.
         """
         wanted = int(EXCHANGE_INTERVAL_S / max(step_time_s, MIN_STEP_TIME_S))
         allowed = min(2 * self.steps_between_exchanges, MAX_STEPS_BETWEEN_EXCHANGES)

@@ -1,4 +1,4 @@
-"""Every operation by which saving changes the disk, one function each.
+"""Contains every operation with which saving changes the disk, one function for each.
 
 Saving calls them as `storage.write(...)`, so that a test can make any of them fail, or end the
 process before any of them.
@@ -20,7 +20,7 @@ MODE_OF_NEW_FILES = 0o666
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder. Its parent must exist."""
+    """Creates a folder. Its parent must exist."""
     os.mkdir(path)
 
 
@@ -73,7 +73,7 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Opens a new file for writing; yields its descriptor.
+    """Creates a file for writing, and yields its descriptor.
 
     The file is flushed to disk at the end of the block, unless the block raises an error.
     """
@@ -89,9 +89,9 @@ def new_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def in_place(path: Path) -> Iterator[Path]:
-    """Replaces a file in full or not at all; yields a temporary name to write to.
+    """Replaces a file completely or not at all. Yields a temporary path to write to.
 
-    What has the temporary name at the end of the block is renamed to `path`. It is removed if the
+    At the end of the block, the temporary file is renamed to `path`. It is removed instead if the
     block raises an error or a signal ends the process.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
@@ -102,9 +102,11 @@ def in_place(path: Path) -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and everything in it. Links are removed, not followed."""
+    """Removes a folder and everything in it. Symbolic links are removed, not followed."""
     with os.scandir(path) as scan:
-        entries = list(scan)  # before anything is removed, since removing may confuse the scan
+        # The list is complete before anything is removed, which might confuse the scan.
+        entries = list(scan)
+
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             remove_tree(Path(entry.path))

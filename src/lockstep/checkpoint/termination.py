@@ -1,10 +1,10 @@
-"""Runs clean-ups before a signal such as SIGTERM ends this process.
+"""Calls clean-up functions before a signal such as SIGTERM ends this process.
 
-By default SIGTERM ends a process at once, and a checkpoint that it was writing stays half written.
-A handler in Python is not enough: Python runs it in the main thread, once that has returned from
-C++. A rank that waits in C++ for another rank, which has failed, does not return, and that is when
-launchers send SIGTERM. But Python also writes the number of each signal to a pipe at once
-(signal.set_wakeup_fd), and a thread of this module reads it there.
+By default SIGTERM ends a process at once, and a checkpoint that it was writing remains half
+written. A signal handler in Python is not enough: Python calls it in the main thread, once that has
+returned from C++. A rank that waits in C++ for another rank, which has failed, does not return, and
+that is when launchers send SIGTERM. But Python also writes the number of each signal to a pipe at
+once (`signal.set_wakeup_fd`), and a thread of this module reads the pipe.
 
 If the program handles these signals itself, nothing is changed.
 """
@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Watcher:
-    """A thread that learns of signals at once, whatever the main thread does."""
+    """A thread that notices signals at once, whatever the main thread is doing."""
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -35,20 +35,24 @@ class _Watcher:
         self._thread.start()
 
     def _watch(self) -> None:
-        """Runs in the thread: ends the process by the first signal that has our handler."""
+        """Runs in the thread. Ends the process on the first signal that has our handler."""
         while True:
             # Python writes one byte for each signal: its number.
             number = os.read(self._read_end, 1)[0]
-            if number == 0:  # written by `close`
+            was_closed = number == 0  # `close` has written this
+            if was_closed:
                 return
             if signal.getsignal(number) is _handle:
                 end_by(number)
 
     def close(self) -> None:
         """Ends the thread, and closes its pipe."""
-        current_fd = signal.set_wakeup_fd(-1)  # Python has no other way to ask for it
+        # The present pipe can only be found out by replacing it. If the program has set a pipe of
+        # its own meanwhile, that is put back.
+        current_fd = signal.set_wakeup_fd(-1)
         if current_fd != self._write_end:
-            signal.set_wakeup_fd(current_fd)  # the program has set its own meanwhile
+            signal.set_wakeup_fd(current_fd)
+
         os.write(self._write_end, b"\0")
         self._thread.join()
         os.close(self._read_end)
@@ -56,7 +60,7 @@ class _Watcher:
 
 
 _cleanups: list[Callable[[], object]] = []
-"""What is called before a signal ends this process."""
+"""The functions that are called before a signal ends this process."""
 _handled_signals: list[int] = []
 """The signals that have our handler in place of their default action."""
 _watcher: _Watcher | None = None
@@ -65,33 +69,39 @@ _ending = threading.RLock()
 
 
 def protect(cleanup: Callable[[], object]) -> None:
-    """Calls `cleanup` before a signal ends this process.
+    """Makes sure that `cleanup` is called before a signal ends this process.
 
-    Only the main thread can install handlers; in any other thread this does nothing.
+    In any thread but the main thread this does nothing, because only the main thread can install
+    signal handlers.
     """
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return
+
     if cleanup not in _cleanups:
         _cleanups.append(cleanup)
     for number in SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _handle)
             _handled_signals.append(number)
-    # Without the thread, the handler alone ends the process, only later.
+
+    # If the program uses the wake-up pipe itself, there is no thread. Then our handler ends the
+    # process, only later.
     if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 
 
 def unprotect(cleanup: Callable[[], object]) -> None:
-    """Undoes `protect` for a clean-up. After the last one, signals do what they did before."""
+    """Undoes `protect` for one function. After the last one, signals act as they did before."""
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return
+
     if cleanup in _cleanups:
         _cleanups.remove(cleanup)
     if _cleanups:
         return
+
     _restore_default_actions()
     if _watcher is not None:
         _watcher.close()
@@ -100,7 +110,7 @@ def unprotect(cleanup: Callable[[], object]) -> None:
 
 @contextmanager
 def cleaned_up_on_failure(cleanup: Callable[[], object]) -> Iterator[None]:
-    """Calls `cleanup` if the block raises, or if a signal ends this process in it."""
+    """Calls `cleanup` if the block raises an error, or if a signal ends the process during it."""
     protect(cleanup)
     try:
         yield
@@ -112,18 +122,19 @@ def cleaned_up_on_failure(cleanup: Callable[[], object]) -> Iterator[None]:
 
 
 def is_default(number: int) -> bool:
-    """Returns True if a signal ends this process: by its default action, or by our handler."""
+    """Returns True if a signal ends this process, by its default action or through our handler."""
     return signal.getsignal(number) in (signal.SIG_DFL, _handle)
 
 
 def end_by(number: int) -> None:
-    """Runs the clean-ups, then ends this process by the signal's default action."""
+    """Calls the clean-up functions, then ends this process by the signal's default action."""
     with _ending:
         for cleanup in list(_cleanups):
-            with suppress(Exception):  # the process ends whatever happens
+            with suppress(Exception):  # the process must end even if a clean-up fails
                 cleanup()
-        # C's function signal(), because Python's raises an error outside of the main thread. Its
-        # SIG_DFL is a null pointer.
+
+        # Python's `signal.signal` raises an error outside of the main thread, so the C function is
+        # called. SIG_DFL is a null pointer in C.
         default_action = ctypes.c_void_p(0)
         ctypes.CDLL(None).signal(number, default_action)
         os.kill(os.getpid(), number)
@@ -136,7 +147,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _program_uses_wakeup_fd() -> bool:
     """Returns True if the program uses the wake-up pipe itself, as asyncio does.
 
-    A process has only one. It can be asked for only by setting another.
+    A process has only one such pipe. Python can only tell which it is when it is replaced.
     """
     current_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(current_fd)
@@ -144,7 +155,7 @@ def _program_uses_wakeup_fd() -> bool:
 
 
 def _restore_default_actions() -> None:
-    """Gives signals that have our handler their default action back."""
+    """Restores the default actions of the signals that still have our handler."""
     while _handled_signals:
         number = _handled_signals.pop()
         if signal.getsignal(number) is _handle:
@@ -152,9 +163,10 @@ def _restore_default_actions() -> None:
 
 
 def _forget_in_child() -> None:
-    """Undoes everything in a forked process, such as a worker of a DataLoader.
+    """Undoes everything in a forked process, for example a worker of a DataLoader.
 
-    Otherwise the child would write its signals to the pipe of its parent, and end the parent.
+    Otherwise the child would write its signals to the pipe of its parent, which would end the
+    parent.
     """
     global _watcher, _ending
     _ending = threading.RLock()  # a thread that the child does not have may hold the parent's lock

@@ -320,17 +320,18 @@ def _defer_loading(model: nn.Module, plan: _LoadPlan) -> None:
 
 
 def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:
-    """Finds out what of a file fits a model, and returns what is to be copied. Copies nothing.
+    """Finds out which values of a file fit a model, and plans what to copy. Copies nothing.
 
-    Args: as for `load_weights`.
+    The arguments are those of `load_weights`.
 
     Raises:
-        CheckpointError: the file cannot be read or is not trusted; or it does not fit the model: in
-            everything if `strict`, else for at least half of the model's names.
+        CheckpointError: the file cannot be read or is not trusted; or it does not fit the model:
+            completely if `strict`, otherwise in at least half of the model's names.
     """
     own = plain_shapes(model)
     found, match = _best_match(path, own, trust)
-    # From here on values have the names of the model.
+
+    # The values of the file, under the names of the model.
     state = {name: found.state[old_name] for old_name, name in match.names.items()}
     for name, value in state.items():
         if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
@@ -338,19 +339,11 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     tied_groups = _tied_groups(own)
     _check_tied_are_equal(tied_groups, state, path)
 
-    # What does not fit. A tied tensor gets its values by any of its names.
-    names_with_values = _with_tied(state, tied_groups)
-    missing = []
-    for name in own:
-        # Files from before torch 0.4.1 lack BatchNorm's count of batches, which begins at 0 then.
-        if name not in names_with_values and not name.endswith("num_batches_tracked"):
-            missing.append(name)
     differences = Differences(
-        missing=tuple(missing),
+        missing=_missing_names(own, state, tied_groups),
         unexpected=tuple(name for name in found.state if name not in match.names),
         mismatched=find_differences(state, own).mismatched,
     )
-
     fitting = {
         name: value for name, value in state.items() if not describe_conflict(value, own[name])
     }
@@ -378,11 +371,50 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         mismatched=differences.mismatched,
         changes=tuple(changes),
     )
+    return _LoadPlan(_batches(fitting, _check_shards(fitting, own)), fitting, report)
 
-    # Nothing is copied into tensors on the meta device: in a prepared model they are on other
-    # ranks, and otherwise `world.prepare` reads their values.
-    needs_memory = set()  # names of values that are not copied straight from a mapped file
-    for name, value in fitting.items():
+
+def _missing_names(
+    own: Mapping[str, Any], state: Mapping[str, Any], tied_groups: list[list[str]]
+) -> tuple[str, ...]:
+    """Returns the names of a model that get no values from a file.
+
+    A tied tensor gets its values if any of its names is in the file.
+
+    Args:
+        own: the state of the model by plain names.
+        state: the values of the file, under the names of the model.
+        tied_groups: the groups of tied names in the model.
+    """
+    names_with_values = _with_tied(state, tied_groups)
+    missing = []
+    for name in own:
+        # Files from before torch 0.4.1 lack BatchNorm's count of batches, which then starts at 0.
+        may_be_missing = name.endswith("num_batches_tracked")
+        if name not in names_with_values and not may_be_missing:
+            missing.append(name)
+    return tuple(missing)
+
+
+def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
+    """Checks that the shards of all values that will be copied are in their files.
+
+    Tensors on the meta device are skipped, because nothing is copied into them here: in a prepared
+    model their values belong to other ranks, and otherwise `world.prepare` reads them.
+
+    Args:
+        values: the values that are loaded, by plain names.
+        own: the state of the model by plain names.
+
+    Returns:
+        The names of values that take memory while they are loaded, because they are not copied
+        straight from a mapped file.
+
+    Raises:
+        CheckpointError: a file does not have a shard.
+    """
+    needs_memory = set()
+    for name, value in values.items():
         if is_meta(own[name]):
             continue
         if isinstance(value, TensorInShards):
@@ -390,7 +422,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             needs_memory.add(name)
         elif is_sharded(own[name]):
             needs_memory.add(name)
-    return _LoadPlan(_batches(fitting, needs_memory), fitting, report)
+    return needs_memory
 
 
 def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:

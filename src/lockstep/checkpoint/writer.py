@@ -1,7 +1,7 @@
-"""The thread in which a rank writes its part of a checkpoint while the training goes on.
+"""Runs the thread in which a rank writes its part of a checkpoint while training continues.
 
-A save is *given up* when the run ends before it is written: the thread stops, and the hidden folder
-that it has begun to write is removed. That also happens before a signal such as SIGTERM ends the
+A save is *given up* if the run ends before everything is written: the thread stops, and the hidden
+folder into which it writes is removed. The same happens before a signal such as SIGTERM ends the
 process (`termination`).
 """
 
@@ -20,18 +20,18 @@ from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.errors import LockstepError
 
 MAX_WAIT_FOR_THREAD_S = 2.0
-"""How long `give_up` waits for the thread to stop by itself. The thread looks after each chunk of a
-file whether it is to stop."""
+"""How long `give_up` waits for the thread to stop by itself. The thread checks after each chunk of
+a file whether it must stop."""
 
 
 class SaveGivenUp(Exception):
-    """Ends the thread that writes a checkpoint which has been given up."""
+    """Raised in the writing thread to end it, after the save has been given up."""
 
 
 class Writer:
-    """Runs one task after the other, each in a thread that ends with it.
+    """Runs one task after the other, each in a thread of its own.
 
-    Python waits for such a thread at its exit, so a save that was begun is finished.
+    Python waits for such a thread when it exits, so a save that was started is completed.
 
     Args:
         folder: the folder of the run's checkpoints.
@@ -45,9 +45,9 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._thread_ended = threading.Event()
         self._error: Exception | None = None
-        """What the thread has raised. The next call of `finish` raises it."""
+        """The error that the thread has raised. The next call of `finish` raises it."""
         self._unfinished_folder: Path | None = None
-        """The hidden folder that this rank has begun to write to, until its part is in it."""
+        """The hidden folder into which this rank writes, until it has written its part."""
         self._given_up = threading.Event()
         self._run_failed = False
         self.has_unconfirmed_save = False
@@ -60,29 +60,32 @@ class Writer:
         return self._thread is not None and not self._thread_ended.is_set()
 
     def begin(self, temporary: Path, damaged_names: Collection[str]) -> None:
-        """Makes the hidden folder of a checkpoint, and protects it; see `begin_checkpoint`."""
+        """Creates the hidden folder of a checkpoint (see `begin_checkpoint`), and protects it."""
         self.protect_folder(temporary)
         begin_checkpoint(temporary, damaged_names, self.lock)
 
     def protect_folder(self, temporary: Path) -> None:
-        """Has this folder removed if the save is given up, or if a signal ends this process."""
+        """Makes sure that a folder is removed if the save is given up or a signal ends the process.
+
+        The protection ends when this rank has written its part.
+        """
         self._given_up.clear()
         self._unfinished_folder = temporary
         termination.protect(self._end_at_signal)
 
     def start(self, work: Callable[[], object]) -> None:
-        """Starts a thread that does the work. The previous thread must have ended.
+        """Starts a thread that calls `work`. The previous thread must have ended.
 
-        What the work raises is raised by the next call of `finish`.
+        If `work` raises an error, the next call of `finish` raises it.
         """
 
         def run() -> None:
-            """Runs in the thread: keeps the error, if the work raises one."""
+            """Runs in the thread, and keeps the error if `work` raises one."""
             try:
                 work()
                 self._unfinished_folder = None  # so that `give_up` does not remove it
             except SaveGivenUp:
-                pass  # whoever has given it up tells the user
+                pass  # the user is told by the code that has given up the save
             except Exception as error:
                 self._error = error
             finally:
@@ -99,89 +102,96 @@ class Writer:
     def cancel(self) -> None:
         """Undoes `begin`, `protect_folder` and `start` after the save has failed."""
         self.give_up()
-        # While a thread still writes, the signals stay ours: `finish` gives them back.
+        # While a thread still writes, the signal handlers are needed. `finish` removes them.
         if not self.busy:
             termination.unprotect(self._end_at_signal)
 
     def raise_if_given_up(self) -> None:
-        """Raises SaveGivenUp if the thread, which calls this while it writes, is to stop."""
+        """Raises SaveGivenUp if the save was given up. The thread calls this while it writes."""
         if self._given_up.is_set():
             raise SaveGivenUp("the run was ended before it was written")
 
     def run_has_failed(self) -> bool:
-        """Returns True if the run has failed, so that other ranks may not write their parts."""
-        # After an uncaught error (`sys.last_type`) the main thread ends, and Python waits for our
-        # thread before it calls `close`, which would set `_run_failed`.
+        """Returns True if the run has failed, so that other ranks may never write their parts."""
+        # After an uncaught error, Python sets `sys.last_type` and ends the main thread. It then
+        # waits for our thread before it calls `close`, so `_run_failed` is not set yet.
         ended_by_error = hasattr(sys, "last_type") and not threading.main_thread().is_alive()
         return self._run_failed or ended_by_error
 
     def give_up(self) -> None:
-        """Removes the hidden folder, unless this rank has written its part.
+        """Stops the thread and removes the hidden folder, unless this rank has written its part.
 
-        The thread is told to stop. If it does not, because it waits for a disk, the folder is
-        removed all the same.
+        If the thread does not stop in time, because it waits for a disk, the folder is removed
+        anyway.
         """
         temporary = self._unfinished_folder
         if temporary is None:
             return
+
         self._given_up.set()
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        is_writing_thread = threading.current_thread() is self._thread
+        if self._thread is not None and not is_writing_thread:
             self._thread_ended.wait(MAX_WAIT_FOR_THREAD_S)
         self._unfinished_folder = None
         remove_unfinished(temporary)
 
     def _end_at_signal(self) -> None:
-        """Cleans up before a signal ends this process; `termination` calls it."""
+        """Cleans up before a signal ends this process. Called by `termination`."""
         self.give_up()
         self.lock.release()
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits until everything is written. The caller tells all ranks how that went.
+        """Waits until this rank has written its part. Raises the error of the thread, if any.
+
+        The caller then tells all ranks whether it succeeded.
 
         Args:
             timeout_s: seconds after which a save that is not complete is given up; None: never.
 
         Raises:
-            Exception: what the thread has raised since the last call.
+            Exception: the error that the thread has raised since the last call.
         """
         if self._thread is not None:
-            # Thread.join is not used to wait: in Python 3.11 and 3.12, a join that Ctrl-C
-            # interrupts marks the thread as ended.
+            # `Thread.join` is not used to wait: in Python 3.11 and 3.12, if Ctrl-C interrupts a
+            # join, the thread is marked as ended.
             if not self._thread_ended.wait(timeout_s):
                 self.give_up()
                 raise SaveGivenUp("there was no time left for it")
             self._thread.join()
             self._thread = None
         termination.unprotect(self._end_at_signal)
+
         error = self._error
         self._error = None
         if error is not None:
             raise error
 
     def close(self, failed: bool, timeout_s: float | None = None) -> None:
-        """Finishes at the end of the run, together with all ranks that have not failed.
+        """Completes the last save at the end of the run, together with the other ranks.
 
-        If a signal ends the waiting, what is half written is removed.
+        If this rank has failed, it does so alone. If a signal interrupts the wait, the half-written
+        checkpoint is removed.
 
         Args:
             failed: True if this process ends with an error.
-            timeout_s: as in `finish`, if it has failed.
+            timeout_s: as in `finish`; only used if this rank has failed.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
         self._run_failed = self._run_failed or failed
         if self.busy:
-            # The handlers of `checkpoint.step()` for SIGTERM are gone: the signal ends the process
-            # from now on, and the half-written folder must go before.
+            # The handler of `checkpoint.step()` for SIGTERM has been removed, so the signal ends
+            # the process from now on. The half-written folder must be removed before that.
             termination.protect(self._end_at_signal)
-            if failed and not threading.main_thread().is_alive():
-                # Python is at its exit, where it waits for all threads before it calls `close`. If
-                # one is still busy, Ctrl-C has ended that wait: do not wait again.
+            python_exits = not threading.main_thread().is_alive()
+            if failed and python_exits:
+                # Python waits for all threads at its exit, before it calls `close`. If the thread
+                # is still busy, Ctrl-C has ended that wait: do not wait again.
                 timeout_s = 0.0
 
-        # After a failure some ranks may be missing, so this rank does not wait for the others. Nor
-        # does it if all ranks know already how the last save ended.
+        # After a failure some ranks may be missing, so this rank does not wait for the others. It
+        # need not wait either if all ranks already know how the last save ended.
         if failed or not self.has_unconfirmed_save:
             try:
                 self._finish_and_release(timeout_s)
@@ -195,13 +205,13 @@ class Writer:
                 self._collectives, self._action, lambda: self._finish_and_release(timeout_s)
             )
         except RuntimeError as error:
-            # An error that is not ours comes from the process group, which is gone because another
-            # rank has failed. That is reported elsewhere, so only rank 0 raises it.
+            # An error of another library comes from the process group, which is gone because
+            # another rank has failed. That is reported elsewhere, so only rank 0 raises this error.
             if isinstance(error, LockstepError) or self._collectives.topology.is_main:
                 raise
 
     def _finish_and_release(self, timeout_s: float | None) -> None:
-        """Does what `finish` does, and then releases the lock on the folder, whatever happens."""
+        """Calls `finish`, and then releases the lock on the folder, even after an error."""
         try:
             self.finish(timeout_s)
         finally:

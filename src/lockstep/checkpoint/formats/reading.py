@@ -1,9 +1,8 @@
-"""Finds out what is in a weights file or folder, in every form that a PyTorch user may have.
+"""Finds the weights in a file or folder, in every format that a PyTorch user may have.
 
-`read_source` returns a `Source` with the *states* of models that it found: dictionaries with
-tensors by name. Most values are not read yet: tensors are views of a mapped file, or, if *lazy*
-ones are asked for, `LazyTensor`s, which can be read in parts. *DCP* is torch's distributed
-checkpoint.
+`read_source` returns a `Source` with the *states* of models that it found: dictionaries of tensors
+by name. Most values are not read yet: tensors are views of a mapped file or, if *lazy* ones are
+requested, `LazyTensor`s, which can be read in parts. *DCP* is torch's distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ USUAL_KEYS_OF_STATES = (
     "weights",
     "module",
 )
-"""Under these keys people save the state of a model with other things in one dictionary."""
+"""The usual keys of a model's state in a dictionary that holds other things too."""
 MAX_DEPTH_OF_STATES = 4
-"""A state is looked for in dictionaries inside of each other, down to this depth."""
+"""How many levels of nested dictionaries are searched for a state."""
 FACTS_IN_MANIFEST = (
     "step",
     "epoch",
@@ -76,7 +75,7 @@ class FoundState:
     state: Mapping[str, Any]
     """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
-    """The place of the state in the file, such as "['model']"; empty for the top."""
+    """Where the state is in the file, for example "['model']"; empty for the top level."""
 
 
 def _no_tensors() -> Iterable[tuple[str, LazyTensor]]:
@@ -103,9 +102,9 @@ class Source:
 
 
 def read_values(value: Any) -> Any:
-    """Returns a value, or a dictionary of values, with everything in it read from its file.
+    """Returns a value, or a dictionary of values, after reading what has not been read yet.
 
-    Only tensors in shards and the objects of a DCP folder are not read before.
+    These are tensors in shards, and the objects of a DCP folder.
     """
     if isinstance(value, dict):
         return {key: read_values(item) for key, item in value.items()}
@@ -122,37 +121,42 @@ def read_source(
     everything: bool = False,
     lazy: bool = False,
 ) -> Source:
-    """Finds out what is in a file or folder.
+    """Finds the weights in a file or folder.
 
     Args:
-        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a
-            folder of DCP, or a folder with one of these; of a run's folder the latest complete
-            checkpoint.
-        trust: a torch file may run code of its author's while it is read.
-        name: the name of one model of several; in a torch file, a key above the model.
-        everything: if a checkpoint has several models and none is named, take all of them in one
-            state, with their names in front.
-        lazy: tensors of safetensors files are `LazyTensor`s; else views of the mapped files.
+        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a DCP
+            folder, or a folder with one of these. In a run's folder, the latest complete checkpoint
+            is taken.
+        trust: whether a torch file may run its author's code while it is read.
+        name: the name of one model if there are several; in a torch file, a key above the model.
+        everything: whether to take all models of a checkpoint if none is named, in one state, with
+            the names of the models as prefixes.
+        lazy: whether tensors of safetensors files are `LazyTensor`s, not views of mapped files.
 
     Raises:
-        CheckpointError: nothing is there, it cannot be read, it holds no weights, or it holds
-            pickled objects and is not trusted.
-        SettingError: the name cannot be resolved.
+        CheckpointError: the path does not exist, cannot be read, holds no weights, or holds pickled
+            objects and is not trusted.
+        SettingError: there is no model of this name.
     """
     path, kind = locate(path)
     if kind == "checkpoint":
         return _read_checkpoint(path, name, everything=everything, lazy=lazy)
+
     if kind == "torch":
         content = read_torch(path, trust)
         states = _find_states(path, content, name)
         return Source(path, "a torch file", states, files=[path], facts=_short_values(content))
+
     if kind == "dcp":
         return _read_dcp_folder(path, name)
-    # Safetensors have one model, which has no name.
+
+    # Safetensors hold one model, which has no name.
     if name is not None:
         raise _no_such_name_error(path, name, ["one model without a name of its own"])
+
     if kind == "index":
         return _read_index(path, trust=trust, lazy=lazy)
+
     tensors = read_header(path)
     state: Mapping[str, Any] = tensors if lazy else _map_tensors(tensors)
     return Source(path, "a safetensors file", [FoundState(state, place="")], files=[path])
@@ -162,14 +166,16 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
     """Reads a folder of torch's distributed checkpoint.
 
     Args:
-        path: the path of the folder.
-        name: a key above the model, if there are several. None: any model.
+        path: the folder.
+        name: a key above the model, if there are several models. None: any model.
     """
     tree = read_dcp(path)
     states = _find_states(path, tree, name)
+
     files = {path / METADATA}
     for _, tensor in tensors_in(tree):
         files.update(shard.values.file for shard in tensor.shards)
+
     return Source(
         path,
         kind="a folder of torch.distributed.checkpoint",
@@ -184,15 +190,16 @@ def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
 
     Args:
         path: the path of the index.
-        trust: files of `torch.save` may run code of their author's.
-        lazy: tensors of safetensors files are `LazyTensor`s; else views of the mapped files.
+        trust: whether files of `torch.save` may run their author's code.
+        lazy: whether tensors of safetensors files are `LazyTensor`s, not views of mapped files.
     """
-    weight_map = read_weight_map(path)
+    weight_map = read_weight_map(path)  # the file name of each tensor
     if names_torch_files(weight_map):
         files = sorted({path.parent / file_name for file_name in weight_map.values()})
         state: Mapping[str, Any] = read_torch_index(path, weight_map, trust)
         kind = f"torch files ({len(files)} of them)"
         return Source(path, kind, [FoundState(state, place="")], files)
+
     tensors = read_index(path)
     files = _files_of(tensors)
     state = tensors if lazy else _map_tensors(tensors)
@@ -204,18 +211,26 @@ def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
 
 
 def locate(path: Path) -> tuple[Path, Kind]:
-    """Returns what is to be read if a user names a file or folder, and what kind of thing it is.
+    """Returns the file or folder to read for a path that a user gives, and its kind.
+
+    The result differs from the given path if that is a folder, or if the weights were written to
+    several files with an index.
 
     Raises:
-        CheckpointError: nothing is there, or no plain file, or a folder without weights.
+        CheckpointError: the path does not exist, is not a plain file, or is a folder without
+            weights.
     """
     if path.is_dir():
         return _locate_in_folder(path)
-    if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
-        path = index_of(path)  # the weights were written to several files
+
+    was_split = path.suffix == ".safetensors" and not path.exists() and index_of(path).exists()
+    if was_split:
+        path = index_of(path)
+
     with opened(path) as file:  # raises an error if it cannot be read
-        # Whoever is used to torch.save may call a file of save_weights "net.pth".
+        # People who are used to torch.save may have named a file of save_weights "net.pth".
         is_safetensors = path.suffix == ".safetensors" or begins_like_safetensors(file)
+
     if path.suffix == ".json":
         return path, "index"
     if layout.is_one_of_several_files(path):
@@ -230,7 +245,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
 
 
 def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
-    """Returns what is to be read in a folder: a checkpoint, DCP's files, an index, or one file."""
+    """Finds what to read in a folder: a checkpoint, DCP's files, an index, or a single file."""
     if (folder / layout.MANIFEST).exists():
         return folder, "checkpoint"
     latest = layout.latest(folder)
@@ -238,25 +253,29 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         return latest, "checkpoint"
     if (folder / METADATA).is_file():
         return folder, "dcp"
+
     with plain_errors("reading weights from", folder):
         indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
         files = sorted(folder.glob("*.safetensors"))
         if not indexes and not files:
-            # The usual name of a torch file with published weights; no files if it is not there.
+            # The usual name of a torch file with published weights.
             files = sorted(folder.glob("pytorch_model.bin"))
-    # Many publish the same weights in both forms side by side: "model.safetensors.index.json" and
-    # "pytorch_model.bin.index.json". The safetensors are taken.
+
+    # Many publish the same weights in both formats side by side: "model.safetensors.index.json" and
+    # "pytorch_model.bin.index.json". The safetensors are preferred.
     safetensors_indexes = [index for index in indexes if ".safetensors" in index.suffixes]
     if safetensors_indexes:
         indexes = safetensors_indexes
     if len(indexes) == 1:
         return indexes[0], "index"
-    # The folder is no complete checkpoint, but it may be a damaged one. Then a single file in it is
-    # not all that was saved.
-    is_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if len(files) == 1 and not indexes and not is_damaged_checkpoint:
+
+    # A single file is taken, unless the folder may be a damaged checkpoint: then the file is not
+    # everything that was saved.
+    may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
+    if len(files) == 1 and not indexes and not may_be_damaged_checkpoint:
         file = files[0]
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
+
     raise unreadable(
         folder,
         "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
@@ -269,23 +288,24 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
 
 
 def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]:
-    """Returns the states of models in nested dictionaries, or those below a name; at least one.
+    """Finds the states of models in nested dictionaries. Returns at least one.
 
     Args:
         path: the path of the file, for errors.
-        content: what a torch file or a folder of DCP holds.
-        name: a key somewhere above the state. None: all states are returned.
+        content: the content of a torch file or a DCP folder.
+        name: a key that must be somewhere above the state; None to return all states.
 
     Raises:
-        CheckpointError: there is none.
-        SettingError: there is none below that name.
+        CheckpointError: there is no state.
+        SettingError: there is no state below that key.
     """
     states = list(_walk_states(content, "", MAX_DEPTH_OF_STATES))
     if not states:
         raise _no_weights_error(path, content)
     if name is None:
         return states
-    # The place of a state is made of the keys above it: "['ema']['state_dict']".
+
+    # The place of a state consists of the keys above it: "['ema']['state_dict']".
     named = [state for state in states if f"[{name!r}]" in state.place]
     if not named:
         raise _no_such_name_error(path, name, [state.place or "the top" for state in states])
@@ -293,40 +313,43 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
 
 
 def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundState]:
-    """Yields the states in nested dictionaries, the outer ones first, and that of a pickled module.
+    """Yields the states in nested dictionaries, outer ones first, and that of a pickled module.
 
-    A dictionary is a state if it has any tensors. Inside of it, more are looked for under
-    `USUAL_KEYS_OF_STATES`.
+    A dictionary is taken for a state if it has any tensors. Its values under `USUAL_KEYS_OF_STATES`
+    are searched too.
 
     Args:
-        content: what is looked through.
-        place: the place of `content` in the file: "['model']"; "" at the top.
-        max_depth: how many dictionaries inside of each other are looked through.
+        content: the dictionary or module to search.
+        place: where `content` is in the file: "['model']"; "" at the top level.
+        max_depth: how many levels of nested dictionaries are searched.
     """
     if isinstance(content, nn.Module):
         yield FoundState(plain_state_dict(content), place or "the pickled module")
         return
     if not isinstance(content, Mapping) or max_depth == 0:
         return
+
     state = {}
     has_tensors = False
     for name, value in content.items():
         if not isinstance(name, str):
             continue
         is_tensor = isinstance(value, Tensor | TensorInShards)
-        # A module's own `get_extra_state` may return anything. Other values are left out.
-        if is_tensor or name.endswith("_extra_state"):
+        # `get_extra_state` of a module may return any value. All other values are left out.
+        is_extra_state = name.endswith("_extra_state")
+        if is_tensor or is_extra_state:
             state[name] = value
         has_tensors = has_tensors or is_tensor
     if has_tensors:
         yield FoundState(state, place)
+
     for key in USUAL_KEYS_OF_STATES:
         if key in content:
             yield from _walk_states(content[key], f"{place}[{key!r}]", max_depth - 1)
 
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
-    """Returns the error of a file without weights; it says what the file holds instead."""
+    """Builds the error for a file without weights; it says what the file holds instead."""
     held = type(content).__name__
     if isinstance(content, Mapping):
         keys = [short(repr(key)) for key in content if isinstance(key, str)]
@@ -348,15 +371,17 @@ def _no_such_name_error(path: Path, name: str, names: Sequence[str]) -> SettingE
 
 
 def _short_values(content: Any) -> dict[str, Any]:
-    """Returns the numbers and short texts of a torch file, such as the epoch."""
+    """Returns the numbers and short texts of a torch file, for example its epoch."""
     if not isinstance(content, Mapping):
         return {}
+
     values = {}
     for key, value in content.items():
         if type(key) is not str:
             continue
+        is_number = type(value) in {int, float, bool}
         is_short_text = type(value) is str and len(value) < MAX_FACT_CHARACTERS
-        if is_short_text or type(value) in {int, float, bool}:
+        if is_number or is_short_text:
             values[key] = value
     return values
 
@@ -365,12 +390,21 @@ def _short_values(content: Any) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
-    """Reads one module of a checkpoint, or all if `everything` is True and no name is given."""
+    """Reads one module of a checkpoint, or all of them if `everything` is set and none is named.
+
+    Args:
+        path: the folder of the checkpoint.
+        name: the name of the module. None: the only one, or the one that is called "model".
+        everything: whether to take all modules if none is named.
+        lazy: whether all tensors are `LazyTensor`s, not views of the mapped files.
+    """
     manifest = layout.read_manifest(path)
     modules = tuple(manifest["modules"])
     if name is not None and name not in modules:
         raise _no_such_name_error(path, name, modules)
-    if name is None and everything and len(modules) > 1:
+
+    takes_several = name is None and everything and len(modules) > 1
+    if takes_several:
         state = {}
         for module in modules:
             for key, value in read_stored(path, manifest, module, lazy=lazy).items():
@@ -380,6 +414,7 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         module = _only_module(path, modules) if name is None else name
         state = read_stored(path, manifest, module, lazy=lazy)
         found = FoundState(state, f"{module} of {path.name}")
+
     facts = {}
     for key in FACTS_IN_MANIFEST:
         if manifest.get(key) is not None:
@@ -400,21 +435,22 @@ def _find_training_tensors(
 ) -> Iterable[tuple[str, LazyTensor]]:
     """Returns the tensors of a checkpoint that are in no module, with their names.
 
-    These are the tensors of optimizers, for example. Reads no values.
+    These are the tensors of optimizers, for example. No values are read.
     """
     # All objects in the tree that stand for tensors: {"$tensor": name} or {"$sharded": name, ...}.
-    places = list(tensor_places(manifest["training"]))
-    # The list of these objects is a tree itself, and is decoded to a list of tensors.
-    tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
-    names = [place.get("$tensor", place.get("$sharded")) for place in places]
+    # A list of such objects is a tree too, and is decoded to a list of tensors.
+    encoded_tensors = list(tensor_places(manifest["training"]))
+    tensors = read_stored(path, manifest, layout.TRAINING, encoded_tensors, lazy=True)
+
+    names = [encoded.get("$tensor", encoded.get("$sharded")) for encoded in encoded_tensors]
     return zip(names, tensors, strict=True)
 
 
 def _only_module(path: Path, modules: Sequence[str]) -> str:
-    """Returns the module to read if none is named: "model", or the only one.
+    """Returns the module to read if the user names none: "model", or the only one.
 
     Raises:
-        CheckpointError: there are several, and none is called "model".
+        CheckpointError: there are several modules, and none is called "model".
     """
     if "model" in modules:
         return "model"
@@ -430,18 +466,19 @@ def _only_module(path: Path, modules: Sequence[str]) -> str:
 def read_stored(
     path: Path, manifest: Mapping[str, Any], name: str, tree: Any = None, *, lazy: bool = False
 ) -> Any:
-    """Returns what a checkpoint holds of a module or of the training.
+    """Returns the state of a module, or of the rest of the training, in a checkpoint.
 
     Args:
-        path: the path of the checkpoint.
+        path: the folder of the checkpoint.
         manifest: the manifest of the checkpoint.
         name: the name of the module, or `layout.TRAINING`.
-        tree: a part of the tree that the manifest has under this name; None: all of it.
-        lazy: all tensors are `LazyTensor`s; else only those in shards, and the others are views of
-            the mapped file.
+        tree: the part of the state to return, as a JSON tree (see `encoding`) from the manifest.
+            None: the whole state.
+        lazy: whether all tensors are `LazyTensor`s. Otherwise only tensors in shards are lazy, and
+            the others are views of the mapped file.
 
     Raises:
-        CheckpointError: the manifest does not list a file, or it cannot be read.
+        CheckpointError: the manifest does not list a file, or the file cannot be read.
     """
     if tree is None:
         tree = layout.trees_of_files(manifest)[name]
@@ -451,12 +488,12 @@ def read_stored(
 
 
 class _StoredShards:
-    """Finds the tensors of a module, or of the training, that a checkpoint has in shards.
+    """Finds the tensors of a state that a checkpoint stores in shards.
 
     Args:
-        path: the path of the checkpoint.
+        path: the folder of the checkpoint.
         manifest: the manifest of the checkpoint.
-        name: the name of the module, or `layout.TRAINING`.
+        name: the name of a module, or `layout.TRAINING`.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], name: str) -> None:
@@ -464,9 +501,9 @@ class _StoredShards:
         self._manifest = manifest
         self._name = name
         self._shards_of_tensor: Any = manifest.get("shards", {}).get(name, {})
-        """{tensor: [[rank, offsets, sizes], ...]}; empty if only rank 0 has stored something."""
-        self._file_of_rank: dict[int, dict[str, TensorInFile]] = {}
-        """The tensors in the files of those ranks whose headers have been read."""
+        """{tensor: [[rank, offsets, sizes], ...]}; empty if only rank 0 has stored tensors."""
+        self._tensors_of_rank: dict[int, dict[str, TensorInFile]] = {}
+        """The tensors in the file of each rank, as far as their headers have been read."""
 
     def find(self, tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
         """Returns a tensor with the shards that the manifest lists for it. Reads no values.
@@ -477,12 +514,13 @@ class _StoredShards:
         """
         shards = []
         for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
-            if rank not in self._file_of_rank:
-                self._file_of_rank[rank] = _read_header_of(
+            if rank not in self._tensors_of_rank:
+                self._tensors_of_rank[rank] = _read_header_of(
                     self._path, self._manifest, self._name, rank
                 )
-            stored = self._file_of_rank[rank][tensor_name]
-            # Some dtypes are stored as bytes, so the file has another dtype and shape.
+            stored = self._tensors_of_rank[rank][tensor_name]
+            # Some dtypes are stored as bytes. Then the tensor in the file has another dtype and
+            # shape than the shard.
             values = stored.view_as(dtype, as_shape(sizes))
             shards.append(Shard(as_shape(offsets), values))
         return join_shards(tensor_name, dtype, shape, shards)
@@ -491,26 +529,30 @@ class _StoredShards:
 def _read_header_of(
     path: Path, manifest: Mapping[str, Any], name: str, rank: int
 ) -> dict[str, TensorInFile]:
-    """Returns the tensors in the file that one rank has written of a module. Reads no values.
+    """Returns the tensors in the file that one rank has written of a state. Reads no values.
 
     Args:
-        path: the path of the checkpoint.
+        path: the folder of the checkpoint.
         manifest: the manifest of the checkpoint.
-        name: the name of the module, or `layout.TRAINING`.
+        name: the name of a module, or `layout.TRAINING`.
         rank: the rank that has written the file.
 
     Raises:
-        CheckpointError: the manifest does not list the file, or it cannot be read.
+        CheckpointError: the manifest does not list the file, or the file cannot be read.
     """
     file_name = layout.tensor_file(name, rank)
-    # The manifest lists plain names only, so nothing outside of the folder is read.
+    # The names in the manifest have been checked, so no file outside of the folder is read.
     if file_name not in manifest["files"]:
         raise unreadable(path, f"its manifest has {short(name)!r}, but not {short(file_name)}")
     return read_header(path / file_name)
 
 
 def _map_tensors(tensors: Mapping[str, TensorInFile]) -> dict[str, Tensor]:
-    """Maps the files of tensors whose headers have been checked; returns views of them by name."""
+    """Maps the files of tensors into memory, and returns the tensors as views of them.
+
+    Args:
+        tensors: the tensors by name, from headers that have been checked.
+    """
     views: dict[str, Tensor] = {}
     for file in _files_of(tensors):
         with plain_errors("reading weights from", file):
@@ -519,5 +561,5 @@ def _map_tensors(tensors: Mapping[str, TensorInFile]) -> dict[str, Tensor]:
 
 
 def _files_of(tensors: Mapping[str, TensorInFile]) -> list[Path]:
-    """Returns the files that the tensors are in, each once."""
+    """Returns the files of these tensors, without repetitions."""
     return list(dict.fromkeys(tensor.file for tensor in tensors.values()))

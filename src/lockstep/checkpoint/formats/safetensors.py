@@ -1,10 +1,11 @@
-"""Reads the headers and values of single safetensors files, and writes such files.
+"""Reads the headers and values of safetensors files, and writes such files.
 
-A file is a length (8 bytes, little endian), as many bytes of JSON (the header), and the values:
-https://huggingface.co/docs/safetensors/index#format. The header is checked before it is believed.
+A safetensors file consists of a length (8 bytes, little endian), a *header* (as many bytes of JSON)
+and the values of the tensors: https://huggingface.co/docs/safetensors/index#format. As a file may
+be damaged or malicious, its header is checked before anything else is read.
 
-Values are read in parts with plain reads, because a file that is larger than memory cannot always
-be mapped into it. Files are written straight from the memory of the tensors, which
+Values are read with plain reads, in parts, because a file that is larger than memory cannot always
+be mapped. Files are written straight from the memory of the tensors, which
 `safetensors.torch.save_file` would copy first.
 """
 
@@ -34,13 +35,13 @@ from lockstep.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 LENGTH_BYTES = 8
-"""The length of the header is written in this many bytes."""
+"""Number of bytes that hold the length of the header."""
 METADATA_KEY = "__metadata__"
-"""What the header has besides tensors."""
+"""The only key of the header that is not the name of a tensor."""
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-"""What the header calls a dtype. Other dtypes cannot be in a file."""
+"""The codes of dtypes in the header. The format has no other dtypes."""
 WRITE_CHUNK_BYTES = 1 << 23
-"""How much is written at a time, and added to the checksum."""
+"""How much is written, and added to the checksum, at a time."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class TensorInFile(LazyTensor):
     """The offset of its values, in bytes from the beginning of the file."""
 
     def read_range(self, begin: int, end: int) -> Tensor:
-        """Reads the elements from `begin` to before `end`, flattened, into new memory."""
+        """Reads the elements from `begin` to before `end` of the flattened tensor."""
         buffer = np.empty((end - begin) * self.dtype.itemsize, np.uint8)
         if len(buffer) == 0:
             return torch.empty(0, dtype=self.dtype)
+
         with opened(self.file) as file:
             file.seek(self.offset + begin * self.dtype.itemsize)
             num_bytes = file.readinto(buffer.data)
@@ -70,7 +72,10 @@ class TensorInFile(LazyTensor):
 
 
 def begins_like_safetensors(file: BinaryIO) -> bool:
-    """Returns True if a file begins with a length that it can have, and JSON. torch's never do."""
+    """Returns True if a file starts with a plausible header length followed by a JSON object.
+
+    Files of `torch.save` never do.
+    """
     file_size = os.fstat(file.fileno()).st_size
     header_length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     return header_length <= file_size - LENGTH_BYTES and file.read(1) == b"{"
@@ -81,7 +86,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
 
     Raises:
         CheckpointError: the file cannot be read, is cut short, or its header is not sound: it is
-            no JSON, a dtype is unknown, or shapes, offsets and the file's size contradict.
+            no JSON, a dtype is unknown, or shapes, offsets and the file's size do not agree.
     """
     with opened(path) as file:
         file_size = file.seek(0, os.SEEK_END)
@@ -94,6 +99,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
                 f"its header is to have {header_length} bytes, the whole file has {file_size}",
             )
         header = file.read(header_length)
+
     values_begin = LENGTH_BYTES + header_length
     try:
         content = layout.parse_object(header)
@@ -101,8 +107,9 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         tensors = []
         for name, description in content.items():
             tensors.append((name, _parse_tensor(path, name, description, values_begin)))
-        # In the order of their values. A tensor without values begins at the same byte as the next
-        # one, and comes first.
+
+        # Sort by offset. A tensor without values has the same offset as the next tensor, and must
+        # come before it.
         tensors.sort(key=lambda item: (item[1].offset, item[1].nbytes))
         _check_offsets(tensors, values_begin, file_size)
     except ValueError as error:
@@ -111,13 +118,13 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
 
 
 def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) -> TensorInFile:
-    """Returns the tensor that a header describes.
+    """Parses the description of a tensor in a header.
 
     Args:
         path: the path of the file.
         name: the name of the tensor.
-        description: its entry, such as {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
-        values_begin: the byte of the file that the offsets count from.
+        description: `{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`.
+        values_begin: number of the byte in the file from which the offsets are counted.
 
     Raises:
         ValueError: the description is not sound.
@@ -125,17 +132,20 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     required_keys = {"dtype", "shape", "data_offsets"}
     if not isinstance(description, dict) or not required_keys <= description.keys():
         raise ValueError(f"{short(name)} lacks a dtype, a shape or a place")
+
     code = description["dtype"]
     shape = description["shape"]
     offsets = description["data_offsets"]
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
+
     try:
         begin, end = as_shape(offsets)
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
-    except ValueError:  # two numbers are needed for the place, and none may be negative
+    except ValueError:  # there are not two offsets, or some number is negative
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
         raise ValueError(message) from None
+
     if end - begin != tensor.nbytes:
         raise ValueError(f"{short(name)} takes {tensor.nbytes} bytes and has {end - begin}")
     return tensor
@@ -147,12 +157,12 @@ def _check_offsets(
     """Checks that every byte after the header belongs to exactly one tensor.
 
     Args:
-        tensors: the tensors with their names, in the order of their offsets.
-        values_begin: the first byte after the header.
+        tensors: the tensors with their names, sorted by offset.
+        values_begin: number of the first byte after the header.
         file_size: the size of the file in bytes.
 
     Raises:
-        ValueError: there is a gap or an overlap, or the file ends elsewhere than the tensors.
+        ValueError: there is a gap or an overlap, or the tensors end before or after the file.
     """
     end = values_begin
     for name, tensor in tensors:
@@ -171,7 +181,7 @@ def _check_offsets(
 
 
 class WrittenFile(NamedTuple):
-    """A file that is on the disk."""
+    """A file that has been written to disk."""
 
     num_bytes: int
     checksum: str
@@ -179,7 +189,7 @@ class WrittenFile(NamedTuple):
 
 
 def _do_nothing() -> None:
-    """The default for a callback that may raise an error to end the writing."""
+    """The default for a callback that may raise an error to interrupt the writing."""
 
 
 def write_tensors(
@@ -188,9 +198,9 @@ def write_tensors(
     """Writes a new safetensors file and flushes it to disk.
 
     Args:
-        path: the path of a file that does not exist yet.
-        tensors: the tensors by name, contiguous and on the CPU.
-        check: is called before each chunk is written, and may raise an error to end the writing.
+        path: the path of the file, which must not exist yet.
+        tensors: contiguous CPU tensors by name.
+        check: called before each chunk is written; it may raise an error to interrupt the writing.
 
     Raises:
         CheckpointError: the format cannot hold a tensor's dtype.
@@ -209,25 +219,26 @@ def write_tensors(
 
 
 def file_content(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yields all bytes of a safetensors file: the header, then the memory of each tensor.
+    """Yields the bytes of a safetensors file: the header, then the memory of each tensor.
 
     Args:
         path: the path of the file, for errors.
-        tensors: the tensors by name, contiguous and on the CPU.
+        tensors: contiguous CPU tensors by name.
 
     Raises:
         CheckpointError: the format cannot hold a tensor's dtype.
     """
-    # The largest elements come first, as safetensors orders them: so each tensor begins at a
-    # multiple of the size of its elements. Those of one size are in the order of their names.
+    # As in files of the safetensors library, tensors with the largest elements come first, so that
+    # each tensor starts at a multiple of its element size. Those of one size are sorted by name.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+
     yield memoryview(_make_header(path, ordered))
     for _, tensor in ordered:
         yield to_bytes(tensor).numpy().data
 
 
 def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """Returns the beginning of a file with these tensors in this order: length and header.
+    """Builds the length and the header of a file with these tensors in this order.
 
     Raises:
         CheckpointError: the format cannot hold a tensor's dtype.
@@ -244,14 +255,16 @@ def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
             "data_offsets": [offset, end],
         }
         offset = end
+
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    while len(text) % 8 != 0:  # the values are to begin at a multiple of 8 bytes
+    # Spaces after the JSON make the values start at a multiple of 8 bytes.
+    while len(text) % 8 != 0:
         text += b" "
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def dtype_error(action: str, name: str, dtype: torch.dtype) -> CheckpointError:
-    """Returns the error of a tensor whose dtype the format cannot hold."""
+    """Builds the error for a tensor whose dtype the format cannot hold."""
     example = ", such as torch.complex64" if dtype.is_complex else ""
     return CheckpointError(
         action,

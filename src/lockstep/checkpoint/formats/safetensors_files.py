@@ -1,12 +1,14 @@
-"""Weights in one safetensors file, or in several with an index, in the common form.
+"""Reads and writes weights in one safetensors file, or in several with an index.
+
+This is the layout that Hugging Face's libraries use:
 
     net.safetensors                     one file, or
     net.safetensors.index.json          {"metadata": {"total_size": bytes},
     net-00001-of-00002.safetensors       "weight_map": {name: file, ...}}
     net-00002-of-00002.safetensors
 
-Several files are there in full or not at all too: they get names that are free, the index is
-renamed into place after all of them, and only then those of a former index are removed.
+Several files appear completely or not at all, too: they get names that are not in use, the index is
+renamed to its final name after all of them, and only then the files of a former index are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ INDEX_ENDING = ".index.json"
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 """The endings of files that `torch.save` wrote."""
 DEFAULT_SHARD_BYTES = 5_000_000_000
-"""Larger weights are written by `convert` to several files."""
+"""Above this size, `convert` writes several files."""
 MAX_INDEX_BYTES = 100_000_000
 DTYPES_TO_CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Floats of 8 bits are never converted: their scales are in tensors of their own."""
@@ -44,17 +46,17 @@ Item = TypeVar("Item")
 
 
 def index_of(path: Path) -> Path:
-    """Returns the path of the index of weights that were to be in one file, and are in several."""
+    """Returns the path of the index if the weights for `path` are written to several files."""
     return path.with_name(path.name + INDEX_ENDING)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Returns, from an index, the name of the file that has each tensor, by the tensor's name.
+    """Reads an index: the name of the file that holds each tensor, by the tensor's name.
 
-    All files are safetensors files, or all are files of `torch.save`.
+    Either all files are safetensors files, or all are files of `torch.save`.
 
     Raises:
-        CheckpointError: it cannot be read, is no index, or names files that are not beside it.
+        CheckpointError: the file cannot be read, is no index, or names files in other folders.
     """
     try:
         with opened(path) as file:
@@ -70,6 +72,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
             f"it is no index of weights: {type(error).__name__}: {short(error, 300)}",
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
+
     for file_name in weight_map.values():
         is_plain = layout.is_plain_name(file_name)
         if not is_plain or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):
@@ -78,8 +81,10 @@ def read_weight_map(path: Path) -> dict[str, str]:
                 f"it names the file {short(file_name)!r}, which is not one beside it",
                 "use no index from a source that you do not trust; its files are plain names",
             )
+
     num_torch_files = len([name for name in weight_map.values() if name.endswith(TORCH_ENDINGS)])
-    if 0 < num_torch_files < len(weight_map):  # some, but not all
+    has_both_kinds = 0 < num_torch_files < len(weight_map)
+    if has_both_kinds:
         raise unreadable(
             path,
             "it names safetensors files and files of torch.save",
@@ -89,7 +94,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def names_torch_files(weight_map: Mapping[str, str]) -> bool:
-    """Returns True for an index of files of `torch.save`, such as pytorch_model.bin.index.json."""
+    """Returns True if an index, such as pytorch_model.bin.index.json, names torch files."""
     return all(file_name.endswith(TORCH_ENDINGS) for file_name in weight_map.values())
 
 
@@ -97,20 +102,22 @@ def read_index(path: Path) -> dict[str, TensorInFile]:
     """Returns the tensors of the safetensors files of an index. Reads the headers of all files.
 
     Raises:
-        CheckpointError: the index or a file cannot be read, the index names files outside of its
-            folder, or a tensor is not in the file that it names.
+        CheckpointError: the index or a file cannot be read, the index names files in other folders,
+            or a tensor is not in the file that the index names.
     """
     weight_map = read_weight_map(path)
     headers: dict[str, dict[str, TensorInFile]] = {}
     for file_name in weight_map.values():
         if file_name not in headers:
             headers[file_name] = read_header(path.parent / file_name)
+
     tensors = {}
     for name, file_name in weight_map.items():
         if name not in headers[file_name]:
             raise misplaced_error(path, name, file_name)
         tensors[name] = headers[file_name][name]
-    # A file with tensors that the index does not name belongs to other weights.
+
+    # If a file has tensors that the index does not name, it belongs to other weights.
     not_named = []
     for header in headers.values():
         not_named += [name for name in header if name not in weight_map]
@@ -123,7 +130,7 @@ def read_index(path: Path) -> dict[str, TensorInFile]:
 
 
 def misplaced_error(path: Path, name: str, file_name: str) -> CheckpointError:
-    """Returns the error of an index that names a file for a tensor which is not in that file."""
+    """Builds the error for a tensor that is not in the file that the index names for it."""
     return _mixed_files_error(
         path, f"the tensor {short(name)!r} is to be in {file_name}, which does not hold it"
     )
@@ -137,7 +144,7 @@ def _mixed_files_error(path: Path, found: str) -> CheckpointError:
 
 
 def parse_shard_size(size: int | str) -> int:
-    """Returns a size such as "5GB", "500MB" or "2GiB" in bytes.
+    """Converts a size such as "5GB", "500MB" or "2GiB" to bytes.
 
     Raises:
         SettingError: it is no size, or zero.
@@ -160,25 +167,27 @@ def write_weights(
 ) -> list[Path]:
     """Writes tensors to one file, or to several with an index if they exceed `shard_bytes`.
 
-    What was there under that name is removed once the new is complete. At most one file's tensors
-    are in memory at a time.
+    Former weights of that name are removed once the new ones are complete. At most the tensors of
+    one file are in memory at a time.
 
     Args:
         path: the path of the file.
         tensors: the tensors by name.
-        shard_bytes: the size of a file to aim at, in bytes. None: one file.
-        dtype: the tensors are converted to it, see `cast`; None: they are not.
+        shard_bytes: the maximum size of a file in bytes, which only a single tensor may exceed.
+            None: one file.
+        dtype: the dtype to which tensors are converted, see `cast`; None to keep their dtypes.
 
     Returns:
         The files that were written; the index comes first, if there is one.
 
     Raises:
-        CheckpointError: it cannot be written; nothing is left of it then.
+        CheckpointError: the files cannot be written. Then nothing is left of them.
     """
     sizes = {}
     for name, tensor in tensors.items():
         sizes[name] = tensor.num_elements * result_dtype(tensor.dtype, dtype).itemsize
     names_of_files = group_by_size(sizes.items(), shard_bytes)
+
     index = index_of(path)
     with plain_errors("saving weights to", path):
         make_parent_folders(path)
@@ -190,7 +199,8 @@ def write_weights(
             files = _free_file_names(path, len(names_of_files))
             _write_files_and_index(index, files, names_of_files, tensors, dtype, sizes)
             written = [index, *files]
-        # Remove the rest of the former weights, which may have been in several files, or in one.
+
+        # The former weights may have been in one file or in several.
         for old_file in {path, index, *former_files}.difference(written):
             old_file.unlink(missing_ok=True)
     return written
@@ -204,19 +214,19 @@ def _write_files_and_index(
     dtype: torch.dtype | None,
     sizes: Mapping[str, int],
 ) -> None:
-    """Writes several files, then their index. If that fails, the files are removed.
+    """Writes several files and then their index. If that fails, the files are removed.
 
     Args:
         index: the path of the index.
         files: the paths of the files.
         names_of_files: for each file, the names of its tensors.
         tensors: all tensors by name.
-        dtype: the tensors are converted to it; None: they are not.
-        sizes: the bytes that each tensor takes when it is written, by name.
+        dtype: the dtype to which tensors are converted; None to keep their dtypes.
+        sizes: the size of each tensor in its file in bytes, by name.
     """
 
     def remove_new_files() -> None:
-        """Removes the new files. If the new index is in place already, they stay: it needs them."""
+        """Removes the new files, except if the new index is in place already and needs them."""
         files_in_use = _files_of_index(index)
         for file in files:
             if file not in files_in_use:
@@ -228,6 +238,7 @@ def _write_files_and_index(
             _write_file(file, tensors, names, dtype)
             for name in names:
                 weight_map[name] = file.name
+
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         with storage.in_place(index) as temporary, storage.new_file(temporary) as descriptor:
             storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
@@ -239,27 +250,28 @@ def _write_file(
     names: Sequence[str],
     dtype: torch.dtype | None,
 ) -> None:
-    """Writes the tensors of these names to one file, in full or not at all."""
+    """Writes the tensors of these names to one file, completely or not at all."""
     with storage.in_place(file) as temporary:
         values = {name: cast(tensors[name].read(), dtype, name) for name in names}
         write_tensors(temporary, values)
 
 
 def group_by_size(sizes: Iterable[tuple[Item, int]], max_size: int | None) -> list[list[Item]]:
-    """Splits items, in their order, into groups whose sizes add up to at most `max_size`.
+    """Splits items into consecutive groups whose sizes add up to at most `max_size`.
 
-    An item that exceeds `max_size` has a group of its own. There is at least one group, which is
-    empty if there are no items.
+    With a maximum of 5: `[("a", 3), ("b", 2), ("c", 9), ("d", 1)] -> [["a", "b"], ["c"], ["d"]]`.
+    An item that exceeds the maximum is a group of its own. There is always at least one group,
+    which is empty if there are no items.
 
     Args:
         sizes: pairs of an item and its size.
-        max_size: the largest size of a group. None: all items are one group.
+        max_size: the maximum size of a group. None: all items form one group.
     """
     groups: list[list[Item]] = [[]]
     group_size = 0
     for item, size in sizes:
-        is_too_much = max_size is not None and group_size + size > max_size
-        if groups[-1] and is_too_much:
+        is_too_large = max_size is not None and group_size + size > max_size
+        if groups[-1] and is_too_large:
             groups.append([])
             group_size = 0
         groups[-1].append(item)
@@ -268,14 +280,14 @@ def group_by_size(sizes: Iterable[tuple[Item, int]], max_size: int | None) -> li
 
 
 def result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of a tensor after `cast`."""
+    """Returns the dtype that a tensor of the dtype `own` has after `cast`."""
     if dtype is None or own not in DTYPES_TO_CAST:
         return own
     return dtype
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
-    """Converts a tensor with fractions and at least 16 bits to a dtype; returns others as they are.
+    """Converts a floating-point tensor of at least 16 bits to a dtype; returns others unchanged.
 
     Raises:
         CheckpointError: a finite value would become infinite.
@@ -284,9 +296,10 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     result = tensor.to(new_dtype)
     if result is tensor:
         return tensor
+
     may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize  # also from bf16 to fp16
     if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
-        largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())  # of the finite values
+        largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())
         raise CheckpointError(
             f"converting {name} to {dtype_name(new_dtype)}",
             f"its largest value {largest:.3g} is beyond what "
@@ -297,10 +310,10 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 
 def _free_file_names(path: Path, num_files: int) -> list[Path]:
-    """Returns names for several files, none of which exists yet.
+    """Returns the paths of several files, none of which exists yet.
 
-    For net.safetensors these are net-00001-of-00002.safetensors and so on; if one of them exists,
-    net-v2-00001-of-00002.safetensors, net-v3-..., until all are free.
+    For net.safetensors these are net-00001-of-00002.safetensors and so on. If one of them exists,
+    net-v2-00001-of-00002.safetensors and so on, then net-v3-..., until all are free.
     """
     name = path.name.removesuffix(".safetensors")
     prefix = name
@@ -311,21 +324,23 @@ def _free_file_names(path: Path, num_files: int) -> list[Path]:
             files.append(path.with_name(f"{prefix}-{number:05d}-of-{num_files:05d}.safetensors"))
         if not any(file.exists() for file in files):
             return files
+
         version += 1
         prefix = f"{name}-v{version}"
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    """Returns the files that an index names, if Lockstep has written them.
+    """Returns the files that an index names, as far as Lockstep may have written them.
 
-    Files whose names are not those that `_free_file_names` gives are left out: they may belong to
-    somebody else.
+    Files with other names than `_free_file_names` gives are left out: they may belong to somebody
+    else.
     """
+    try:
+        file_names = set(read_weight_map(index).values())
+    except CheckpointError:  # there is no index, or it cannot be read
+        return []
+
     name = re.escape(index.name.removesuffix(INDEX_ENDING).removesuffix(".safetensors"))
     # "net-00001-of-00002.safetensors", "net-v2-00001-of-00002.safetensors"
     own_name = re.compile(rf"{name}(-v\d+)?-\d{{5,}}-of-\d{{5,}}\.safetensors")
-    try:
-        file_names = set(read_weight_map(index).values())
-    except CheckpointError:  # there is none, or it cannot be read
-        return []
     return [index.with_name(file) for file in sorted(file_names) if own_name.fullmatch(file)]
