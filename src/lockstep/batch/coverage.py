@@ -264,16 +264,20 @@ class Coverage:
         if delivered_to_all == planned:
             return
 
-        found = f"all ranks together got {delivered_to_all.count} samples, "
-        found += f"the plan has {planned.count}"
-        if delivered_to_all.count == planned.count:
-            found += ": some came twice, and others not at all"
+        num_delivered = delivered_to_all.count
+        num_planned = planned.count
+        found = f"all ranks together got {num_delivered} samples, the plan has {num_planned}"
+        if num_delivered == num_planned:
+            found = (
+                f"all ranks together got {num_delivered} samples, as many as the plan has: some "
+                "came twice, and others not at all"
+            )
         raise DataError(
             "every sample of an epoch's plan once",
             found,
             "give every rank's loader the same shares and micro_batch_size, and do not change "
             "its sampler while a pass is running",
-            code="LS102" if delivered_to_all.count < planned.count else "LS101",
+            code="LS102" if num_delivered < num_planned else "LS101",
         )
 
     def _forget_compared_passes(self) -> None:
