@@ -1,11 +1,11 @@
-"""Decides how often a step is kept in memory: as often as it costs little.
+"""Decides how often a step is kept in memory: as often as that costs little time.
 
-The cost of a copy is the time that the training loop has waited for it. It is measured all the
-time, and not only in the first steps: a copy that is seldom made takes about twice as long as one
-that is made in each step, since neither its code nor its data are in the caches by then.
+The cost of a copy is the time that the training loop has waited for it. It is measured during the
+whole run, and not only in the first steps: a copy that is made seldom takes about twice as long as
+one in each step, because neither its code nor its data are in the caches by then.
 
 All ranks must keep the same steps. So they decide together, in one exchange of text after each of
-the first copies, and after every `NUM_COPIES`-th from then on.
+the first copies, and after every `NUM_COPIES`-th copy from then on.
 """
 
 from __future__ import annotations
@@ -68,33 +68,42 @@ class CopyInterval:
         self._link_times_s.append(seconds)
 
     def choose(self, num_copies: int, expected_link_s: float) -> None:
-        """Decides on all ranks alike how often a step is kept, if it is time to. They all call it.
+        """Decides, together with all ranks, how often a step is kept, if it is time to do so.
+
+        All ranks call this after each copy.
 
         Args:
-            num_copies: how many steps were kept, the same on all ranks.
-            expected_link_s: how long a copy to another machine will take; it counts until the first
-                has been made.
+            num_copies: number of steps that were kept; the same on all ranks.
+            expected_link_s: the expected time of a copy to another machine, which is used until the
+                first such copy has been made.
         """
         if num_copies > NUM_COPIES and num_copies % NUM_COPIES > 0:
             return
-        # A few copies may have taken long for another reason, so their cost does not count yet.
+
+        # One or two copies may have taken long for another reason. So the cost is taken to be 0
+        # until there are enough copies.
         own_cost_s = 0.0
         if len(self._costs_s) >= NUM_COPIES // 2:
             own_cost_s = statistics.median(self._costs_s)
         own = [
             own_cost_s,
-            # The first step may take long, so of two steps the shorter one counts.
+            # The first step may take long. Of two steps, this is the shorter one.
             statistics.median_low(self._step_times_s),
             statistics.median(self._link_times_s or [expected_link_s]),
         ]
+
+        # The slowest rank decides.
         answers = self._collectives.exchange(own)
         cost_s = max(answer[0] for answer in answers)
         step_time_s = max(answer[1] for answer in answers)
         link_s = max(answer[2] for answer in answers)
+
         steps_for_cost = COST_AFTER_COPY * cost_s / (MAX_COST * step_time_s)
         steps_for_link = link_s / (MAX_SHARE_OF_LINK * step_time_s)
         self.every = choose_every(self.every, steps_for_cost, steps_for_link)
-        # Otherwise it grows further with the next copies.
+
+        # The user is told when the interval has reached its value, and has at least doubled or
+        # halved since the last message.
         is_settled = self.every >= steps_for_cost
         is_news = self.every >= 2 * self._said_every or 2 * self.every <= self._said_every
         if is_settled and is_news:
@@ -104,11 +113,11 @@ class CopyInterval:
             self._announce(reason, step_time_s)
 
     def _announce(self, reason: str, step_time_s: float) -> None:
-        """Says how often a step is kept.
+        """Tells the user how often a step is kept.
 
         Args:
-            reason: what takes how long.
-            step_time_s: how long a step takes.
+            reason: what takes how long: "that takes 13 ms".
+            step_time_s: the time of a step.
         """
         self._said_every = self.every
         which = f"every {self.every} steps, one is"
@@ -121,20 +130,23 @@ class CopyInterval:
 
 
 def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> int:
-    """Returns how often a step is kept from now on: 3 for every third.
+    """Returns how often a step is kept from now on: 3 for every third step.
 
     Args:
-        every: how often until now.
-        steps_for_cost: how many steps it takes until a copy costs less than `MAX_COST` of them.
-        steps_for_link: how many steps it takes until a copy to another machine has taken less than
-            `MAX_SHARE_OF_LINK` of their time.
+        every: how often a step was kept until now.
+        steps_for_cost: number of steps of which a copy takes the part `MAX_COST`.
+        steps_for_link: number of steps of which a copy to another machine takes the part
+            `MAX_SHARE_OF_LINK`.
     """
-    # It doubles at most, because a few copies may have taken long for another reason. On a slow
-    # network each copy that is too many holds up the training, so there it changes at once.
+    # The cost of copies makes the interval at most twice as long, because a few copies may have
+    # taken long for another reason. The link changes it at once: on a slow network, each copy too
+    # many holds up the training.
     for_cost = min(math.ceil(steps_for_cost), 2 * every)
     needed = max(1, for_cost, math.ceil(steps_for_link))
     if needed >= every:
         return needed
+
+    # The interval becomes shorter only if copies could take `MARGIN` times as long as they do.
     with_margin = math.ceil(MARGIN * max(steps_for_cost, steps_for_link))
     return min(every, max(1, with_margin))
 

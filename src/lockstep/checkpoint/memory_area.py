@@ -1,18 +1,19 @@
-"""One area of memory that holds what a rank keeps of a step, and outlives the rank.
+"""Manages an area of memory that holds a rank's state of one step, and survives the rank.
 
 The launcher holds two such areas for each rank, and the rank uses them in turn (`kept_steps`). An
-area is a file in memory (memfd_create(2)) that ranks map. It begins with a *seal*, which says what
-the area holds. The seal is broken before anything is written, and set when all is there: a rank
-that is killed while it writes leaves an area without a seal.
+area is a file in memory (memfd_create(2)) that ranks map. It starts with a *seal*, which says what
+the area holds. The seal is broken before anything is written, and set when everything is there: if
+a rank is killed while it writes, the area has no seal.
 
     seal      a page; attempt, serial number and step, and where the rest is, with its checksums
     header    JSON: what the values are
     values    the values of the tensors, each at a multiple of 64 bytes
 
-The processor makes what a process has written visible in its order, also if the process is killed.
-So a broken seal is all that an interrupted write needs. The checksums find what nobody has written
-on purpose: a crashing library may write anywhere in the memory of its process. The values have the
-sum of their 64-bit words: it is computed at 35 GB a second, where CRC-32 takes five times as long.
+A processor makes the writes of a process visible in their order, even if the process is killed. So
+a broken seal is enough to recognise an interrupted write. The checksums find writes that nobody
+intended: a crashing library may write anywhere in the memory of its process. The checksum of the
+values is the sum of their 64-bit words: it is computed at 35 GB a second, and CRC-32 takes five
+times as long.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ class Area:
         return read_seal(self._view)
 
     def read_header(self, seal: Seal) -> bytes | None:
-        """Returns the header of the area; None if it is damaged.
+        """Returns the header of the area, or None if it is damaged.
 
         Args:
-            seal: of the area, as it was just read.
+            seal: the seal of the area, which was just read.
         """
         self._map_whole_file()
         header_end = _HEADER_AT + seal.header_bytes
@@ -135,15 +136,15 @@ class Area:
         """Returns a part of the area as a tensor that shares its memory.
 
         Args:
-            offset: where it begins in the area.
-            dtype: of the tensor.
-            shape: of the tensor.
+            offset: where the tensor starts, in bytes from the beginning of the area.
+            dtype: the dtype of the tensor.
+            shape: the shape of the tensor.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         return self._bytes[offset : offset + num_bytes].view(dtype).view(tuple(shape))
 
     def _map_whole_file(self) -> None:
-        """Maps what another process has added to the area since this one has mapped it."""
+        """Maps the file again if another process has made it larger."""
         size = os.stat(self.path).st_size
         if size > self._size:
             self._map(size)
@@ -183,13 +184,13 @@ class Area:
         return self._bytes[PAGE_BYTES : seal.end]
 
     def begin_copy(self, seal: Seal) -> Tensor:
-        """Breaks the seal, and makes room for what another area holds.
+        """Breaks the seal, and makes room for a copy of another area.
 
         Args:
-            seal: of the other area.
+            seal: the seal of the other area.
 
         Returns:
-            The memory for the `content` of the other area; `finish_copy` is due when it is there.
+            The memory for the `content` of the other area. Call `finish_copy` when it is written.
         """
         self.break_seal()
         size = round_up(seal.end, PAGE_BYTES)
@@ -199,61 +200,65 @@ class Area:
         return self._bytes[PAGE_BYTES : seal.end]
 
     def finish_copy(self, first_page: Tensor) -> None:
-        """Seals the area as the other one is sealed.
+        """Gives the area the same seal as the area from which it was copied.
 
         Args:
-            first_page: of the other area.
+            first_page: the first page of the other area, which has the seal.
         """
         page = first_page.numpy().data
         self._view[_PREFIX.size : PAGE_BYTES] = page[_PREFIX.size :]
-        # The part with the flag that says "sealed" comes last.
+        # The part with the flag that says "sealed" is written last.
         self._view[: _PREFIX.size] = page[: _PREFIX.size]
 
     # Writing
 
     def give_up(self, attempt: int) -> None:
-        """Tells the other ranks that nothing more is written here in this attempt."""
+        """Tells the other ranks that nothing more is written into this area in this attempt."""
         self._view[_GIVEN_UP_AT : _GIVEN_UP_AT + 8] = attempt.to_bytes(8, "little")
 
     def break_seal(self) -> None:
-        """Makes the area one that holds nothing."""
+        """Marks the area as one that holds nothing."""
         self._view[_SEALED_AT : _SEALED_AT + 8] = bytes(8)
 
     def begin(self, header_bytes: int, values_bytes: int) -> bool:
-        """Breaks the seal, and makes room.
+        """Breaks the seal, and makes room for a header and values.
 
         Args:
-            header_bytes: how long the header may become.
-            values_bytes: how much the values take; a multiple of 8.
+            header_bytes: the maximum length of the header.
+            values_bytes: the size of the values; a multiple of 8.
 
         Returns:
-            True if views of the area are to be made anew: its memory is another one than before.
+            True if the memory of the area has moved, so that views of it must be made again.
         """
         self.break_seal()
+
         values_end = self.values_at + values_bytes
         fits = _HEADER_AT + header_bytes <= self.values_at and values_end <= self._size
         if fits and values_bytes == self._values_bytes:
             return False
-        # The header may grow by half before all is moved again.
+
+        # The header may grow by half before everything must be moved again.
         header_end = _HEADER_AT + header_bytes + header_bytes // 2
         self.values_at = round_up(header_end, PAGE_BYTES)
         self._values_bytes = values_bytes
+
+        # If the area becomes smaller, this returns memory to the system.
         size = round_up(self.values_at + values_bytes, PAGE_BYTES)
-        # A smaller file gives back memory that nothing needs any more.
         os.truncate(self.path, size)
         self._map(size)
         return True
 
     def set_seal(self, attempt: int, serial: int, step: int, header: bytes) -> None:
-        """Writes the header and seals the area. All values must be there.
+        """Writes the header and seals the area. All values must have been written.
 
         Args:
             attempt: see `Seal`.
             serial: see `Seal`.
             step: see `Seal`.
-            header: not longer than `begin` was told.
+            header: the header, not longer than `begin` was told.
         """
         self._view[_HEADER_AT : _HEADER_AT + len(header)] = header
+
         seal = Seal(
             attempt=attempt,
             serial=serial,
@@ -267,11 +272,13 @@ class Area:
         _SEAL.pack_into(self._view, _PREFIX.size, *seal)
         crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
         _CRC.pack_into(self._view, _CRC_AT, crc)
+
+        # The flag that says "sealed" is written last.
         self._view[: len(MAGIC)] = MAGIC
         self._view[_SEALED_AT : _SEALED_AT + 8] = (1).to_bytes(8, "little")
 
     def free(self) -> None:
-        """Gives the memory of the area back. It holds nothing from now on."""
+        """Returns the memory of the area to the system. The area holds nothing from now on."""
         self.break_seal()
         os.truncate(self.path, PAGE_BYTES)
         self._values_bytes = 0
@@ -279,14 +286,15 @@ class Area:
 
 
 def read_seal(first_page: memoryview) -> Seal | None:
-    """Returns the seal of an area; None if it has none, or a damaged one.
+    """Returns the seal of an area, or None if it has no seal or a damaged one.
 
     Args:
-        first_page: of the area.
+        first_page: the first page of the area.
     """
     magic, is_sealed = _PREFIX.unpack_from(first_page)
     if magic != MAGIC or is_sealed != 1:
         return None
+
     seal = Seal(*_SEAL.unpack_from(first_page, _PREFIX.size))
     (crc,) = _CRC.unpack_from(first_page, _CRC_AT)
     if crc != zlib.crc32(first_page[_PREFIX.size : _CRC_AT]):
@@ -295,5 +303,5 @@ def read_seal(first_page: memoryview) -> Seal | None:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Returns the smallest multiple that is not below a number."""
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple

@@ -1,8 +1,8 @@
-"""Switches torch to what gives the same bits in every process: threads and kernels.
+"""Sets torch's threads and kernels so that every process computes the same bits.
 
-How a matrix product is divided over threads decides the order of its additions, so the number of
-threads must not depend on the number of processes. Kernels that add in no fixed order (atomic
-additions on GPUs) are refused by torch's deterministic mode.
+The number of threads decides in which order the additions of a matrix product are made, so it must
+not depend on the number of processes. Kernels that add in no fixed order (atomic additions on GPUs)
+are refused by torch's deterministic mode.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NOTE_BEGINNING = "lockstep: "
 class Determinism(Extension):
     """Computes with a fixed number of threads and in torch's deterministic mode.
 
-    What it has set is put back when the run ends. All ranks make it together.
+    The former settings are restored when the run ends. All ranks create this object together.
 
     Args:
-        collectives: of the run.
-        num_virtual_ranks: of the run. The number of threads is that which each process would have
-            if every virtual rank had a process on this machine.
+        collectives: the collectives of the run.
+        num_virtual_ranks: number of virtual ranks of the run. Each process gets as many threads as
+            it would have if every virtual rank had a process on this machine.
     """
 
     def __init__(self, collectives: Collectives, num_virtual_ranks: int) -> None:
@@ -48,25 +48,28 @@ class Determinism(Extension):
 
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         num_threads_here = max(1, num_cores // num_virtual_ranks)
-        # Machines may have other numbers of cores: all processes take the smallest number.
+        # Machines may have different numbers of cores, so all processes use the smallest number.
         self.num_threads = min(int(number) for number in collectives.exchange(num_threads_here))
         torch.set_num_threads(self.num_threads)
-        # In torch's deterministic mode cuBLAS refuses to compute without a fixed workspace.
+
+        # In torch's deterministic mode, cuBLAS refuses to compute without a fixed workspace.
         os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Tensors that are not initialised would be filled, which takes time; nobody may read them.
+        # Otherwise torch would fill uninitialised tensors, which takes time. Their values are not
+        # used.
         deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
+
         self.differences = compare_ranks(collectives, read_numerics(collectives.device))
-        """What decides bits and is not equal on all ranks, as text; "" if everything is."""
+        """The numerics that differ between ranks, as a text; "" if all are equal."""
 
     def choice(self) -> Choice:
-        """Returns what is to be printed about the threads."""
+        """Returns the number of threads and the reason for it, for the startup summary."""
         reason = "pinned: the same on any number of processes, because it decides the order of sums"
         return Choice("threads", str(self.num_threads), reason)
 
     def close(self, failed: bool) -> None:
-        """Puts back what was set before the run."""
+        """Restores the settings that were in use before the run."""
         torch.set_num_threads(self._threads_before)
         torch.use_deterministic_algorithms(self._was_deterministic, warn_only=self._only_warned)
         deterministic.fill_uninitialized_memory = self._fill_before
@@ -76,7 +79,10 @@ class Determinism(Extension):
 
 
 def find_refused_operation(error: BaseException | None) -> str | None:
-    """Returns the operation that torch's deterministic mode has refused; None: another error."""
+    """Returns the operation that torch's deterministic mode has refused, or None for other errors.
+
+    "put_ does not have a deterministic implementation, ..." -> "put_"
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, LockstepError):
         return None
     operation, refused, _ = str(error).partition(REFUSED_BY_TORCH)
@@ -84,7 +90,7 @@ def find_refused_operation(error: BaseException | None) -> str | None:
 
 
 def nondeterministic_error(operation: str) -> UsageError:
-    """Returns the error for an operation that torch's deterministic mode has refused."""
+    """Builds the error for an operation that torch's deterministic mode has refused."""
     return UsageError(
         "virtual_ranks, which promise the same bits on any number of processes",
         f"torch computes {operation} in no fixed order, so its bits may differ from run to run",
@@ -95,7 +101,7 @@ def nondeterministic_error(operation: str) -> UsageError:
 
 
 def add_determinism_note(error: BaseException | None) -> None:
-    """Adds a note to an error of torch's deterministic mode that says what can be done, once."""
+    """Adds a note with advice to an error of torch's deterministic mode, if it has none yet."""
     operation = find_refused_operation(error)
     if error is None or operation is None:
         return

@@ -1,9 +1,9 @@
-"""Opens the store of `init_method="file:///path"`, unless the file is left over from another run.
+"""Opens the store of `init_method="file:///path"`, unless its file is left over from another run.
 
-It is torch's FileStore, which removes the file when the last rank has closed it. A run that was
-killed leaves the file behind, and the next run would wait for processes that are gone. So the file
-is read first, as plain bytes and without changing it: what ranks write to the store is JSON (see
-`join`), whatever the format of the file around it.
+The store is torch's FileStore, through which the ranks meet. It removes its file when the last rank
+has closed it. A run that was killed leaves the file behind, and the next run would wait for
+processes that no longer exist. So the file is read first, as bytes and without changing it: the
+messages of the ranks are JSON (see `join`), whatever the format of the file around them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CREATION_TIME_TOLERANCE_S = 1.0
 
 
 def open_file(path: Path, size: int, timeout_s: float) -> Store:
-    """Opens the store at a path; creates the file if no other rank has done so.
+    """Opens the store at a path, and creates the file if no other rank has done so.
 
     Args:
-        path: absolute; on a file system that all ranks share.
-        size: the world size; the file is removed when so many processes have closed it.
+        path: an absolute path on a file system that all ranks share.
+        size: the world size. The file is removed when as many processes have closed it.
         timeout_s: how long ranks wait for each other.
 
     Raises:
@@ -47,7 +47,11 @@ def open_file(path: Path, size: int, timeout_s: float) -> Store:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises SettingError if this user cannot create or write the file."""
+    """Checks that this user can create or write the file.
+
+    Raises:
+        SettingError: the user cannot.
+    """
     was_set = f"init_method='file://{path}'"
     if path.is_dir():
         raise errors.SettingError(was_set, "it is a folder", "name a file in it")
@@ -63,7 +67,11 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_not_stale(path: Path, timeout_s: float) -> None:
-    """Raises StaleInitFileError if the file is left over from an earlier run."""
+    """Checks that the file, if it exists, is not left over from an earlier run.
+
+    Raises:
+        StaleInitFileError: it is.
+    """
     try:
         modified = path.stat().st_mtime
         content = path.read_bytes()
@@ -71,6 +79,7 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
         return
     if not content:  # created by the user, or by another rank just now
         return
+
     age_s = max(0.0, _file_system_time(path.parent) - modified)
     reason = _reason_file_is_stale(content, age_s, timeout_s)
     if not reason:
@@ -85,43 +94,49 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
 
 
 def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str:
-    """Returns why the file of a store must be of an earlier run; "" if it may be of this one.
+    """Returns why the file must be from an earlier run, or "" if it may be from this one.
 
     Args:
-        content: of the file: each rank has written a `JoinRequest`, and then rank 0 its decision.
-        age_s: how long ago the file was changed last.
+        content: the content of the file. Each rank has written a `JoinRequest` into it, and rank 0
+            then its decision whether the run can start.
+        age_s: how long ago the file was last changed.
         timeout_s: how long ranks wait for each other.
     """
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
+
+    # Rank 0 of this run has decided that the run cannot start, and some ranks have read this and
+    # ended already. This process must read it too.
     started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
-    run_fails = ERROR_MARK.encode() in content  # rank 0 has decided that
-    if run_fails and started_together:
-        # The ranks that have ended are of this run, and have read the decision already. This
-        # process shall read it too.
+    cannot_start = ERROR_MARK.encode() in content
+    if cannot_start and started_together:
         return ""
+
     if ended:
         return f"written by {ended[0].process}, which has ended"
+
     process_age_s = time.time() - own_start
     if age_s > process_age_s + timeout_s:
         return "from long before this process was started"
+
     return ""  # other ranks of this run may be joining just now
 
 
 def _find_requests(content: bytes) -> list[JoinRequest]:
-    """Returns the join requests in the content of a store's file.
+    """Finds the join requests in the content of a store's file.
 
     Between other bytes, a request is a JSON object that begins with `REQUEST_MARK`:
     `{"number": 1, "rank": 0, ...}`.
     """
     text = content.decode(errors="replace")
-    # Each part but the first is what follows a mark: the rest of a request, then other bytes.
+    # Each part except the first follows a mark: it is the rest of a request, then other bytes.
     parts = text.split(REQUEST_MARK)[1:]
     requests = []
     for part in parts:
-        # ValueError: it is still being written. TypeError: it is of another version of Lockstep.
+        # A ValueError means that the request is still being written, and a TypeError that another
+        # version of Lockstep has written it.
         with suppress(ValueError, TypeError):
-            # `raw_decode` ends with the object and ignores what follows.
+            # `raw_decode` reads one object and ignores what follows.
             fields, _ = json.JSONDecoder().raw_decode(REQUEST_MARK + part)
             requests.append(JoinRequest(**fields))
     return requests

@@ -1,10 +1,10 @@
-"""Norms with the same bits, however the rows of a tensor are spread over processes.
+"""Computes norms with the same bits, however the rows of a tensor are spread over processes.
 
-Under FSDP each process has some *rows* of every tensor, the slices along its first dimension. The
-sum over a row is computed by one process, the sums of all rows are brought together, and every
-process adds them up. Sums are computed by halving: the second half of a vector is added to the
-first, and so on. That takes elementwise additions only, whose order depends neither on the number
-of threads nor on the place of a row in memory.
+Under FSDP each process has some *rows* of every tensor: slices along its first dimension. One
+process computes the sum over a row; then the sums of all rows are exchanged, and every process adds
+them up in the same order. Sums are computed by halving: the second half of a vector is added to the
+first half, and so on. This takes only elementwise additions, whose order depends neither on the
+number of threads nor on where a row is in memory.
 """
 
 from __future__ import annotations
@@ -75,39 +75,40 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
 
 
 def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Returns, for each tensor, what each of its rows adds to a norm, in float64, shape `(rows,)`.
+    """Returns what each row of each tensor adds to a norm: float64 tensors of shape `(rows,)`.
 
     The rows of a sharded tensor are on several processes. For all tensors that are sharded over the
-    same processes there is one all-reduce of a number for each row.
+    same processes, the values are exchanged in one all-reduce.
     """
-    # At first only the values of the rows that are on this process.
-    values_of_rows = []
-    places_by_mesh: dict[DeviceMesh, list[int]] = {}  # which tensors are sharded over a mesh
-    for place, tensor in enumerate(tensors):
+    # The values of the rows on this process.
+    values_of_tensors = []
+    indices_by_mesh: dict[DeviceMesh, list[int]] = {}  # the tensors that are sharded over a mesh
+    for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh not in places_by_mesh:
-                places_by_mesh[tensor.device_mesh] = []
-            places_by_mesh[tensor.device_mesh].append(place)
-            values_of_rows.append(_values_of_rows(tensor.to_local(), norm_type))
+            indices_by_mesh.setdefault(tensor.device_mesh, []).append(index)
+            values_of_tensors.append(_values_of_rows(tensor.to_local(), norm_type))
         else:
-            values_of_rows.append(_values_of_rows(tensor, norm_type))
-    # Then the values of all rows. Each process fills in 0 for the rows of the others, so the sum
-    # over the processes has every value unchanged.
-    for mesh, places in places_by_mesh.items():
-        num_rows = [_num_rows(tensors[place]) for place in places]
-        filled_up = []
-        for place, rows in zip(places, num_rows, strict=True):
-            filled_up.append(_among_zeros(values_of_rows[place], rows, mesh))
-        joined = torch.cat(filled_up).to(mesh.device_type)
+            values_of_tensors.append(_values_of_rows(tensor, norm_type))
+
+    # The values of all rows of the sharded tensors. Each process puts 0 in place of the rows of
+    # other processes, so the sum over the processes has every value unchanged.
+    for mesh, indices in indices_by_mesh.items():
+        num_rows = [_num_rows(tensors[index]) for index in indices]
+        with_zeros = []
+        for index, rows in zip(indices, num_rows, strict=True):
+            with_zeros.append(_among_zeros(values_of_tensors[index], rows, mesh))
+
+        joined = torch.cat(with_zeros).to(mesh.device_type)
         routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
-        for place, values in zip(places, torch.split(joined, num_rows), strict=True):
-            values_of_rows[place] = values.to(values_of_rows[place].device)
-    return values_of_rows
+
+        for index, values in zip(indices, torch.split(joined, num_rows), strict=True):
+            values_of_tensors[index] = values.to(values_of_tensors[index].device)
+    return values_of_tensors
 
 
 def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
-    """Returns what each row on this process adds to a norm, in float64, shape `(rows,)`."""
-    # Of a vector every element is a row.
+    """Returns what each row on this process adds to a norm: a float64 tensor of shape `(rows,)`."""
+    # Shape (rows, elements of a row). In a vector, each element is a row of its own.
     rows = local.reshape(-1, 1) if local.dim() < 2 else local.flatten(start_dim=1)
     absolute = rows.abs()
     if absolute.numel() == 0:
@@ -116,7 +117,8 @@ def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
         return absolute.amax(dim=1).double()
     if norm_type == -math.inf:
         return absolute.amin(dim=1).double()
-    # In half precision the squares of small numbers would vanish.
+
+    # In half precision the squares of small numbers would underflow to 0.
     absolute = absolute.to(torch.promote_types(absolute.dtype, torch.float32))
     powers = absolute * absolute if norm_type == 2.0 else absolute.pow(norm_type)
     return sum_by_halving(powers).double()
@@ -146,17 +148,23 @@ def _among_zeros(values: Tensor, num_rows: int, mesh: DeviceMesh) -> Tensor:
 
 
 def sum_by_halving(rows: Tensor) -> Tensor:
-    """Returns the sum of each row, shape `(rows,)`, computed by elementwise additions.
+    """Returns the sum of each row, computed by elementwise additions in a fixed order.
+
+    For a row `[a, b, c, d, e]` it adds `[a + d, b + e, c]`, then `[a + d + c, b + e]`, then both.
 
     Args:
-        rows: shape `(rows, columns)`.
+        rows: a tensor of shape `(rows, columns)`.
+
+    Returns:
+        A tensor of shape `(rows,)`.
     """
     num_columns = rows.shape[1]
     if num_columns == 0:
         return rows.new_zeros(rows.shape[0])
+
     while num_columns > 1:
-        # The second half is added to the first. If the number is odd, the second half is shorter,
-        # and the last column of the first one stays as it is.
+        # Add the second half to the first. If the number is odd, the second half is shorter, and
+        # the last column of the first half stays as it is.
         half = (num_columns + 1) // 2
         halved = rows[:, :half].clone()
         halved[:, : num_columns - half] += rows[:, half:]

@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 def open_rank_file(
     folder: str | Path, collectives: Collectives, name: str | None, setting: str
 ) -> io.FileIO | None:
-    """Opens a new file of this rank for the current start of the run. A collective.
+    """Opens a new file of this rank for the present start of the run. All ranks call this.
 
     Args:
-        folder: where the file is made; the folder is made too if it does not exist.
-        collectives: of the run; the ranks agree on the name of the start.
-        name: how the file's name ends, after the name of the start; None: this rank has no file.
+        folder: the folder of the files, which is created if necessary.
+        collectives: the collectives of the run, with which the ranks agree on a name of the start.
+        name: the end of the file's name, after the name of the start; None to open no file here.
         setting: the argument of `lockstep.init` that asked for the files, for the error.
+
+    Returns:
+        The open file, or None if `name` is None.
 
     Raises:
         SettingError: some rank cannot write there; raised on all ranks.
@@ -44,6 +47,8 @@ def open_rank_file(
             file = io.FileIO(Path(folder, f"{start_name}{name}"), "x")
         except OSError as error:
             problem = f"rank {collectives.topology.rank}: {error}"
+
+    # If one rank has failed, all ranks raise the error.
     problems = [text for text in collectives.exchange(problem) if text]
     if problems:
         if file is not None:
@@ -55,16 +60,16 @@ def open_rank_file(
 def append_or_end(
     file: io.FileIO | None, data: bytes, *, setting: str, folder: str | Path, content: str
 ) -> None:
-    """Appends to the file of a rank; if that fails the file ends with a warning.
+    """Appends data to the file of a rank. If that fails, warns and closes the file.
 
-    The training goes on, and later calls do nothing.
+    Training continues, and later calls do nothing.
 
     Args:
-        file: what `open_rank_file` returned; it may have been closed.
-        data: what is appended, by one system call.
+        file: the result of `open_rank_file`; it may have been closed.
+        data: the data, which is written by one system call.
         setting: the argument of `lockstep.init` that asked for the files.
         folder: the value of that argument.
-        content: what the file holds, such as "record".
+        content: what the file holds, for the warning: "record".
     """
     if file is None or file.closed or not data:
         return
@@ -90,16 +95,18 @@ def close_rank_file(file: io.FileIO | None) -> None:
 
 
 def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:
-    """Returns a name for this start of the run that sorts after all names in the folder.
+    """Returns a name for this start of the run, the same on all ranks: "<time in ns>-<random hex>".
 
-    It is the same on all ranks: rank 0's clock and random text, but with a later time if some rank
-    sees a file in the folder that is not older.
+    Usually the name has the time and the random text of rank 0. If some rank sees a file in the
+    folder with the same or a later time, the next later time is taken, so that the names sort in
+    the order of the starts.
     """
     latest_time_ns = 0
     for path in folder.glob("*-*"):
         time_in_name = path.name.partition("-")[0]
         if time_in_name.isdecimal():
             latest_time_ns = max(latest_time_ns, int(time_in_name))
+
     proposals = collectives.exchange((time.time_ns(), secrets.token_hex(4), latest_time_ns))
     start_time_ns, random_hex, _ = proposals[0]
     for _, _, latest_time_on_rank_ns in proposals:

@@ -1,8 +1,9 @@
 """Reduces tensors of any dtype, and single numbers, over ranks: sum, mean, maximum, minimum.
 
-Backends can reduce some of torch's dtypes only. The others are converted to a *carrier*, the
-nearest dtype that every backend reduces, and converted back. A *leaf* is one tensor or number of
-the nest that a collective takes. NaN on any rank makes a maximum or minimum NaN.
+Backends can reduce only some of torch's dtypes. Other tensors are converted to a *carrier*, a
+tensor of the nearest dtype that every backend reduces, and converted back. A *leaf* is one tensor
+or number in the nested structure that a collective takes. If any rank has NaN, the maximum and the
+minimum are NaN.
 """
 
 from __future__ import annotations
@@ -26,31 +27,34 @@ UINT64_HIGHEST_BIT = -(2**63)
 
 
 def all_reduced_copy(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Returns the reduction of a tensor over all ranks; the tensor itself keeps its values.
+    """Returns the reduction of a tensor over all ranks, without changing the tensor.
 
     Sums of integers wrap around as in torch's addition.
 
     Args:
-        tensor: of any dtype that `find_problem` accepts.
+        tensor: a tensor of any dtype that `find_problem` accepts.
         operation: SUM, MAX or MIN.
     """
     # The memory of a conjugated or negated view holds other numbers than the tensor.
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.dtype is torch.uint64:
         return _all_reduced_uint64(contiguous, operation)
+
     carrier_dtype = CARRIER_DTYPES.get(contiguous.dtype, contiguous.dtype)
     carrier = contiguous.to(carrier_dtype, copy=True)
     if carrier.is_floating_point() and operation != dist.ReduceOp.SUM:
         return _extreme_or_nan(carrier, operation).to(contiguous.dtype)
+
     routing.all_reduce(carrier, operation)
     return carrier.to(contiguous.dtype)
 
 
 def _all_reduced_uint64(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Returns the reduction of a uint64 tensor, which travels as int64.
+    """Reduces a uint64 tensor over all ranks, as an int64 tensor with the same bits.
 
-    Modulo 2**64 the sums of both are the same bits. For a maximum or minimum the highest bit is
-    flipped before and after: that maps the order of unsigned integers to that of signed ones.
+    A sum has the same bits for both dtypes. For a maximum or minimum the highest bit is flipped
+    before and after, so that the order of the unsigned numbers becomes that of signed ones:
+    0 becomes -2**63, and 2**64 - 1 becomes 2**63 - 1.
     """
     flipped_bits = 0 if operation == dist.ReduceOp.SUM else UINT64_HIGHEST_BIT
     carrier = tensor.view(torch.int64) ^ flipped_bits
@@ -61,19 +65,20 @@ def _all_reduced_uint64(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> T
 def _extreme_or_nan(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     """Returns the maximum or minimum over ranks, and NaN where any rank has NaN.
 
-    A backend returns NaN or the number, depending on the order in which ranks arrive. So a second
-    tensor travels with the numbers and marks where a rank has NaN: 1 for a maximum, -1 for a
-    minimum, since such a mark survives the reduction with the 0 of the other ranks.
+    A backend may return NaN or the number, depending on the order in which ranks arrive. So NaN is
+    sent in a second tensor of marks: 1 for a maximum, -1 for a minimum, and 0 where there is no
+    NaN. The mark of any rank survives the reduction.
 
     Args:
-        tensor: of a floating-point dtype, any shape.
+        tensor: a floating-point tensor of any shape.
         operation: MAX or MIN.
     """
     is_nan = tensor.isnan()
     nan_mark = 1 if operation == dist.ReduceOp.MAX else -1
-    # Infinity of the opposite sign never wins the reduction.
+    # NaN becomes -inf for a maximum and inf for a minimum, which never win the reduction.
     numbers = tensor.masked_fill(is_nan, -nan_mark * torch.inf)
     marks = nan_mark * is_nan.to(tensor.dtype)
+
     numbers_and_marks = torch.stack([numbers, marks])  # shape (2, *)
     routing.all_reduce(numbers_and_marks, operation)
     reduced_numbers, reduced_marks = numbers_and_marks
@@ -87,18 +92,21 @@ def identity_element(leaf: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor
     """
     if operation == dist.ReduceOp.SUM:
         return torch.zeros_like(leaf)
+
     needs_highest = operation == dist.ReduceOp.MIN
     if leaf.dtype == torch.bool:
         return torch.full_like(leaf, needs_highest)
-    if leaf.is_floating_point() and leaf.itemsize > 1:
+
+    is_8_bit = leaf.itemsize == 1  # some floating-point dtypes of 8 bits have no infinity
+    if leaf.is_floating_point() and not is_8_bit:
         return torch.full_like(leaf, torch.inf if needs_highest else -torch.inf)
-    # Some floating-point dtypes of 8 bits have no infinity.
+
     limits = torch.finfo(leaf.dtype) if leaf.is_floating_point() else torch.iinfo(leaf.dtype)
     return torch.full_like(leaf, limits.max if needs_highest else limits.min)
 
 
 def bool_to_int(leaf: Any) -> Any:
-    """Returns a boolean leaf as integers, so that its sum is a count; other leaves unchanged."""
+    """Converts a boolean leaf to integers, so that its sum is a count. Others are unchanged."""
     if isinstance(leaf, Tensor) and leaf.dtype is torch.bool:
         return leaf.to(torch.int64)
     if isinstance(leaf, bool):
@@ -107,9 +115,9 @@ def bool_to_int(leaf: Any) -> Any:
 
 
 def to_floating_point(leaf: Any) -> Any:
-    """Returns integers and booleans in floating point, for a mean.
+    """Converts integers and booleans to floating point, to compute a mean.
 
-    A leaf that has no mean, such as text, is returned as it is; the collective refuses it later,
+    A leaf that has no mean, such as text, is returned unchanged; the collective refuses it later,
     on all ranks.
     """
     if find_problem("mean", leaf) is not None:
@@ -131,18 +139,18 @@ def divide(leaf: Any, divisor: int) -> Any:
 
 
 def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescription]) -> Any:
-    """Returns a reduced number in the form in which this rank passed its own.
+    """Converts a reduced number to the type of the leaf that this rank has passed.
 
     Args:
-        leaf: what this rank passed: a number, or a 0-dimensional tensor.
+        leaf: the leaf that this rank has passed: a number, or a 0-dimensional tensor.
         number: the result of the reduction.
-        descriptions: the leaf as each rank passed it. If this rank passed an integer tensor and
-            another rank a float, the result is a float tensor.
+        descriptions: the leaf as each rank has passed it. If this rank has passed an integer tensor
+            and another rank a float, the result is a float tensor.
     """
     if not isinstance(leaf, Tensor):
         return number
+
     dtype = leaf.dtype
-    # One rank may have passed an integer and another one a float.
     any_floating_point = any(description.is_floating_point for description in descriptions)
     if any_floating_point and not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
@@ -150,21 +158,27 @@ def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescriptio
 
 
 def check_fits(name: str, number: Number, descriptions: Sequence[LeafDescription]) -> None:
-    """Raises UsageError if a reduced integer does not fit into the dtype that some rank passed.
+    """Checks that a reduced integer fits into the dtypes that the ranks have passed.
 
-    All ranks have the same arguments, so all of them raise, or none.
+    All ranks have the same arguments, so all of them raise an error, or none does.
 
     Args:
-        name: the collective, such as "sum".
+        name: the name of the collective: "sum".
         number: the result of the reduction.
-        descriptions: the leaf as each rank passed it.
+        descriptions: the leaf as each rank has passed it.
+
+    Raises:
+        UsageError: the number does not fit into the dtype of some rank.
     """
-    if type(number) is not int:  # a float or bool fits
+    if type(number) is not int:  # a float or bool always fits
         return
+
     for description in descriptions:
-        is_tensor = description.kind == "tensor"  # a Python number has no limits
-        if not is_tensor or description.is_floating_point or description.dtype == "bool":
+        is_tensor = description.kind == "tensor"  # Python numbers have no limits
+        is_integer = not description.is_floating_point and description.dtype != "bool"
+        if not is_tensor or not is_integer:
             continue
+
         limits = torch.iinfo(getattr(torch, description.dtype))
         if not limits.min <= number <= limits.max:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Seeds: equal on all ranks where they must be, different where they should.
+"""Seeds the random generators: equally on all ranks where that is needed, otherwise differently.
 
 `init` seeds every rank with the same seed, so that a model that is built, or a dataset that is
 split, before `prepare` is the same on all ranks. `prepare` then gives each rank other random
@@ -24,7 +24,7 @@ SEED_RANK_CONSTANT = 0xD1F
 
 
 def mix_seed(*numbers: int) -> int:
-    """Returns one 64-bit seed made from several numbers (SplitMix64, Steele et al. 2014).
+    """Combines several numbers into one 64-bit seed (SplitMix64, Steele et al. 2014).
 
     Seeds of similar numbers, such as (1, 2) and (1, 3), have nothing in common.
     """
@@ -51,7 +51,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Sets the CPU streams that datasets draw from, for one sample of one epoch."""
+    """Seeds the CPU streams that a dataset uses, before it loads one sample of one epoch."""
     value = mix_seed(seed, epoch, index)
     torch.default_generator.manual_seed(value)
     np.random.seed(value & LOWEST_32_BITS)

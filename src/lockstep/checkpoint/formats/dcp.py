@@ -2,11 +2,11 @@
 
     runs/digits/
       .metadata               a pickle: names, shapes, dtypes, and where each shard of a tensor is
-      __0_0.distcp, ...       each rank's shards, one `torch.save` archive after the other
+      __0_0.distcp, ...       the shards of each rank, one `torch.save` archive after the other
 
-See https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. An *archive* is what one call
-of `torch.save` wrote, somewhere in a file. Tensors become `TensorInShards`, whose values are read
-later; anything else becomes a `StoredObject`.
+See https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. An *archive* is the result of
+one call of `torch.save`, somewhere in a file. Tensors become `TensorInShards`, whose values are
+read later; any other value becomes a `StoredObject`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PlaceOfArchive = tuple[str, Shape | None]
 
 
 class FilePart(io.RawIOBase):
-    """A part of a file that can be read like a file of its own."""
+    """A part of a file, with the methods of a file."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file = file
@@ -69,7 +69,7 @@ class FilePart(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Sets and returns the position, which counts from the beginning of the part."""
+        """Sets and returns the position, in bytes from the beginning of the part."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, origin + offset)
         return self._position
@@ -86,7 +86,7 @@ class FilePart(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Archive:
-    """What one call of `torch.save` wrote, as a part of a file."""
+    """The result of one call of `torch.save`, as a part of a file."""
 
     file: Path
     offset: int
@@ -96,13 +96,13 @@ class Archive:
         """Loads the content: tensors, numbers, text and containers of them.
 
         Args:
-            device: the device that the tensors are put on. On "meta" their values are not read.
+            device: the device of the loaded tensors. With "meta" their values are not read.
 
         Returns:
-            The content; and for each storage of a tensor in it the size of its values in bytes.
+            The content, and the size in bytes of the stored values of each tensor storage.
 
         Raises:
-            CheckpointError: it cannot be read, or holds anything else.
+            CheckpointError: the archive cannot be read, or holds objects of other types.
         """
         with opened(self.file) as file:
             part: Any = FilePart(file, self.offset, self.length)
@@ -111,7 +111,8 @@ class Archive:
                 content = torch.load(part, weights_only=True, map_location=device)
             except Exception as error:
                 raise load_error(self.file, error) from error
-        # Such a zip file has a member "archive/data/0" with the values of the first storage, etc.
+
+        # The zip file has a member "archive/data/0" with the values of the first storage, etc.
         value_sizes = [member.file_size for member in members if "/data/" in member.filename]
         return content, value_sizes
 
@@ -120,7 +121,7 @@ class Archive:
 class ShardInArchive(LazyTensor):
     """The values of a shard of a tensor, which are the only content of an archive.
 
-    They can only be read all at once, so those that were read last are kept.
+    An archive can only be read completely. So the values of the shard that was read last are kept.
     """
 
     file: Path
@@ -132,16 +133,20 @@ class ShardInArchive(LazyTensor):
     dictionary, which has one entry at most."""
 
     def read_range(self, begin: int, end: int) -> Tensor:
-        """Returns the elements from `begin` to before `end`, flattened."""
+        """Returns the elements from `begin` to before `end` of the flattened shard."""
         if self.archive not in self.cached_values:
             self.check()
-            self.cached_values.clear()  # before the new values are read, to save memory
+            self.cached_values.clear()  # first, so that two shards are never in memory
             tensor, _ = self.archive.load()
             self.cached_values[self.archive] = tensor.reshape(-1)
         return self.cached_values[self.archive][begin:end]
 
     def check(self) -> None:
-        """Raises CheckpointError if the archive is not one tensor of this dtype and shape."""
+        """Checks that the archive holds one tensor of this dtype and shape. Reads no values.
+
+        Raises:
+            CheckpointError: it holds something else.
+        """
         tensor, value_sizes = self.archive.load("meta")
         is_tensor = type(tensor) is Tensor
         if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
@@ -151,6 +156,7 @@ class ShardInArchive(LazyTensor):
                     f"it is not the one tensor of {self.dtype} and shape {list(self.shape)}"
                 ),
             )
+
         # A damaged archive may have fewer values than its tensor needs. Then torch.load would take
         # whatever comes after them in the file.
         needed_size = tensor.untyped_storage().nbytes()
@@ -180,14 +186,14 @@ class StoredObject:
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
-    """Returns what a folder holds, nested as it was saved. Reads no values.
+    """Returns the content of a folder, nested as it was saved. Reads no values.
 
     Returns:
-        Dictionaries of dictionaries, with `TensorInShards` and `StoredObject` at their ends. A list
-        that was saved is a dictionary with the positions as keys.
+        Nested dictionaries of `TensorInShards` and `StoredObject`. A list that was saved becomes a
+        dictionary by index.
 
     Raises:
-        CheckpointError: it cannot be read, names files outside of the folder, or is not sound:
+        CheckpointError: the folder cannot be read, names files outside of it, or is not sound:
             shards overlap, leave gaps, or are not in the files.
     """
     with opened(folder / METADATA) as file:
@@ -197,12 +203,12 @@ def read_dcp(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {MAX_METADATA_BYTES} bytes")
         metadata = state_of_record(unpickle(content), "Metadata")
         entries = _read_entries(folder, metadata)
-        # DCP flattens what it saves; its planner keeps the keys that led to each entry.
+        # DCP flattens the state that it saves. "planner_data" has the keys that lead to each entry.
         keys_of_entries = metadata.get("planner_data")
         return _nest(entries, keys_of_entries)
-    except Exception as error:  # a damaged pickle may lead to any
-        # The texts of ValueErrors are ours and speak for themselves. Those of others do not: a
-        # KeyError is only the key.
+    except Exception as error:  # a damaged pickle may raise any exception
+        # The text of a ValueError is ours and a full sentence. Other errors need their type: the
+        # text of a KeyError is only the key.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise unreadable(
             folder,
@@ -212,13 +218,13 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
 
 def tensors_in(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorInShards]]:
-    """Yields the tensors in what `read_dcp` returned, each after its name.
+    """Yields the names and tensors in the result of `read_dcp`.
 
-    The name is made of the keys that lead to the tensor: "model.fc.weight".
+    The name consists of the keys that lead to the tensor: "model.fc.weight".
 
     Args:
-        tree: what `read_dcp` returned, or a dictionary inside it.
-        prefix: what leads to that dictionary: "model.".
+        tree: the result of `read_dcp`, or a dictionary inside it.
+        prefix: the keys that lead to that dictionary: "model.".
     """
     for key, value in tree.items():
         if isinstance(value, TensorInShards):
@@ -230,7 +236,7 @@ def tensors_in(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 def _read_entries(
     folder: Path, metadata: Mapping[str, Any]
 ) -> dict[str, TensorInShards | StoredObject]:
-    """Returns the entries of a folder by their names; reads no values.
+    """Returns the entries of a folder by name. Reads no values.
 
     Args:
         folder: the folder with the files.
@@ -240,39 +246,41 @@ def _read_entries(
         ValueError, KeyError: the metadata is not sound.
     """
     archives = _find_archives(folder, metadata["storage_data"])
-    # All shards of the folder share this cache, so that the values of one at most are in memory.
+    # All shards of the folder share this cache, so at most one of them is in memory.
     cached_values: dict[Archive, Tensor] = {}
     entries: dict[str, TensorInShards | StoredObject] = {}
     for name, record in metadata["state_dict_metadata"].items():
-        if record.class_name == "BytesStorageMetadata":
-            entries[name] = StoredObject(name, archives[name, None])
-        else:
+        is_tensor = record.class_name != "BytesStorageMetadata"
+        if is_tensor:
             description = state_of_record(record, "TensorStorageMetadata")
             entries[name] = _read_tensor(name, description, archives, cached_values)
+        else:
+            entries[name] = StoredObject(name, archives[name, None])
     return entries
 
 
 def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceOfArchive, Archive]:
-    """Returns where the archives of all shards and objects are.
+    """Finds the archive of each shard and of each other object.
 
     Args:
         folder: the folder with the files.
-        storage_data: the records of the metadata that say so.
+        storage_data: the records of the metadata that say where everything is stored.
 
     Raises:
-        ValueError: a record is not sound, or names a file that is not beside the metadata.
+        ValueError: a record is not sound, or names a file in another folder.
     """
     file_sizes: dict[str, int] = {}
     archives = {}
     for key, value in storage_data.items():
         # What is stored: {"fqn": "fc.weight", "offset": torch.Size([0, 0]), ...}
         index = state_of_record(key, "MetadataIndex")
-        # And where: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
+        # Where it is: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
         offset, length = as_shape((place["offset"], place["length"]))
-        if place.get("transform_descriptors"):  # such as compression
+        if place.get("transform_descriptors"):  # for example compression
             raise ValueError(f"{file_name} was transformed while it was written")
+
         if file_name not in file_sizes:
             if not layout.is_plain_name(file_name):
                 raise ValueError(
@@ -283,7 +291,8 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
             raise ValueError(
                 f"{file_name} is to have {offset + length} bytes, and has {file_sizes[file_name]}"
             )
-        shard_offsets = None  # an object that is no tensor
+
+        shard_offsets = None  # for an object that is no tensor
         if index.get("offset") is not None:
             shard_offsets = shape_of_record(index["offset"])
         archives[index["fqn"], shard_offsets] = Archive(folder / file_name, offset, length)
@@ -296,13 +305,13 @@ def _read_tensor(
     archives: Mapping[PlaceOfArchive, Archive],
     cached_values: dict[Archive, Tensor],
 ) -> TensorInShards:
-    """Returns a tensor with all its shards.
+    """Returns a tensor with all its shards. Reads no values.
 
     Args:
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
-        archives: the places of all archives of the folder.
-        cached_values: the values of the shard that was read last; all shards of the folder share
+        archives: all archives of the folder.
+        cached_values: the values of the shard that was read last. All shards of the folder share
             this dictionary.
 
     Raises:
@@ -315,28 +324,32 @@ def _read_tensor(
         offsets = shape_of_record(chunk["offsets"])
         sizes = shape_of_record(chunk["sizes"])
         if 0 in sizes:
-            continue  # without values it is in no file
+            continue  # a shard without values is not stored
+
         if (name, offsets) not in archives:
             raise ValueError(f"{name}: the shard at {list(offsets)} is in none of its files")
         archive = archives[name, offsets]
+
         # An archive is a little longer than the values in it. This is checked before anything is
-        # read: a damaged size could claim far too much memory.
+        # read, because a damaged size could claim far too much memory.
         num_value_bytes = math.prod(sizes) * dtype.itemsize
         overhead = archive.length - num_value_bytes
         if not 0 <= overhead <= MAX_OVERHEAD_BYTES:
             raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
+
         values = ShardInArchive(archive.file, dtype, sizes, archive, cached_values)
         shards.append(Shard(offsets, values))
     return join_shards(name, dtype, shape_of_record(description["size"]), shards)
 
 
 def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
-    """Puts entries into nested dictionaries, at the places that they were saved from.
+    """Puts entries into nested dictionaries, as they were when they were saved.
+
+    An entry with the keys `("model", "fc.weight")` becomes `tree["model"]["fc.weight"]`.
 
     Args:
-        entries: the entries by their names.
-        keys_of_entries: for each name, the tuple of keys that leads to the entry, such as
-            ("model", "fc.weight"). None: the entries are not nested.
+        entries: the entries by name.
+        keys_of_entries: the keys that lead to each entry, by its name. None: nothing is nested.
 
     Raises:
         ValueError: the keys are not sound.
@@ -344,9 +357,11 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
     tree: dict[Any, Any] = {}
     for name, entry in entries.items():
         keys = (name,) if keys_of_entries is None else keys_of_entries[name]
-        is_path = type(keys) is tuple and 0 < len(keys) <= MAX_DEPTH
-        if not is_path or not all(type(key) in (str, int) for key in keys):
+        has_valid_length = type(keys) is tuple and 0 < len(keys) <= MAX_DEPTH
+        if not has_valid_length or not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{name} has no place by names and numbers in what was saved")
+
+        # Go down to the dictionary that holds the entry.
         *outer_keys, last_key = keys
         inner = tree
         for key in outer_keys:
@@ -355,6 +370,7 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
             inner = inner[key]
             if type(inner) is not dict:
                 raise ValueError(f"{name} is to be below another entry")
+
         if last_key in inner:
             raise ValueError(f"{name} is to be where another entry is")
         inner[last_key] = entry

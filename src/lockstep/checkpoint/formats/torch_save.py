@@ -1,9 +1,9 @@
-"""Reads what `torch.save` wrote, without running code from the file unless it is trusted.
+"""Reads files of `torch.save`, without running code from the file unless it is trusted.
 
 See https://docs.pytorch.org/docs/stable/notes/serialization.html. An *archive* is the zip file that
-`torch.save` writes since torch 1.6; older files are a plain pickle. A file with more than tensors,
-numbers and text is unpickled only with `trust`. Even then DistributedDataParallel is replaced by a
-plain module, because it would join a process group when it is unpickled.
+`torch.save` writes since torch 1.6; older files are a plain pickle. A file that holds more than
+tensors, numbers and text is only unpickled if the user trusts it. Even then DistributedDataParallel
+is replaced by a plain module, because unpickling it would join a process group.
 """
 
 from __future__ import annotations
@@ -59,27 +59,30 @@ _PICKLE_MODULE = SimpleNamespace(
 
 
 def read_torch(path: Path, trust: bool) -> Any:
-    """Returns what `torch.save` wrote. Tensors are mapped if the file's format allows it.
+    """Returns the object in a file of `torch.save`. Tensors are mapped if the format allows it.
 
     Args:
         path: the path of the file.
-        trust: the file may run code of its author's.
+        trust: whether the file may run its author's code.
 
     Raises:
-        CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
+        CheckpointError: the file cannot be read, or holds pickled objects and is not trusted.
     """
     with opened(path) as file:
         is_archive = file.read(len(ARCHIVE_BEGINNING)) == ARCHIVE_BEGINNING
         if is_archive:
             check_archive(path, file)
+
+    # A file with nothing but tensors, numbers and text is read without running code.
     try:
         return _load_weights_only(path, mapped=is_archive)
-    except pickle.UnpicklingError as error:  # it holds more than tensors, numbers and text
+    except pickle.UnpicklingError as error:  # it holds other objects too
         if not trust:
             raise _not_trusted_error(path, error) from error
-        # It is trusted: unpickled below.
     except Exception as error:
         raise load_error(path, error) from error
+
+    # The file holds other objects and is trusted.
     try:
         return torch.load(
             path,
@@ -88,7 +91,7 @@ def read_torch(path: Path, trust: bool) -> Any:
             weights_only=False,
             pickle_module=_PICKLE_MODULE,
         )
-    except Exception as error:  # the code of the file may raise anything
+    except Exception as error:  # the code of the file may raise any exception
         raise load_error(path, error) from error
 
 
@@ -108,27 +111,29 @@ def _load_weights_only(path: Path, *, mapped: bool) -> Any:
 
 
 def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> dict[str, Any]:
-    """Returns the tensors of an index of files of `torch.save`.
+    """Reads the tensors of all files of `torch.save` that an index names.
 
     Args:
         path: the path of the index.
-        weight_map: the name of the file of each tensor.
-        trust: the files may run code of their author's.
+        weight_map: the name of the file that holds each tensor, by the tensor's name.
+        trust: whether the files may run their author's code.
 
     Raises:
-        CheckpointError: a file cannot be read, or does not hold what the index says.
+        CheckpointError: a file cannot be read, or does not hold the tensors that the index says.
     """
     names_of_file = group_by_key((file_name, name) for name, file_name in weight_map.items())
     state: dict[str, Any] = {}
     for file_name, names in names_of_file.items():
         content = read_torch(path.parent / file_name, trust)
         if not isinstance(content, Mapping):
-            content = {}  # then no tensor is where the index says
+            content = {}  # so that the first tensor is reported as missing
         for name in names:
             if not isinstance(content.get(name), Tensor):
                 raise misplaced_error(path, name, file_name)
             state[name] = content[name]
-    return {name: state[name] for name in weight_map}  # in the order of the index
+
+    # In the order of the index.
+    return {name: state[name] for name in weight_map}
 
 
 def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
@@ -171,7 +176,7 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
 
 
 def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
-    """Returns the error of a file that needs `trust`, with the names of code that it asks for."""
+    """Builds the error for a file that needs `trust`, with the names of the code that it uses."""
     try:
         globals_asked_for = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a file of the older format, or a broken one
@@ -191,7 +196,7 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
 
 
 def load_error(path: Path, error: Exception) -> CheckpointError:
-    """Returns the error of a file that torch.load cannot read, with the first line of the cause."""
+    """Builds the error for a file that torch.load cannot read, with the first line of the cause."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else ""
     return unreadable(
