@@ -1,8 +1,9 @@
-"""Compares the journals of two runs: the first step at which they part, and what parted first.
+"""Compares the journals of two runs: finds the first step that differs, and what differed first.
 
-In a step, losses come first, then gradients, then the update: weights and optimizer state. What
-parts first says where to look: losses for data, dropout and forward passes; gradients for backward
-passes; the update for the sum of the gradients, the optimizer and its settings.
+A step computes losses, then gradients, then the update of weights and optimizer state. The first of
+these that differs between the two runs, called A and B, says where to look. Losses: the data,
+dropout or the forward pass. Gradients: the backward pass. The update: the sum of the gradients, the
+optimizer or its settings.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ MAX_VALUE_LENGTH = 100
 
 @dataclass
 class StepDifferences:
-    """What two runs have computed differently in a step."""
+    """What two runs computed differently in a step."""
 
     step: int
     has_hashes: bool = False
     """True if hashes were compared, and not only losses."""
     step_before: int | None = None
-    """The step before it that was compared; None: it is the first."""
+    """The last step before this one that was compared; None if this is the first."""
     hashes_before: int | None = None
-    """The last step before it whose hashes were compared; None: there is none."""
+    """The last step before this one whose hashes were compared; None if there is none."""
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By virtual rank, or by rank: the loss in A and in B."""
+    """The losses that differ: in A and in B, by virtual rank, or by rank without virtual ranks."""
     gradients: dict[int, list[str]] = field(default_factory=dict)
-    """By virtual rank, the parameters whose gradients differ, in the order of the model."""
+    """The parameters whose gradients differ, in the order of the model, by virtual rank."""
     state: list[str] = field(default_factory=list)
     """The parameters whose optimizer state differs after the step."""
     weights: list[str] = field(default_factory=list)
@@ -55,11 +56,13 @@ class StepDifferences:
 
     @property
     def parted_first(self) -> str:
-        """What parted first: "loss", "gradient", "weights", "optimizer state" or both."""
+        """What differed first within the step, for example "loss" or "weights"."""
         if self.losses:
             return "loss"
         if self.gradients:
             return "gradient"
+
+        # Weights and optimizer state are updated together, so neither of them comes first.
         if self.weights and self.state:
             return "weights and optimizer state"
         return "weights" if self.weights else "optimizer state"
@@ -71,19 +74,19 @@ class JournalComparison:
 
     journals: list[Journal]
     num_compared: int = 0
-    """Steps whose hashes were compared."""
+    """Number of steps whose hashes were compared."""
     num_compared_losses: int = 0
-    """Other steps, of which only the losses were compared."""
+    """Number of other steps, of which only the losses were compared."""
     weights_at_beginning: list[str] = field(default_factory=list)
     """The names of the weights that differ before the first step."""
     first_difference: StepDifferences | None = None
     manifest: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    """The lines of the manifest that differ, in A and in B."""
+    """The values of the manifest that differ: in A and in B, by name."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def differs(self) -> bool:
-        """True if the runs have computed something differently."""
+        """True if the runs computed something differently."""
         return bool(self.weights_at_beginning) or self.first_difference is not None
 
     def lines(self) -> list[str]:
@@ -94,6 +97,7 @@ class JournalComparison:
             for note in journal.notes:
                 lines.append(f"  note: {note}")
         lines += [f"note: {note}" for note in self.notes]
+
         if self.weights_at_beginning:
             names = _some_names(self.weights_at_beginning)
             lines.append(f"the weights differ before the first step: {names}")
@@ -101,6 +105,7 @@ class JournalComparison:
             lines += self._describe_first_difference(self.first_difference)
         else:
             lines.append(self._describe_equal_steps())
+
         if self.manifest:
             lines.append("the manifests differ:")
             for name, (value_a, value_b) in self.manifest.items():
@@ -110,7 +115,7 @@ class JournalComparison:
         return lines
 
     def _describe_equal_steps(self) -> str:
-        """Returns a line about steps that are all equal."""
+        """Describes how many steps were compared, if all of them are equal."""
         others = count_noun(self.num_compared_losses, "step")
         if not self.num_compared:
             return f"equal losses: {others}, of which not both have hashes"
@@ -120,23 +125,15 @@ class JournalComparison:
         return text
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
-        """Returns lines about the first step that differs."""
-        has_virtual_ranks = self.journals[0].virtual_ranks is not None
-        part = "virtual rank" if has_virtual_ranks else "rank"
-        first_line = f"step {found.step}: the {found.parted_first} parted first"
+        """Describes the first step that differs, as lines of text."""
         if self.weights_at_beginning:
             first_line = f"step {found.step}: the {found.parted_first} differs, too"
-        if found.step_before is not None:
-            if found.hashes_before == found.step_before:
-                first_line += f"; equal up to step {found.step_before}"
-            elif found.hashes_before is None:
-                first_line += f"; equal losses up to step {found.step_before}"
-            else:
-                first_line += f"; equal up to step {found.hashes_before}"
-                first_line += f", and losses up to step {found.step_before}"
-            if found.step_before < found.step - 1:
-                first_line += ", the steps between were not written down by both"
-        lines = [first_line]
+        else:
+            first_line = f"step {found.step}: the {found.parted_first} parted first"
+        lines = [first_line + _describe_equal_before(found)]
+
+        has_virtual_ranks = self.journals[0].virtual_ranks is not None
+        part = "virtual rank" if has_virtual_ranks else "rank"
         if found.losses:
             number = min(found.losses)
             loss_a, loss_b = found.losses[number]
@@ -152,11 +149,14 @@ class JournalComparison:
             )
         elif found.gradients_are_known and not found.losses:
             lines.append("  gradient: equal on all virtual ranks")
+
         if found.state:
             lines.append(f"  optimizer state after the step: {_some_names(found.state)}")
         if found.weights:
             lines.append(f"  weights after the step: {_some_names(found.weights)}")
-        if found.hashes_before != found.step_before or not found.has_hashes:
+
+        step_before_has_hashes = found.hashes_before == found.step_before
+        if not (found.has_hashes and step_before_has_hashes):
             lines.append(
                 "  of steps without hashes only losses are known: to see what parted before, train "
                 "both again with --journal-every 1"
@@ -164,7 +164,7 @@ class JournalComparison:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the comparison as values for `json.dumps`."""
+        """Returns the comparison as values that `json.dumps` accepts."""
         found = self.first_difference
         return {
             "equal": not self.differs,
@@ -178,20 +178,45 @@ class JournalComparison:
         }
 
 
+def _describe_equal_before(found: StepDifferences) -> str:
+    """Returns how far two runs are equal before the first step that differs.
+
+    For example "; equal up to step 3, and losses up to step 5", if only losses were written for the
+    steps 4 and 5. Returns "" if no step before it was compared.
+    """
+    if found.step_before is None:
+        return ""
+
+    if found.hashes_before == found.step_before:
+        text = f"; equal up to step {found.step_before}"
+    elif found.hashes_before is None:
+        text = f"; equal losses up to step {found.step_before}"
+    else:
+        text = f"; equal up to step {found.hashes_before}"
+        text += f", and losses up to step {found.step_before}"
+
+    if found.step_before < found.step - 1:
+        text += ", the steps between were not written down by both"
+    return text
+
+
 def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalComparison:
-    """Compares two journals.
+    """Compares two journals, up to the first step that differs.
 
     Raises:
-        CheckpointError: they have no step in common, so that nothing can be compared.
+        CheckpointError: if the journals have no step in common that can be compared.
     """
     comparison = JournalComparison([journal_a, journal_b])
     comparison.manifest = _compare_manifests(journal_a.manifest, journal_b.manifest)
+
+    # The weights at the beginning can only be compared if both runs began at the same step.
     if journal_a.begins_at == journal_b.begins_at:
         weights_a = journal_a.weights_at_beginning
         weights_b = journal_b.weights_at_beginning
-        for name in [*weights_a, *(name for name in weights_b if name not in weights_a)]:
+        for name in dict.fromkeys([*weights_a, *weights_b]):
             if weights_a.get(name) != weights_b.get(name):
                 comparison.weights_at_beginning.append(name)
+
     steps_of_b = set(journal_b.steps)
     common_steps = [step for step in journal_a.steps if step in steps_of_b]
     if not common_steps:
@@ -200,37 +225,9 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
             "they have no step in common",
             "give two runs that have trained the same steps",
         )
-    for letter, journal, other in (("A", journal_a, journal_b), ("B", journal_b, journal_a)):
-        num_alone = len(set(journal.steps) - set(other.steps))
-        if num_alone:
-            comparison.notes.append(f"{count_noun(num_alone, 'step')} only in {letter}")
-    if journal_a.virtual_ranks != journal_b.virtual_ranks:
-        comparison.notes.append(
-            "the runs have other virtual ranks, so losses and gradients are not compared"
-        )
-    elif journal_a.virtual_ranks is None:
-        comparison.notes.append(
-            "without virtual ranks gradients are not written down, only losses, weights and "
-            "optimizer state"
-        )
-    step_before = None
-    hashes_before = None
-    for step in common_steps:
-        differences = _compare_step(journal_a, journal_b, step)
-        if differences.has_hashes:
-            comparison.num_compared += 1
-        elif differences.has_losses:
-            comparison.num_compared_losses += 1
-        else:
-            continue
-        if not differences.is_empty:
-            differences.step_before = step_before
-            differences.hashes_before = hashes_before
-            comparison.first_difference = differences
-            break
-        step_before = step
-        if differences.has_hashes:
-            hashes_before = step
+
+    comparison.notes += _notes_on_comparison(journal_a, journal_b)
+    _compare_steps(comparison, common_steps)
     if not comparison.num_compared and not comparison.num_compared_losses:
         raise CheckpointError(
             f"the journals {journal_a.folder} and {journal_b.folder}",
@@ -240,39 +237,94 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
     return comparison
 
 
+def _notes_on_comparison(journal_a: Journal, journal_b: Journal) -> list[str]:
+    """Returns notes on what cannot be compared between two journals."""
+    notes: list[str] = []
+    for letter, journal, other in (("A", journal_a, journal_b), ("B", journal_b, journal_a)):
+        num_alone = len(set(journal.steps) - set(other.steps))
+        if num_alone:
+            notes.append(f"{count_noun(num_alone, 'step')} only in {letter}")
+
+    if journal_a.virtual_ranks != journal_b.virtual_ranks:
+        notes.append("the runs have other virtual ranks, so losses and gradients are not compared")
+    elif journal_a.virtual_ranks is None:
+        notes.append(
+            "without virtual ranks gradients are not written down, only losses, weights and "
+            "optimizer state"
+        )
+    return notes
+
+
+def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -> None:
+    """Compares the steps of two journals in order, and stops at the first that differs.
+
+    Writes that step, and how many steps were compared, into `comparison`.
+    """
+    journal_a, journal_b = comparison.journals
+    step_before = None
+    hashes_before = None
+    for step in common_steps:
+        differences = _compare_step(journal_a, journal_b, step)
+        if differences.has_hashes:
+            comparison.num_compared += 1
+        elif differences.has_losses:
+            comparison.num_compared_losses += 1
+        else:  # nothing in this step can be compared
+            continue
+
+        if not differences.is_empty:
+            differences.step_before = step_before
+            differences.hashes_before = hashes_before
+            comparison.first_difference = differences
+            return
+
+        step_before = step
+        if differences.has_hashes:
+            hashes_before = step
+
+
 def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDifferences:
-    """Returns what differs in a step."""
+    """Compares what two runs computed in a step."""
     a = journal_a.read_step(step)
     b = journal_b.read_step(step)
     differences = StepDifferences(step)
     differences.has_hashes = a.has_hashes and b.has_hashes
-    parameters_a = a.names[: a.num_parameters]
-    parameters_b = b.names[: b.num_parameters]
+
+    # Losses and gradients belong to parts of the global batch. They can only be compared if both
+    # runs divided it into the same parts.
+    has_virtual_ranks = journal_a.virtual_ranks is not None
     has_same_parts = journal_a.virtual_ranks == journal_b.virtual_ranks
-    if journal_a.virtual_ranks is None:  # the parts are ranks
+    if not has_virtual_ranks:  # the parts are ranks
         has_same_parts = has_same_parts and set(a.losses) == set(b.losses)
+
     differences.has_losses = has_same_parts
     if has_same_parts:
-        for number in sorted(set(a.losses) | set(b.losses)):
-            loss_a = a.losses.get(number, 0.0)
-            loss_b = b.losses.get(number, 0.0)
+        for part in sorted(set(a.losses) | set(b.losses)):
+            loss_a = a.losses.get(part, 0.0)
+            loss_b = b.losses.get(part, 0.0)
             if _bits(loss_a) != _bits(loss_b):
-                differences.losses[number] = (loss_a, loss_b)
+                differences.losses[part] = (loss_a, loss_b)
     if not differences.has_hashes:
         return differences
+
+    parameters_a = a.names[: a.num_parameters]
+    parameters_b = b.names[: b.num_parameters]
     if has_same_parts:
-        differences.gradients_are_known = journal_a.virtual_ranks is not None
-        for number in sorted(set(a.gradients) | set(b.gradients)):
-            names = _differing_names(parameters_a, _row(a, number), parameters_b, _row(b, number))
+        differences.gradients_are_known = has_virtual_ranks
+        for virtual_rank in sorted(set(a.gradients) | set(b.gradients)):
+            gradients_a = _gradient_hashes(a, virtual_rank)
+            gradients_b = _gradient_hashes(b, virtual_rank)
+            names = _differing_names(parameters_a, gradients_a, parameters_b, gradients_b)
             if names:
-                differences.gradients[number] = names
+                differences.gradients[virtual_rank] = names
+
     differences.state = _differing_names(parameters_a, a.state, parameters_b, b.state)
     differences.weights = _differing_names(a.names, a.weights, b.names, b.weights)
     return differences
 
 
-def _row(step: JournalStep, virtual_rank: int) -> npt.NDArray[np.uint64]:
-    """Returns the hashes of the gradient of a virtual rank; zeros if it had no samples."""
+def _gradient_hashes(step: JournalStep, virtual_rank: int) -> npt.NDArray[np.uint64]:
+    """Returns the gradient hashes of a virtual rank, which are zeros if it had no samples."""
     if virtual_rank in step.gradients:
         return step.gradients[virtual_rank]
     return np.zeros(step.num_parameters, np.uint64)
@@ -284,19 +336,20 @@ def _differing_names(
     names_b: Sequence[str],
     hashes_b: npt.NDArray[np.uint64],
 ) -> list[str]:
-    """Returns the names whose hashes differ, or that only one of both has."""
+    """Returns the names whose hashes differ between A and B, or that only one of them has."""
     if names_a == names_b:
-        return [names_a[place] for place in np.flatnonzero(hashes_a != hashes_b).tolist()]
-    hash_of_a = dict(zip(names_a, hashes_a.tolist(), strict=True))
-    hash_of_b = dict(zip(names_b, hashes_b.tolist(), strict=True))
+        return [names_a[index] for index in np.flatnonzero(hashes_a != hashes_b).tolist()]
+
+    hash_in_a = dict(zip(names_a, hashes_a.tolist(), strict=True))
+    hash_in_b = dict(zip(names_b, hashes_b.tolist(), strict=True))
     names = dict.fromkeys([*names_a, *names_b])
-    return [name for name in names if hash_of_a.get(name) != hash_of_b.get(name)]
+    return [name for name in names if hash_in_a.get(name) != hash_in_b.get(name)]
 
 
 def _compare_manifests(
     manifest_a: Mapping[str, str], manifest_b: Mapping[str, str]
 ) -> dict[str, tuple[str | None, str | None]]:
-    """Returns the lines that differ; None for one that is not there."""
+    """Returns the values that differ, in A and in B, by name. A missing value is None."""
     differing: dict[str, tuple[str | None, str | None]] = {}
     for name in dict.fromkeys([*manifest_a, *manifest_b]):
         value_a = manifest_a.get(name)
@@ -307,7 +360,7 @@ def _compare_manifests(
 
 
 def describe_journal(journal: Journal) -> str:
-    """Returns a line about a journal, such as "runs/a: 48 steps, 0 to 47; 8 virtual ranks; ..."."""
+    """Returns a line like "runs/a: 48 steps, 0 to 47; 8 virtual ranks; 2 processes"."""
     steps = journal.steps
     text = f"{journal.folder}: {count_noun(len(steps), 'step')}"
     if steps:
@@ -325,12 +378,12 @@ def describe_journal(journal: Journal) -> str:
 
 
 def _bits(number: float) -> bytes:
-    """Returns the bits of a number, by which -0.0 differs from 0.0 and a NaN equals itself."""
+    """Returns the bits of a number, for a comparison in which a NaN equals itself."""
     return struct.pack("<d", number)
 
 
 def _some_names(names: Sequence[str]) -> str:
-    """Returns the first names, and how many there are if not all are listed."""
+    """Lists the first few names, followed by the number of names if there are more."""
     text = join_first(names, MAX_NAMES_IN_TEXT)
     if len(names) > MAX_NAMES_IN_TEXT:
         text += f" ({len(names)} tensors)"
@@ -338,14 +391,14 @@ def _some_names(names: Sequence[str]) -> str:
 
 
 def _and_others(number: int, part: str) -> str:
-    """Returns "; and 2 other virtual ranks", or nothing if there are none."""
+    """Returns for example "; and 2 other virtual ranks", or "" if there are none."""
     if number == 0:
         return ""
     return f"; and {count_noun(number, f'other {part}')}"
 
 
 def _shown(value: str | None) -> str:
-    """Returns a value of the manifest as it is printed."""
+    """Returns a value of the manifest as it is printed, cut off if it is long."""
     if value is None:
         return "none"
     if len(value) > MAX_VALUE_LENGTH:

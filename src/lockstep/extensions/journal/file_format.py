@@ -1,30 +1,30 @@
-"""The format of a journal's files: what one rank computed in each step, in one start of the run.
+"""The format of the journal files, each of which holds what one rank computed in each step.
 
-A *start* is the first start of a run or a restart. A folder holds one file for each rank and each
-start, named `<start>.rank<rank>.journal`. A file is a sequence of *records*, which are only ever
-appended, in the frames of the sample ledger: 4 bytes length and 4 bytes CRC-32 of the content, then
-the content. The content is `J` and a JSON object, or `S` and an optimizer step, or `L` and a step
-of which only the losses were written down. Numbers are little-endian.
+A *start* of a run is its first start or a restart. The folder holds one file for each rank and each
+start, named `<start>.rank<rank>.journal`. A file is a sequence of *records* that are only ever
+appended, framed as in the sample ledger: 4 bytes with the length of the content, 4 bytes with its
+CRC-32, then the content. The content is `J` and a JSON object, or `S` and an optimizer step, or `L`
+and a step of which only the losses were written. Numbers are little-endian.
 
 The JSON objects, by their first key:
 
 - `journal`: the version of the format, with `rank` and `ranks`, `virtual_ranks` (null: none),
   `every` (steps from one with hashes to the next) and `time`. The first record.
-- `manifest`: texts that say how the rank computed, such as `{"torch": "2.13.0", ...}`.
-- `begins_at`: the number of the step that this start begins with, and `weights`: hashes of all
-  weights before it, by name.
-- `tensors`: the names of parameters that are trained, then those of buffers; `parameters`: how many
-  are parameters; `weights` and `state`: of which of them this file has hashes of weights, and of
-  optimizer state. It holds for the steps that follow.
+- `manifest`: texts that say how the rank computed, for example `{"torch": "2.13.0", ...}`.
+- `begins_at`: the number of the first step of this start, with `weights`: hashes of all weights
+  before that step, by name.
+- `tensors`: the names of the trained parameters, then those of the buffers, with `parameters`: how
+  many of them are parameters, and `weights` and `state`: for which of them this file has hashes of
+  weights and of optimizer state. This applies to the steps that follow.
 
-A step is its number, the number of its *parts*, and 64-bit integers: the number of each part, the
-loss of each part (the bits of a float64), for each part the hashes of its gradients, one for each
-parameter, and then the hashes of weights and of optimizer state. With virtual ranks the parts are
-those that the rank has computed; without, the rank is the only part, and there are no gradients.
-A step without hashes ends after the losses.
+A step consists of *parts*: the virtual ranks that the rank computed, or the rank itself if there
+are no virtual ranks. Its content is its number, the number of its parts, and 64-bit integers: the
+number of each part, the loss of each part (the bits of a float64), for each part the hashes of its
+gradients (one for each parameter, and only with virtual ranks), then the hashes of the weights and
+of the optimizer state. A step without hashes ends after the losses.
 
-A hash covers what the rank has of a tensor. That of the whole tensor is the sum over all ranks,
-modulo 2**64 (see `hashing`).
+A hash covers the part of a tensor that the rank has. The hash of the whole tensor is the sum over
+all ranks, modulo 2**64 (see `hashing`).
 """
 
 from __future__ import annotations
@@ -46,80 +46,91 @@ from lockstep.extensions.ledger.file_format import FRAME, JSON_RECORD, STEP_RECO
 
 FORMAT_VERSION = 2
 LOSS_RECORD = b"L"
-"""How the content of a record begins that has only the losses of a step."""
+"""The first byte of the content of a record that has only the losses of a step."""
 RANK_INFIX = ".rank"
 JOURNAL_SUFFIX = ".journal"
 
 STEP_FIELDS = struct.Struct("<QI")
-"""Number of the step, and number of its parts."""
+"""The number of the step, and how many parts it has."""
 
 Hashes = npt.NDArray[np.uint64]
 
 
 class TensorTable(NamedTuple):
-    """Which tensors the hashes of a file belong to."""
+    """Says which tensors the hashes in a file belong to."""
 
     names: tuple[str, ...]
-    """First of the parameters that are trained, then of the buffers."""
+    """The names of the trained parameters, then those of the buffers."""
     num_parameters: int
     weights: tuple[int, ...]
-    """The tensors whose weights the file has hashes of."""
+    """Indices of the tensors of which the file has a hash."""
     state: tuple[int, ...]
-    """The parameters whose optimizer state the file has hashes of."""
+    """Indices of the parameters for whose optimizer state the file has a hash."""
 
 
 class RankStep(NamedTuple):
-    """What the file of a rank says about a step."""
+    """A step as it is recorded in the file of one rank."""
 
     table: TensorTable | None
-    """None: the file has only the losses of the step."""
+    """None if the file has only the losses of the step."""
     losses: dict[int, float]
-    """By the number of the part."""
+    """The loss of each part, by the number of the part."""
     gradients: dict[int, Hashes]
-    """By the number of the part; a hash for each parameter."""
+    """One hash for each parameter, by the number of the part."""
     weights: Hashes
+    """One hash for each element of `table.weights`."""
     state: Hashes
+    """One hash for each element of `table.state`."""
+
+
+class StepLocation(NamedTuple):
+    """Where the content of a step is in a file."""
+
+    begin: int
+    """The byte after the letter that the content begins with."""
+    end: int
+    table: TensorTable | None
+    """The tensors that its hashes belong to; None if it has only losses."""
 
 
 @dataclass
 class RankFile:
-    """What was read from one rank's file of one start of the run."""
+    """The file of one rank for one start of the run, as it was read."""
 
     path: Path
     data: bytes | mmap.mmap = b""
     header: dict[str, Any] = field(default_factory=dict)
-    """The first record; empty if the file ends before it."""
+    """The first record; empty if the file has no complete record."""
     manifest: dict[str, str] = field(default_factory=dict)
     begins_at: int | None = None
-    """The number of the first step of this start; None: there was none."""
+    """The number of the first step of this start; None if the start ended before any step."""
     weights_at_beginning: dict[str, int] = field(default_factory=dict)
-    steps_by_attempt: list[dict[int, tuple[int, int, TensorTable | None]]] = field(
-        default_factory=lambda: [{}]
-    )
-    """Where the content of each step begins and ends, and which tensors its hashes belong to. A new
-    dict begins where the run went back to an earlier step."""
+    steps_by_attempt: list[dict[int, StepLocation]] = field(default_factory=lambda: [{}])
+    """Where each step is in the file, by its number. A new dict, an *attempt*, begins wherever the
+    run went back to an earlier step."""
     is_cut_off: bool = False
     """True if the last record is incomplete."""
     is_damaged: bool = False
-    """True if a record before the last is damaged; what follows it was not read."""
+    """True if a record is damaged. The records after it were not read."""
 
     def read_step(self, attempt: int, number: int) -> RankStep:
         """Reads a step of an attempt."""
-        begin, end, table = self.steps_by_attempt[attempt][number]
-        return _parse_step(self.data[begin:end], table, self.has_gradients)
+        location = self.steps_by_attempt[attempt][number]
+        content = self.data[location.begin : location.end]
+        return _parse_step(content, location.table, self.has_gradients)
 
     @property
     def has_gradients(self) -> bool:
-        """True if the parts of its steps are virtual ranks."""
+        """True if the steps have hashes of gradients: if their parts are virtual ranks."""
         return self.header.get("virtual_ranks") is not None
 
 
 def step_head(number: int, parts: Sequence[int]) -> bytes:
-    """Returns how the content of a step begins. Losses and hashes follow, as 64-bit integers.
+    """Returns the beginning of the content of a step, to which losses and hashes are appended.
 
     Args:
-        number: of the step.
-        parts: the numbers of its parts.
+        number: number of the step.
+        parts: numbers of its parts, in the order of the losses and gradients that follow.
     """
     count = len(parts)
     return STEP_RECORD + STEP_FIELDS.pack(number, count) + struct.pack(f"<{count}q", *parts)
@@ -129,42 +140,31 @@ def loss_content(number: int, parts: Sequence[int], losses: Sequence[float]) -> 
     """Returns the content of a step without hashes.
 
     Args:
-        number: of the step.
-        parts: the numbers of its parts.
-        losses: of the parts; empty if they are still to be added.
+        number: number of the step.
+        parts: numbers of its parts.
+        losses: loss of each part; empty if the caller appends the losses itself.
     """
     head = LOSS_RECORD + step_head(number, parts)[len(STEP_RECORD) :]
     return head + struct.pack(f"<{len(losses)}d", *losses)
 
 
 def read_file(path: Path) -> RankFile:
-    """Reads one rank's file.
+    """Reads the file of one rank, up to the first record that is incomplete or damaged.
 
     Raises:
-        CheckpointError: it cannot be opened, or is of a later version of the format.
+        CheckpointError: if the file cannot be opened, or has another version of the format.
     """
-    try:
-        file = RankFile(path)
-        with path.open("rb") as opened:
-            if path.stat().st_size:  # an empty file cannot be mapped
-                file.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(
-            f"the journal {path.parent}",
-            f"{path.name} cannot be read: {error}",
-            "make it readable, or copy the folder",
-        ) from error
+    file = _open_file(path)
     table = TensorTable((), 0, (), ())
     for begin, end in _find_records(file):
         kind = file.data[begin : begin + 1]
-        if kind in (STEP_RECORD, LOSS_RECORD):
-            number, _ = STEP_FIELDS.unpack_from(file.data, begin + 1)
-            steps = file.steps_by_attempt[-1]
-            if steps and number <= next(reversed(steps)):  # the run went back to an earlier step
-                steps = {}
-                file.steps_by_attempt.append(steps)
-            steps[number] = (begin + 1, end, table if kind == STEP_RECORD else None)
+        if kind == STEP_RECORD:
+            _add_step(file, StepLocation(begin + 1, end, table))
             continue
+        if kind == LOSS_RECORD:
+            _add_step(file, StepLocation(begin + 1, end, table=None))
+            continue
+
         values = json.loads(file.data[begin + 1 : end])
         if "journal" in values:
             file.header = values
@@ -182,51 +182,97 @@ def read_file(path: Path) -> RankFile:
             file.weights_at_beginning = values["weights"]
         else:
             table = TensorTable(
-                tuple(values["tensors"]),
-                values["parameters"],
-                tuple(values["weights"]),
-                tuple(values["state"]),
+                names=tuple(values["tensors"]),
+                num_parameters=values["parameters"],
+                weights=tuple(values["weights"]),
+                state=tuple(values["state"]),
             )
     return file
 
 
+def _open_file(path: Path) -> RankFile:
+    """Maps a file into memory, without reading its records."""
+    try:
+        file = RankFile(path)
+        with path.open("rb") as opened:
+            if path.stat().st_size:  # an empty file cannot be mapped
+                file.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(
+            f"the journal {path.parent}",
+            f"{path.name} cannot be read: {error}",
+            "make it readable, or copy the folder",
+        ) from error
+    return file
+
+
 def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
-    """Yields where the content of each record begins and ends, up to one that is not complete."""
-    place = 0
-    while place < len(file.data):
-        begin = place + FRAME.size
+    """Yields the begin and the end of the content of each record.
+
+    Stops at a record that is incomplete or damaged, and notes in `file` which of the two it is.
+    """
+    frame_begin = 0
+    while frame_begin < len(file.data):
+        begin = frame_begin + FRAME.size
         if begin >= len(file.data):
             file.is_cut_off = True
             return
-        length, checksum = FRAME.unpack_from(file.data, place)
+
+        length, checksum = FRAME.unpack_from(file.data, frame_begin)
         end = begin + length
         if end > len(file.data):
             file.is_cut_off = True
             return
+
         is_known = file.data[begin : begin + 1] in (JSON_RECORD, STEP_RECORD, LOSS_RECORD)
         if not is_known or zlib.crc32(memoryview(file.data)[begin:end]) != checksum:
             file.is_damaged = True
             return
+
         yield begin, end
-        place = end
+        frame_begin = end
+
+
+def _add_step(file: RankFile, location: StepLocation) -> None:
+    """Adds a step to the last attempt in a file, or to a new one if the run went back."""
+    number, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
+    steps = file.steps_by_attempt[-1]
+    went_back = bool(steps) and number <= next(reversed(steps))
+    if went_back:
+        steps = {}
+        file.steps_by_attempt.append(steps)
+    steps[number] = location
 
 
 def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) -> RankStep:
-    """Returns what the content of a step says, without the letter that it begins with."""
+    """Parses the content of a step.
+
+    Args:
+        content: content of the record, without the letter that it begins with.
+        table: tensors that the hashes belong to; None if the step has only losses.
+        has_gradients: True if steps with hashes have hashes of gradients.
+    """
     _, num_parts = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
+
     if table is None:
         has_gradients = False
-    num_gradients = table.num_parameters if has_gradients and table is not None else 0
-    num_weights = len(table.weights) if table is not None else 0
+        num_gradients = 0
+        num_weights = 0
+    else:
+        num_gradients = table.num_parameters if has_gradients else 0
+        num_weights = len(table.weights)
+
+    # The state is what remains after these lengths.
     lengths = [num_parts, num_parts, num_parts * num_gradients, num_weights]
     parts, losses, gradients, weights, state = np.split(numbers, np.cumsum(lengths))
-    rows = gradients.reshape(num_parts, num_gradients)
+
     part_numbers = parts.tolist()
+    gradients_of_parts = gradients.reshape(num_parts, num_gradients)
     return RankStep(
         table=table,
         losses=dict(zip(part_numbers, losses.view("<f8").tolist(), strict=True)),
-        gradients=dict(zip(part_numbers, rows, strict=True)) if has_gradients else {},
+        gradients=dict(zip(part_numbers, gradients_of_parts, strict=True)) if has_gradients else {},
         weights=weights,
         state=state,
     )
@@ -238,7 +284,7 @@ def json_record(values: dict[str, Any]) -> bytes:
 
 
 def table_record(table: TensorTable) -> bytes:
-    """Returns the content of the record of a table of tensors."""
+    """Returns the content of a record that holds a table of tensors."""
     values: dict[str, Sequence[str] | Sequence[int] | int] = {
         "tensors": table.names,
         "parameters": table.num_parameters,

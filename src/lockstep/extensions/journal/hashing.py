@@ -1,7 +1,7 @@
-"""64-bit hashes of the bits of tensors, which can be added up over the parts of a tensor.
+"""Computes 64-bit hashes of the bits of tensors. The hashes of a tensor's shards add up to its own.
 
-The bytes of a tensor, row by row and filled up with zeros, are read as 64-bit *words*, and 128
-words are a *block*. With w(b, j) for word j of block b, the hash is
+The bytes of a tensor, row by row and padded with zeros, are read as 64-bit *words*, and 128 words
+form a *block*. With w(b, j) for word j of block b, the hash is
 
     sum over b of M(b) * (sum over j of F(j) * (w(b, j) + (w(b, j) >> 32)))   mod 2**64
 
@@ -10,16 +10,16 @@ Wegman ("Universal classes of hash functions", 1979) over 32-bit halves of words
 the lower half, `F(j) * (2**32 + 1)` the upper one. Without the shift, the highest bits of words
 would be lost: two changed signs would cancel out.
 
-- It is a sum in which every element is multiplied by a number that belongs to its place. So the
-  hash of a tensor is the sum of the hashes of its shards, in any order, and it is the same on CPU
-  and GPU.
-- A change within one word always changes it, because odd numbers have inverses. Of any other
-  change, a permutation too, it misses about one in 2**32 in the worst case (only the highest bits
-  differ), and one in 2**64 if lowest bits differ, as rounding makes them. A plain sum of bits would
-  miss all permutations. It is not a defence against somebody who looks for collisions.
-- Zeros add nothing: no gradient and a gradient of zeros have the same hash, 0.
-- It takes a multiplication for each half of a word, and additions. CRC and cryptographic hashes
-  have to read a tensor in one order, and torch does not offer them on GPUs.
+- It is a sum in which every element is multiplied by a factor that depends on its position. So the
+  hash of a tensor is the sum of the hashes of its shards, in any order, and is the same on CPU and
+  GPU.
+- A change within one word always changes the hash, because odd numbers have inverses. Of other
+  changes, including permutations, about one in 2**32 goes unnoticed in the worst case (only the
+  highest bits differ), and one in 2**64 if the lowest bits differ, as after rounding. A plain sum
+  of bits would miss every permutation. The hash is no defence against deliberate collisions.
+- Zeros add nothing: a missing gradient and a gradient of zeros have the same hash, 0.
+- It only needs a multiplication for each half of a word, and additions. CRC and cryptographic
+  hashes must read a tensor from beginning to end, and torch does not offer them on GPUs.
 """
 
 from __future__ import annotations
@@ -42,23 +42,28 @@ WORD_BYTES = 8
 WORDS_OF_BLOCK = 128
 BLOCK_BYTES = WORD_BYTES * WORDS_OF_BLOCK
 MAX_COPIED_BYTES = 2**16
-"""Tensors of at most this size are copied side by side and hashed together, because calls cost more
-than copies. Larger ones are hashed where they are."""
+"""Tensors up to this size are copied into one memory and hashed together, because the calls would
+cost more than the copies. Larger tensors are hashed in place."""
 MAX_COPIED_BYTES_ON_GPU = 2**20
 """The same on a GPU, where calls cost more."""
 BLOCKS_AT_ONCE_ON_CPU = 2**8
 """How many blocks are hashed at a time: 256 KiB, which stay in the cache."""
 BLOCKS_AT_ONCE_ON_GPU = 2**16
-"""On a GPU so many that each intermediate result takes 64 MiB."""
+"""The same on a GPU. Each intermediate result takes 64 MiB."""
 FIRST_NUMBER_OF_WORDS = 2**63
-"""From here on the numbers of the generator belong to words; the first ones belong to blocks."""
+"""The pseudorandom numbers from this one on are the factors of words, and those before it are the
+factors of blocks."""
 
 
 def mixed_numbers(first: int, count: int) -> Numbers:
-    """Returns odd 64-bit numbers that look random: number `first` and those after it.
+    """Returns `count` numbers of a fixed sequence of odd pseudorandom 64-bit numbers.
 
-    They are outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014).
+    The sequence is that of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014), with the lowest bit set.
+
+    Args:
+        first: index of the first number within the sequence.
+        count: how many numbers to return.
     """
     counter = np.arange(count, dtype=np.uint64) + np.uint64(first + 1)
     number = counter * np.uint64(0x9E3779B97F4A7C15)
@@ -69,14 +74,14 @@ def mixed_numbers(first: int, count: int) -> Numbers:
 
 
 WORD_FACTORS = mixed_numbers(FIRST_NUMBER_OF_WORDS, WORDS_OF_BLOCK)
-"""F: the factor of each word of a block."""
+"""F in the formula above: the factor of each word of a block."""
 
 
 class TensorPart(NamedTuple):
-    """What a process has of a tensor: all of it, or a shard of its rows."""
+    """Describes the part of a tensor that a process has: the whole tensor, or a shard of rows."""
 
     shape: tuple[int, ...]
-    """Of the part."""
+    """The shape of the part."""
     dtype: torch.dtype
     result: int
     """The number of the result that the hash is added to."""
@@ -87,20 +92,19 @@ class TensorPart(NamedTuple):
 
 
 class _SmallPiece(NamedTuple):
-    """A small tensor, or the beginning or end of a large one, which is copied to be hashed."""
+    """A small tensor, or the beginning or end of a large one. It is copied before it is hashed."""
 
-    place: int
-    """Number of the tensor."""
+    tensor_index: int
     elements: tuple[int, int] | None
-    """Which elements of a large tensor; None: all."""
+    """The first element of the piece within its tensor and the one after its last; None if the
+    piece is the whole tensor."""
     num_bytes: int
 
 
 class _CopiedPiece(NamedTuple):
-    """Where a piece is copied to."""
+    """A small piece, and the memory that it is copied to."""
 
-    place: int
-    """Number of the tensor."""
+    tensor_index: int
     elements: tuple[int, int] | None
     """As in `_SmallPiece`."""
     destination: Tensor
@@ -108,26 +112,31 @@ class _CopiedPiece(NamedTuple):
 
 
 class _LargePiece(NamedTuple):
-    """Whole blocks of a large tensor."""
+    """The whole blocks of a large tensor, which are hashed in place."""
 
-    place: int
-    """Number of the tensor."""
+    tensor_index: int
     result: int
     """The number of the result that their hash is added to."""
     elements: tuple[int, int]
+    """The first element of the piece within its tensor, and the one after its last."""
     factors: Any
     """The factor of each block."""
 
 
 class TensorHasher:
-    """Computes the hashes of tensors whose shapes are known beforehand.
+    """Computes the hashes of tensors whose shapes are known in advance.
+
+    A large tensor is hashed in place, except for its ends, where blocks may be incomplete. The ends
+    and all small tensors are first copied into one memory, each to blocks of its own, and are then
+    hashed together.
 
     Args:
-        parts: what the tensors are, in the order of their results.
-        num_results: how many hashes there are. Those of several parts may be added up to one.
-        device: of the tensors.
-        with_numpy: True to compute with numpy, whose calls take less time than those of torch; it
-            is possible on the CPU only. None: if it is possible.
+        parts: descriptions of the tensors, in ascending order of their results.
+        num_results: number of hashes to compute. The hashes of all parts with the same `result`
+            are added up.
+        device: device of the tensors.
+        with_numpy: True to compute with numpy, whose calls take less time than those of torch. Only
+            possible on the CPU; None uses numpy if possible.
     """
 
     def __init__(
@@ -141,72 +150,94 @@ class TensorHasher:
         self._num_results = num_results
         self._device = device
         self._with_numpy = device.type == "cpu" if with_numpy is None else with_numpy
-        max_copied_bytes = MAX_COPIED_BYTES if device.type == "cpu" else MAX_COPIED_BYTES_ON_GPU
         self._copied: list[_CopiedPiece] = []
         self._large: list[_LargePiece] = []
-        pieces: list[_SmallPiece] = []
-        for place, part in enumerate(parts):
-            itemsize = part.dtype.itemsize
-            numel = math.prod(part.shape)
-            if numel * itemsize <= max_copied_bytes:
-                if numel:
-                    pieces.append(_SmallPiece(place, None, numel * itemsize))
-                continue
-            # The blocks of the whole tensor that lie in this part as a whole.
-            first_block = ceil_div(part.first_byte, BLOCK_BYTES)
-            last_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES
-            begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
-            end = (last_block * BLOCK_BYTES - part.first_byte) // itemsize
-            factors = mixed_numbers(first_block, last_block - first_block) * np.int64(part.factor)
-            factors_on_device = self._to_device(factors)
-            self._large.append(_LargePiece(place, part.result, (begin, end), factors_on_device))
-            for elements in ((0, begin), (end, numel)):
-                if elements[0] < elements[1]:
-                    num_bytes = (elements[1] - elements[0]) * itemsize
-                    pieces.append(_SmallPiece(place, elements, num_bytes))
-        self._lay_out(parts, pieces)
+        self._word_factors = self._to_device(WORD_FACTORS)
         if self._with_numpy:
             self._folded = np.empty((BLOCKS_AT_ONCE_ON_CPU, WORDS_OF_BLOCK), np.int64)
-        self._word_factors = self._to_device(WORD_FACTORS)
 
-    def _lay_out(
-        self,
-        parts: Sequence[TensorPart],
-        pieces: Sequence[_SmallPiece],
-    ) -> None:
-        """Gives every piece that is copied blocks of its own in one memory of zeros."""
-        bounds: list[int] = []  # at which block each piece begins
+        max_copied_bytes = MAX_COPIED_BYTES if device.type == "cpu" else MAX_COPIED_BYTES_ON_GPU
+        small: list[_SmallPiece] = []
+        for index, part in enumerate(parts):
+            num_bytes = math.prod(part.shape) * part.dtype.itemsize
+            if num_bytes > max_copied_bytes:
+                small += self._cut(index, part)
+            elif num_bytes:
+                small.append(_SmallPiece(index, None, num_bytes))
+        self._lay_out(parts, small)
+
+    def _cut(self, tensor_index: int, part: TensorPart) -> list[_SmallPiece]:
+        """Cuts a large tensor into its whole blocks and its ends.
+
+        Adds the whole blocks to `self._large`, and returns the ends, which fill no block. Blocks
+        are those of the whole tensor. For example, if blocks had 4 elements, and this part were the
+        elements 3 to 12 of the whole tensor, its whole blocks would be the elements 4 to 11, and
+        its ends the elements 3 and 12.
+        """
+        itemsize = part.dtype.itemsize
+        numel = math.prod(part.shape)
+        first_block = ceil_div(part.first_byte, BLOCK_BYTES)
+        end_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES
+
+        # Where the whole blocks begin and end, as elements of this part.
+        begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
+        end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
+
+        factors = mixed_numbers(first_block, end_block - first_block) * np.int64(part.factor)
+        self._large.append(
+            _LargePiece(tensor_index, part.result, (begin, end), self._to_device(factors))
+        )
+
+        ends: list[_SmallPiece] = []
+        for end_begin, end_end in ((0, begin), (end, numel)):
+            if end_begin < end_end:
+                num_bytes = (end_end - end_begin) * itemsize
+                ends.append(_SmallPiece(tensor_index, (end_begin, end_end), num_bytes))
+        return ends
+
+    def _lay_out(self, parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> None:
+        """Allocates the memory that the small pieces are copied to.
+
+        Every piece gets blocks of its own. Within them it begins at the same byte as within the
+        blocks of its whole tensor, so that each word meets its own factors; the rest is zeros.
+        """
+        first_block_of_piece: list[int] = []  # within the memory
+        bytes_before_piece: list[int] = []  # within the first block of the piece
         factors: list[Numbers] = [np.empty(0, np.int64)]
-        bytes_before: list[int] = []  # from the begin of the piece's first block to the piece
         num_blocks = 0
-        for place, elements, num_bytes in pieces:
-            part = parts[place]
-            skipped = 0 if elements is None else elements[0] * part.dtype.itemsize
-            first_block, before = divmod(part.first_byte + skipped, BLOCK_BYTES)
-            blocks_of_piece = ceil_div(before + num_bytes, BLOCK_BYTES)
-            bounds.append(num_blocks)
-            factors.append(mixed_numbers(first_block, blocks_of_piece) * np.int64(part.factor))
-            bytes_before.append(before)
+        for piece in pieces:
+            part = parts[piece.tensor_index]
+            skipped = 0 if piece.elements is None else piece.elements[0] * part.dtype.itemsize
+            block_of_tensor, bytes_before = divmod(part.first_byte + skipped, BLOCK_BYTES)
+            blocks_of_piece = ceil_div(bytes_before + piece.num_bytes, BLOCK_BYTES)
+
+            first_block_of_piece.append(num_blocks)
+            bytes_before_piece.append(bytes_before)
+            factors.append(mixed_numbers(block_of_tensor, blocks_of_piece) * np.int64(part.factor))
             num_blocks += blocks_of_piece
+
         memory = torch.zeros(num_blocks * BLOCK_BYTES, dtype=torch.uint8, device=self._device)
         self._copied_words = self._words(memory)
         self._copied_factors = self._to_device(np.concatenate(factors))
-        for (place, elements, num_bytes), bound, before in zip(
-            pieces, bounds, bytes_before, strict=True
+
+        for piece, first_block, bytes_before in zip(
+            pieces, first_block_of_piece, bytes_before_piece, strict=True
         ):
-            part = parts[place]
-            begin = bound * BLOCK_BYTES + before
-            destination = memory[begin : begin + num_bytes].view(part.dtype)
-            if elements is None:
+            part = parts[piece.tensor_index]
+            begin = first_block * BLOCK_BYTES + bytes_before
+            destination = memory[begin : begin + piece.num_bytes].view(part.dtype)
+            if piece.elements is None:
                 destination = destination.view(part.shape)
-            self._copied.append(_CopiedPiece(place, elements, destination))
-        # Pieces of one result stand side by side, so that their blocks are added up together.
+            self._copied.append(_CopiedPiece(piece.tensor_index, piece.elements, destination))
+
+        # The pieces of a result are next to each other, so their blocks can be summed as one range.
         self._results: list[int] = []
-        first_blocks: list[int] = []
-        for (place, _, _), bound in zip(pieces, bounds, strict=True):
-            if not self._results or self._results[-1] != parts[place].result:
-                self._results.append(parts[place].result)
-                first_blocks.append(bound)
+        first_blocks: list[int] = []  # for each result, where its range begins
+        for piece, first_block in zip(pieces, first_block_of_piece, strict=True):
+            result = parts[piece.tensor_index].result
+            if not self._results or self._results[-1] != result:
+                self._results.append(result)
+                first_blocks.append(first_block)
         self._first_blocks = np.array(first_blocks, dtype=np.int64)
         if not self._with_numpy:
             sizes = np.diff(np.append(self._first_blocks, num_blocks))
@@ -214,20 +245,21 @@ class TensorHasher:
             self._result_of_block = self._to_device(np.repeat(results, sizes))
 
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
-        """Returns the hashes, shape `(number of results,)`.
+        """Hashes tensors, without waiting for a GPU.
 
         Args:
-            tensors: as many and of the shapes as were said; None has the hash 0.
+            tensors: tensors as described by `parts`; the hash of None is 0.
 
         Returns:
-            An array of numpy, or a tensor on the device, which is not waited for.
+            The hashes, shape `(num_results,)`: a numpy array, or a tensor on the device.
         """
         with torch.no_grad():
             self._copy(tensors)
             sums = self._block_sums(self._copied_words) * self._copied_factors
             hashes = self._add_up(sums)
+
             for piece in self._large:
-                tensor = tensors[piece.place]
+                tensor = tensors[piece.tensor_index]
                 if tensor is None:
                     continue
                 begin, end = piece.elements
@@ -238,33 +270,42 @@ class TensorHasher:
         return hashes
 
     def _copy(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copies small tensors, and the ends of large ones, to where they are hashed."""
+        """Copies the small tensors, and the ends of the large ones, into the common memory."""
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
-        for place, elements, destination in self._copied:
-            tensor = tensors[place]
+        for piece in self._copied:
+            tensor = tensors[piece.tensor_index]
             if tensor is None:
-                destination.zero_()
+                piece.destination.zero_()
                 continue
-            destinations.append(destination)
-            if elements is None:
+
+            destinations.append(piece.destination)
+            if piece.elements is None:
                 sources.append(tensor)
             else:
-                sources.append(tensor.reshape(-1)[elements[0] : elements[1]])
+                begin, end = piece.elements
+                sources.append(tensor.reshape(-1)[begin:end])
         if sources:
             copy_to_each(destinations, sources)
 
     def _words(self, tensor: Tensor) -> Any:
-        """Returns whole blocks as 64-bit words, shape `(blocks, words of a block)`."""
+        """Returns whole blocks as 64-bit words, shape `(blocks, WORDS_OF_BLOCK)`."""
         data = tensor.view(torch.uint8)
         if self._with_numpy:
             return data.numpy().view(np.int64).reshape(-1, WORDS_OF_BLOCK)
-        if data.storage_offset() % WORD_BYTES:  # a GPU reads words only from such addresses
+        if data.storage_offset() % WORD_BYTES:  # a GPU only reads words from aligned addresses
             data = data.clone()
         return data.view(torch.int64).view(-1, WORDS_OF_BLOCK)
 
     def _block_sums(self, words: Any) -> Any:
-        """Returns the sum over the words of each block, without the block's factor."""
+        """Computes the inner sum of the hash, over the words of each block.
+
+        Args:
+            words: words of the blocks, shape `(blocks, WORDS_OF_BLOCK)`.
+
+        Returns:
+            The sums, shape `(blocks,)`, not yet multiplied by the factors of the blocks.
+        """
         if self._with_numpy:
             return self._block_sums_with_numpy(words)
         sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
@@ -274,7 +315,7 @@ class TensorHasher:
         return torch.cat(sums)
 
     def _block_sums_with_numpy(self, words: Numbers) -> Numbers:
-        """Returns the same as `_block_sums`."""
+        """Does the same as `_block_sums`, with few calls and no new memory for each block."""
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
@@ -286,7 +327,11 @@ class TensorHasher:
         return sums
 
     def _add_up(self, sums: Any) -> Any:
-        """Returns the sum over the blocks of each result, of what was copied."""
+        """Computes the outer sum of the hash: adds up the copied blocks of each result.
+
+        Args:
+            sums: the sum of each copied block, multiplied by its factor.
+        """
         if not self._with_numpy:
             hashes = torch.zeros(self._num_results, dtype=torch.int64, device=self._device)
             return hashes.index_add_(0, self._result_of_block, sums)
@@ -296,14 +341,14 @@ class TensorHasher:
         return hashes_in_numpy
 
     def _to_device(self, numbers: Numbers) -> Any:
-        """Returns numbers as they are for numpy, or as a tensor on the device."""
+        """Returns the numbers unchanged for numpy, or else as a tensor on the device."""
         if self._with_numpy:
             return numbers
         return copy_to_device(torch.from_numpy(numbers), self._device)
 
 
 def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns numbers of the host on a device; a GPU is not waited for."""
+    """Copies numbers from the host to a device, without waiting for a GPU."""
     if device.type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)

@@ -1,4 +1,8 @@
-"""The manifest of a run: what else decides its bits, for the comparison of two journals."""
+"""Collects the manifest of a run: everything besides the training that may decide its bits.
+
+When the journals of two runs differ, comparing their manifests shows possible causes: another
+version of torch, another setting, another commit of the code.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,20 @@ SETTINGS_WITHOUT_EFFECT = frozenset(
 
 
 def run_manifest(run: Run, strategy: str) -> dict[str, str]:
-    """Returns texts by name: command, code, settings, versions, devices and threads of this rank.
+    """Describes how this rank computes: its command, code, settings, versions, device and threads.
 
     Args:
-        run: of this process.
-        strategy: its name.
+        run: the run that this process belongs to.
+        strategy: name of the strategy.
+
+    Returns:
+        A text for each entry, by name, for example `{"device": "cuda", "threads": "8", ...}`.
     """
     settings: dict[str, object] = {}
     for name, value in settings_of_ranks(run.settings).items():
         if name not in SETTINGS_WITHOUT_EFFECT:
             settings[name] = value
+
     texts = manifest.collect(settings)
     texts["strategy"] = strategy
     texts["processes"] = str(run.topology.size)
@@ -39,6 +47,7 @@ def run_manifest(run: Run, strategy: str) -> dict[str, str]:
     for name, text in read_numerics(run.device).items():
         if name not in texts:
             texts[name] = text
+
     folder = _script_folder()
     texts["modules beside the script"] = _hash_of_modules(folder)
     texts["git commit"] = git_commit(folder)
@@ -46,21 +55,23 @@ def run_manifest(run: Run, strategy: str) -> dict[str, str]:
 
 
 def _script_folder() -> Path:
-    """Returns the folder of the script that runs, or the working directory in a notebook."""
+    """Returns the folder of the running script, or the working directory in a notebook."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path.cwd() if script is None else Path(script).absolute().parent
 
 
 def _hash_of_modules(folder: Path) -> str:
-    """Returns a hash of the modules that were imported from a folder or below it.
+    """Hashes the names and the code of the modules that were imported from a folder.
 
-    Installed packages, in a virtual environment within the folder, do not count.
+    Modules in subfolders are included, but not the packages that are installed in a virtual
+    environment within the folder.
     """
     paths: set[Path] = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and Path(file).is_relative_to(folder):
             paths.add(Path(file))
+
     digest = hashlib.sha256()
     for path in sorted(paths):
         is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
@@ -71,34 +82,53 @@ def _hash_of_modules(folder: Path) -> str:
 
 
 def git_commit(folder: Path) -> str:
-    """Returns the commit that is checked out in the repository of a folder; "none": there is none.
+    """Returns the commit that is checked out in the git repository around a folder.
 
-    It reads git's files (gitrepository-layout(5)), so that no process has to be started.
+    Reads git's files (see gitrepository-layout(5)) rather than starting a process.
+
+    Returns:
+        The hash of the commit; "none" if there is no repository, or no commit in it.
     """
     repositories = [parent for parent in (folder, *folder.parents) if (parent / ".git").exists()]
     if not repositories:
         return "none"
-    git_folder = repositories[0] / ".git"
+    repository = repositories[0]  # the innermost one
     try:
-        if git_folder.is_file():  # of a worktree or a submodule: "gitdir: /path/to/folder"
-            text = git_folder.read_text(encoding="utf-8")
-            git_folder = repositories[0] / text.removeprefix("gitdir:").strip()
-        head = (git_folder / "HEAD").read_text(encoding="utf-8").strip()
-        if not head.startswith("ref:"):
-            return head
-        reference = head.removeprefix("ref:").strip()
-        common_folder = git_folder
-        if (git_folder / "commondir").exists():  # a worktree has its branches elsewhere
-            text = (git_folder / "commondir").read_text(encoding="utf-8")
-            common_folder = git_folder / text.strip()
-        if (common_folder / reference).exists():
-            return (common_folder / reference).read_text(encoding="utf-8").strip()
-        packed = (common_folder / "packed-refs").read_text(encoding="utf-8")
+        return _read_commit(repository)
     except OSError:
         return "none"
+
+
+def _read_commit(repository: Path) -> str:
+    """Returns the hash of the commit that is checked out in a repository, or "none".
+
+    Raises:
+        OSError: if a file of git's is missing or cannot be read.
+    """
+    git_folder = repository / ".git"
+    if git_folder.is_file():  # a worktree or a submodule; the file says "gitdir: /path/to/folder"
+        text = git_folder.read_text(encoding="utf-8")
+        git_folder = repository / text.removeprefix("gitdir:").strip()
+
+    # HEAD holds the commit itself, or the branch: "ref: refs/heads/main".
+    head = (git_folder / "HEAD").read_text(encoding="utf-8").strip()
+    if not head.startswith("ref:"):
+        return head
+    branch = head.removeprefix("ref:").strip()
+
+    # A worktree keeps its branches in the folder of the main repository.
+    branches_folder = git_folder
+    if (git_folder / "commondir").exists():
+        text = (git_folder / "commondir").read_text(encoding="utf-8")
+        branches_folder = git_folder / text.strip()
+
+    # The commit of a branch is in a file of its own, or in a line of a common file, such as
+    # "1f0c2e... refs/heads/main".
+    if (branches_folder / branch).exists():
+        return (branches_folder / branch).read_text(encoding="utf-8").strip()
+    packed = (branches_folder / "packed-refs").read_text(encoding="utf-8")
     for line in packed.splitlines():
-        # Such as "1f0c2e... refs/heads/main".
         commit, _, name = line.partition(" ")
-        if name == reference:
+        if name == branch:
             return commit
-    return "none"  # the first commit is still to be made
+    return "none"  # the branch has no commit yet

@@ -1,13 +1,13 @@
 """Reads a journal: what a run computed in each step, over all its starts and ranks.
 
-An *attempt* is a start of the run, or what followed when it went back to an earlier step within a
-start. A later attempt may train steps again, from a checkpoint; then its records replace those of
-the earlier one.
+Each *start* of a run (its first start, or a restart) has one file for each rank. Within a start,
+the run may go back to an earlier step; each time, a new *attempt* begins. A later attempt or start
+may train steps again from a checkpoint; its records then replace those of the earlier one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,82 +30,91 @@ class JournalStep(NamedTuple):
     """What a run computed in a step, on all ranks together."""
 
     has_hashes: bool
-    """False if only the losses were written down. Then there are no tensors."""
+    """False if only the losses were written. The names and the hashes are then empty."""
     names: tuple[str, ...]
-    """Of the tensors: first of parameters that are trained, then of buffers."""
+    """The names of the trained parameters, then those of the buffers."""
     num_parameters: int
     losses: Mapping[int, float]
     """By virtual rank, or by rank if there are no virtual ranks."""
     gradients: Mapping[int, Hashes]
-    """By virtual rank a hash for each parameter; empty if there are no virtual ranks."""
+    """One hash for each parameter, by virtual rank; empty if there are no virtual ranks."""
     weights: Hashes
-    """A hash for each tensor, after the step."""
+    """One hash for each of `names`, after the step."""
     state: Hashes
-    """A hash of the optimizer state of each parameter, after the step."""
+    """One hash for the optimizer state of each parameter, after the step."""
 
 
 class _Attempt(NamedTuple):
-    """Where the steps of an attempt are."""
+    """An attempt, with the files that hold its steps."""
 
     files: Mapping[int, RankFile]
     """By rank."""
     number_in_files: int
-    """Which of the attempts within the files it is."""
+    """The number of the attempt within its start, from 0."""
 
 
 @dataclass
 class Journal:
-    """A journal that was read."""
+    """The journal of a run, read from its folder."""
 
     folder: Path
     num_starts: int
     num_ranks: int
-    """Of the last start."""
+    """The number of ranks in the last start."""
     virtual_ranks: int | None
-    """Of the last start."""
+    """The number of virtual ranks in the last start."""
     every: int
-    """Steps from one whose hashes were written down to the next, in the last start."""
+    """Hashes were written every this many steps, in the last start."""
     manifest: dict[str, str]
-    """Of the last start, for all ranks."""
+    """The manifest of the last start, for all ranks."""
     begins_at: int | None
-    """The step that the first start began with."""
+    """The number of the first step of the first start."""
     weights_at_beginning: dict[str, int]
-    """Hashes of all weights before it, by name."""
+    """Hashes of all weights before that step, by name."""
     notes: list[str] = field(default_factory=list)
-    """What is worth knowing about its files."""
+    """Remarks on the files, for the user."""
     attempt_of_step: dict[int, _Attempt] = field(default_factory=dict)
-    """For each step the attempt that counts, in the order of the steps."""
+    """For each step, the last attempt that trained it. The steps are in ascending order."""
     num_trained_again: int = 0
     """How many steps a later attempt trained again."""
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps, in order."""
+        """The numbers of the steps, in ascending order."""
         return list(self.attempt_of_step)
 
     def read_step(self, number: int) -> JournalStep:
-        """Reads a step."""
+        """Reads a step from the files of all ranks."""
         attempt = self.attempt_of_step[number]
-        steps = []
-        for file in attempt.files.values():
-            steps.append(file.read_step(attempt.number_in_files, number))
-        table = steps[0].table
+        steps_of_ranks = [
+            file.read_step(attempt.number_in_files, number) for file in attempt.files.values()
+        ]
+
+        table = steps_of_ranks[0].table
         has_hashes = table is not None
         if table is None:
             table = TensorTable((), 0, (), ())
+
+        # Each rank has hashed its part of a tensor. The sum is the hash of the whole tensor.
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
-        # Hashes of parts of a tensor are added up to that of the tensor.
         weights = np.zeros(len(table.names), np.uint64)
         state = np.zeros(table.num_parameters, np.uint64)
-        for step in steps:
+        for step in steps_of_ranks:
             losses.update(step.losses)
             gradients.update(step.gradients)
             if step.table is not None:
                 weights[list(step.table.weights)] += step.weights
                 state[list(step.table.state)] += step.state
+
         return JournalStep(
-            has_hashes, table.names, table.num_parameters, losses, gradients, weights, state
+            has_hashes=has_hashes,
+            names=table.names,
+            num_parameters=table.num_parameters,
+            losses=losses,
+            gradients=gradients,
+            weights=weights,
+            state=state,
         )
 
 
@@ -113,24 +122,14 @@ def read_journal(folder: Path) -> Journal:
     """Reads the journal in a folder.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: if the folder has no journal, or the journal cannot be read.
     """
-    files_of_start: dict[str, dict[int, RankFile]] = {}
-    # The name of a start begins with its time, so sorted names are in the order of the starts.
-    for path in sorted(folder.glob(f"*{RANK_INFIX}*{JOURNAL_SUFFIX}")):
-        # Such as "01764321000000000000-3f2a81c0.rank1.journal".
-        start_name, _, rank = path.name.removesuffix(JOURNAL_SUFFIX).rpartition(RANK_INFIX)
-        files_of_start.setdefault(start_name, {})[int(rank)] = read_file(path)
-    if not files_of_start:
-        raise CheckpointError(
-            f"the journal {folder}",
-            "the folder holds none" if folder.is_dir() else "there is no such folder",
-            "train with lockstep run --journal FOLDER, and give that folder",
-        )
+    files_of_start = _read_files(folder)
     notes: list[str] = []
     complete_starts: list[dict[int, RankFile]] = []
     for number, files in enumerate(files_of_start.values(), 1):
-        if _has_all_ranks(folder, number, files, notes):
+        notes += _notes_on_files(number, files)
+        if _has_begun_on_all_ranks(folder, number, files):
             complete_starts.append(files)
     if not complete_starts:
         raise CheckpointError(
@@ -138,6 +137,7 @@ def read_journal(folder: Path) -> Journal:
             "no start of the run got as far as its first step",
             "train on, and give the folder again",
         )
+
     first = complete_starts[0]
     last = complete_starts[-1]
     header = last[0].header
@@ -157,20 +157,38 @@ def read_journal(folder: Path) -> Journal:
     return journal
 
 
-def _has_all_ranks(
-    folder: Path, number: int, files: Mapping[int, RankFile], notes: list[str]
-) -> bool:
-    """Returns True if a start has a complete beginning on each of its ranks.
+def _read_files(folder: Path) -> dict[str, dict[int, RankFile]]:
+    """Reads the files of a journal, by the name of their start, and within a start by rank.
 
-    Args:
-        folder: of the journal.
-        number: of the start, from 1.
-        files: of the start, by rank.
-        notes: gets a note about each file that is cut off.
+    The starts are in the order in which they took place.
 
     Raises:
-        CheckpointError: the file of a rank is missing.
+        CheckpointError: if the folder has no journal, or a file cannot be read.
     """
+    files_of_start: dict[str, dict[int, RankFile]] = {}
+    # The name of a start begins with its time, so sorting the names puts the starts in order:
+    # "01764321000000000000-3f2a81c0.rank1.journal".
+    for path in sorted(folder.glob(f"*{RANK_INFIX}*{JOURNAL_SUFFIX}")):
+        start_name, _, rank = path.name.removesuffix(JOURNAL_SUFFIX).rpartition(RANK_INFIX)
+        files_of_start.setdefault(start_name, {})[int(rank)] = read_file(path)
+
+    if not files_of_start:
+        raise CheckpointError(
+            f"the journal {folder}",
+            "the folder holds none" if folder.is_dir() else "there is no such folder",
+            "train with lockstep run --journal FOLDER, and give that folder",
+        )
+    return files_of_start
+
+
+def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
+    """Returns a note for each file of a start that is cut off or damaged.
+
+    Args:
+        number: number of the start, from 1.
+        files: files of the start, by rank.
+    """
+    notes: list[str] = []
     for rank, file in sorted(files.items()):
         if file.is_cut_off:
             notes.append(
@@ -181,6 +199,20 @@ def _has_all_ranks(
             notes.append(
                 f"start {number}, rank {rank}: a record is damaged; what follows it was not read"
             )
+    return notes
+
+
+def _has_begun_on_all_ranks(folder: Path, number: int, files: Mapping[int, RankFile]) -> bool:
+    """Returns True if every rank of a start got as far as its first step.
+
+    Args:
+        folder: folder of the journal.
+        number: number of the start, from 1.
+        files: files of the start, by rank.
+
+    Raises:
+        CheckpointError: if the file of a rank is missing.
+    """
     headers = [file.header for file in files.values() if file.header]
     if not headers:
         return False
@@ -195,19 +227,22 @@ def _has_all_ranks(
 
 
 def _join_manifests(files: Mapping[int, RankFile]) -> dict[str, str]:
-    """Returns the manifest of a start. What differs between ranks is given for each of them."""
-    names: dict[str, None] = {}  # in their order
+    """Returns the manifest of a start for all its ranks.
+
+    A value that differs between ranks becomes, for example, "8 (rank 0); 4 (ranks 1, 2)".
+    """
+    names: dict[str, None] = {}  # an ordered set
     for file in files.values():
         names.update(dict.fromkeys(file.manifest))
+
     joined: dict[str, str] = {}
     for name in names:
-        pairs = []
-        for rank, file in files.items():
-            if name in file.manifest:
-                pairs.append((file.manifest[name], rank))
-        ranks_of_value = group_by_key(pairs)
+        values_and_ranks = [
+            (file.manifest[name], rank) for rank, file in files.items() if name in file.manifest
+        ]
+        ranks_of_value = group_by_key(values_and_ranks)
         if len(ranks_of_value) == 1:
-            joined[name] = pairs[0][0]
+            (joined[name],) = ranks_of_value
         else:
             texts = [f"{value} ({format_ranks(ranks)})" for value, ranks in ranks_of_value.items()]
             joined[name] = "; ".join(texts)
@@ -215,24 +250,24 @@ def _join_manifests(files: Mapping[int, RankFile]) -> dict[str, str]:
 
 
 def _add_weights(files: Mapping[int, RankFile]) -> dict[str, int]:
-    """Returns the hashes of all weights that a start began with."""
-    weights: dict[str, int] = {}
+    """Returns the hashes of the weights that a start began with, summed over its ranks."""
+    hash_of_weight: dict[str, int] = {}
     for file in files.values():
-        for name, number in file.weights_at_beginning.items():
-            weights[name] = (weights.get(name, 0) + number) % 2**64
-    return weights
+        for name, partial_hash in file.weights_at_beginning.items():
+            hash_of_weight[name] = (hash_of_weight.get(name, 0) + partial_hash) % 2**64
+    return hash_of_weight
 
 
 def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
-    """Adds the steps of a start, which replace those of earlier ones."""
+    """Adds the steps of a start to a journal, and removes the earlier steps that they replace."""
     num_attempts = max(len(file.steps_by_attempt) for file in files.values())
     for number in range(num_attempts):
         steps_of_ranks: list[set[int]] = []
         for file in files.values():
-            if number < len(file.steps_by_attempt):
-                steps_of_ranks.append(set(file.steps_by_attempt[number]))
-            else:
-                steps_of_ranks.append(set())
+            has_attempt = number < len(file.steps_by_attempt)
+            steps_of_ranks.append(set(file.steps_by_attempt[number]) if has_attempt else set())
+
+        # A step counts only if all ranks have written it.
         complete_steps = sorted(set.intersection(*steps_of_ranks))
         num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
         if num_incomplete:
@@ -240,15 +275,33 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
                 f"{count_noun(num_incomplete, 'step')} that not all ranks have written down "
                 f"{'is' if num_incomplete == 1 else 'are'} left out"
             )
-        begin = files[0].begins_at if number == 0 else None
-        if begin is None:
-            begin = complete_steps[0] if complete_steps else None
-        if begin is None:
+
+        first_step = _first_step_of_attempt(files, number, complete_steps)
+        if first_step is None:
             continue
-        replaced = [step for step in journal.attempt_of_step if step >= begin]
+
+        # The run went back to `first_step`, so everything after it was replaced, even steps that
+        # this attempt did not reach again.
+        replaced = [step for step in journal.attempt_of_step if step >= first_step]
         for step in replaced:
             del journal.attempt_of_step[step]
         journal.num_trained_again += len(set(replaced) & set(complete_steps))
+
         attempt = _Attempt(files, number)
         for step in complete_steps:
             journal.attempt_of_step[step] = attempt
+
+
+def _first_step_of_attempt(
+    files: Mapping[int, RankFile], number: int, complete_steps: Sequence[int]
+) -> int | None:
+    """Returns the step that an attempt began with; None if it is not known.
+
+    Args:
+        files: files of the start, by rank.
+        number: number of the attempt within the start, from 0.
+        complete_steps: steps of the attempt that all ranks have written, in ascending order.
+    """
+    if number == 0 and files[0].begins_at is not None:
+        return files[0].begins_at
+    return complete_steps[0] if complete_steps else None

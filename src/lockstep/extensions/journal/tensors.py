@@ -1,8 +1,9 @@
-"""The tensors of a run whose hashes go into the journal, and what this rank has of them.
+"""Finds the tensors whose hashes go into the journal, and hashes this rank's part of them.
 
-Tensors that all ranks have are hashed by one rank each, so that together they hash everything once.
-Of sharded tensors every rank hashes its shard; under HSDP, where several ranks have a shard, the
-first of them.
+A tensor that all ranks have is hashed by one of them, its *owner*, so that the ranks share the
+work. Of a sharded tensor, every rank hashes its own shard. Under HSDP several ranks have the same
+shard, and only the first of them hashes it. The hash of a whole tensor is the sum of the hashes of
+its shards.
 """
 
 from __future__ import annotations
@@ -29,36 +30,43 @@ class NamedParameters(NamedTuple):
     trained: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, tuple[nn.Module, str]]
-    """For each buffer the module that it is registered in, and its name there: a forward pass may
-    put another tensor in its place."""
+    """For each buffer, the module that it is registered in and its name there. The tensor itself is
+    looked up when it is needed, because a forward pass may replace it."""
 
 
 def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
-    """Returns the tensors of modules by names that are the same under every strategy."""
+    """Returns the tensors of modules, by names that are the same under every strategy."""
     found = NamedParameters({}, {}, {})
     for number, module in enumerate(modules):
         to_plain_name = plain_names(module)
         prefix = f"model{number}." if len(modules) > 1 else ""
+
         for name, parameter in module.named_parameters():
-            kind = found.trained if parameter.requires_grad else found.frozen
-            kind[prefix + to_plain_name(name)] = parameter
+            group = found.trained if parameter.requires_grad else found.frozen
+            group[prefix + to_plain_name(name)] = parameter
+
+        # A buffer that is registered twice is hashed once, under its first name.
         known_ids: set[int] = set()
-        for module_name, part in module.named_modules():
-            for name, buffer in part.named_buffers(recurse=False):
+        for module_name, submodule in module.named_modules():
+            for name, buffer in submodule.named_buffers(recurse=False):
                 if buffer.numel() == 0 or buffer.is_meta or id(buffer) in known_ids:
                     continue
                 known_ids.add(id(buffer))
                 full_name = f"{module_name}.{name}" if module_name else name
-                found.buffers[prefix + to_plain_name(full_name)] = (part, name)
+                found.buffers[prefix + to_plain_name(full_name)] = (submodule, name)
     return found
 
 
 def owners_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank that hashes each tensor: neighbours together, equal sizes on each rank.
+    """Returns the rank that hashes each tensor.
+
+    The tensors are thought of as one long array of bytes that is cut into equal parts, one for each
+    rank. A tensor belongs to the rank whose part contains its middle. For example, with 2 ranks and
+    sizes `[4, 2, 2]`, the owners are `[0, 1, 1]`.
 
     Args:
-        sizes: of the tensors, in bytes.
-        num_ranks: of the run.
+        sizes: sizes of the tensors in bytes.
+        num_ranks: number of ranks of the run.
     """
     total = max(1, sum(sizes))
     owners: list[int] = []
@@ -70,52 +78,69 @@ def owners_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-class HashedTensors:
-    """Hashes the tensors that this rank has to hash, of those that are given.
+class _OwnPart(NamedTuple):
+    """A tensor or shard that this rank has to hash."""
 
-    What was found out about tensors is used again as long as the same ones are given.
+    tensor: Tensor
+    result: int
+    """The result that its hash is added to."""
+    first_byte: int
+    """Where it begins within the whole tensor."""
+    factor: int
+    """An odd number that its hash is multiplied by."""
+
+
+class HashedTensors:
+    """Hashes this rank's part of a list of tensors.
+
+    The tensors are examined only once, as long as every call gets the same ones.
 
     Args:
-        rank: of this process.
-        device: where the hashes are computed with.
+        rank: rank of this process.
+        device: device of the hashes that are returned.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
         self._tensors: list[Tensor] = []
-        """The tensors that were given last."""
-        self._own_parts: list[Tensor] = []
-        self._hashers: list[tuple[TensorHasher, list[int]]] = []
-        """For each device that tensors are on a hasher, and which own parts it gets."""
+        """The tensors of the last call."""
+        self._hashers: list[tuple[TensorHasher, list[Tensor]]] = []
+        """For each device that holds parts of this rank: a hasher, and the parts that it hashes."""
         self.results: tuple[int, ...] = ()
-        """The results that this rank has hashes of, in order."""
+        """The results to which this rank contributes hashes, in ascending order."""
 
     def hashes(
         self, tensors: list[Tensor], results: Sequence[int], owners: Sequence[int], keys: list[str]
     ) -> Any:
-        """Returns a hash for each of `results`, an attribute that this call may change.
+        """Hashes the tensors or shards that this rank has to hash.
+
+        Sets the attribute `results`, which says to which results the returned hashes belong.
 
         Args:
-            tensors: whole ones or shards.
-            results: for each tensor the number of the result that it belongs to, in order.
-            owners: the rank that hashes each, if all ranks have it.
-            keys: what tells several tensors of a result from each other; empty: nothing does.
+            tensors: whole tensors or DTensors.
+            results: for each tensor, the number of the result that its hash is added to; ascending.
+            owners: for each tensor, the rank that hashes it if all ranks have it.
+            keys: for each tensor, a name that distinguishes it from the other tensors of the same
+                result; empty if every result has one tensor only.
 
         Returns:
-            As `TensorHasher.hashes`.
+            One hash for each element of `self.results`, as `TensorHasher.hashes` returns them.
         """
         is_known = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         if not is_known:
             self._prepare(tensors, results, owners, keys)
+
         total: Any = None
-        for hasher, places in self._hashers:
-            hashes = hasher.hashes([self._own_parts[place] for place in places])
+        for hasher, parts in self._hashers:
+            hashes = hasher.hashes(parts)
             if isinstance(hashes, np.ndarray) and self._device.type != "cpu":
                 hashes = torch.from_numpy(hashes).to(self._device)
             total = hashes if total is None else total + hashes
         if total is not None:
             return total
+
+        # This rank has nothing to hash.
         if self._device.type == "cpu":
             return np.zeros(0, np.int64)
         return torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -123,85 +148,87 @@ class HashedTensors:
     def _prepare(
         self, tensors: list[Tensor], results: Sequence[int], owners: Sequence[int], keys: list[str]
     ) -> None:
-        """Finds out what this rank has to hash of tensors."""
+        """Finds the parts that this rank has to hash, and builds a hasher for each device.
+
+        Takes the arguments of `hashes`.
+        """
         self._tensors = tensors
-        self._own_parts = []
-        shards: list[tuple[int, int]] = []  # the result, and the first byte
-        factors: list[int] = []
-        for place, tensor in enumerate(tensors):
+
+        own_parts: list[_OwnPart] = []
+        for index, tensor in enumerate(tensors):
             if is_sharded(tensor):
                 part = to_local(tensor)
-                is_own, first_byte = _place_of_shard(tensor)
+                is_own = _is_first_copy(tensor)
+                first_byte = _first_byte_of_shard(tensor)
             else:
                 part = tensor
-                is_own = owners[place] == self._rank
+                is_own = owners[index] == self._rank
                 first_byte = 0
             if not is_own or part.numel() == 0:
                 continue
-            self._own_parts.append(part)
-            shards.append((results[place], first_byte))
             factor = 1
             if keys:
-                factor = int(mixed_numbers(zlib.crc32(keys[place].encode()), 1)[0])
-            factors.append(factor)
-        self.results = tuple(sorted({result for result, _ in shards}))
-        place_of_result = {result: place for place, result in enumerate(self.results)}
+                factor = int(mixed_numbers(zlib.crc32(keys[index].encode()), 1)[0])
+            own_parts.append(_OwnPart(part, results[index], first_byte, factor))
+
+        # The hashers number their results without gaps: with results (2, 5), result 5 is number 1.
+        self.results = tuple(sorted({part.result for part in own_parts}))
+        number_of_result = {result: number for number, result in enumerate(self.results)}
+
         self._hashers = []
-        for device in sorted({part.device for part in self._own_parts}, key=str):
-            parts: list[TensorPart] = []
-            places: list[int] = []
-            for place, (result, first_byte) in enumerate(shards):
-                own = self._own_parts[place]
-                if own.device == device:
-                    places.append(place)
-                    parts.append(
-                        TensorPart(
-                            tuple(own.shape),
-                            own.dtype,
-                            place_of_result[result],
-                            first_byte,
-                            factors[place],
-                        )
-                    )
-            self._hashers.append((TensorHasher(parts, len(self.results), device), places))
+        for device in sorted({part.tensor.device for part in own_parts}, key=str):
+            on_device = [part for part in own_parts if part.tensor.device == device]
+            descriptions = [
+                TensorPart(
+                    shape=tuple(part.tensor.shape),
+                    dtype=part.tensor.dtype,
+                    result=number_of_result[part.result],
+                    first_byte=part.first_byte,
+                    factor=part.factor,
+                )
+                for part in on_device
+            ]
+            hasher = TensorHasher(descriptions, len(self.results), device)
+            self._hashers.append((hasher, [part.tensor for part in on_device]))
 
 
-def _place_of_shard(tensor: Any) -> tuple[bool, int]:
-    """Returns whether this rank hashes its shard of a DTensor, and the shard's first byte.
-
-    The shards are of whole rows. Along the other dimensions of the mesh ranks have copies.
-    """
-    is_own = True
+def _is_first_copy(tensor: Any) -> bool:
+    """Returns True if this rank is the first of the ranks that have the same shard of a DTensor."""
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate() and tensor.device_mesh.get_local_rank(dimension) != 0:
-            is_own = False
+            return False
+    return True
+
+
+def _first_byte_of_shard(tensor: Any) -> int:
+    """Returns at which byte of a DTensor this rank's shard begins. Shards consist of whole rows."""
     offsets, _ = local_box(tensor)
     if not offsets:  # a scalar
-        return is_own, 0
-    bytes_of_row = math.prod(tensor.shape[1:]) * tensor.element_size()
-    return is_own, offsets[0] * bytes_of_row
+        return 0
+    bytes_of_row: int = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return offsets[0] * bytes_of_row
+
+
+class StateTensors(NamedTuple):
+    """The tensors of the optimizers' state, in the order of the parameters."""
+
+    tensors: list[Tensor]
+    parameters: list[int]
+    """For each tensor, the index of the parameter that it belongs to."""
+    keys: list[str]
+    """For each tensor, its name in the state of the parameter, for example "exp_avg"."""
 
 
 def state_tensors(
     optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
-) -> tuple[list[Tensor], list[int], list[str]]:
-    """Returns the tensors of the optimizers' state.
-
-    Args:
-        optimizers: the user's.
-        parameters: the ones whose state it is.
-
-    Returns:
-        The tensors, for each the number of its parameter, in order, and its name in the state.
-    """
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    keys: list[str] = []
-    for number, parameter in enumerate(parameters):
+) -> StateTensors:
+    """Returns the tensors that the optimizers keep for the given parameters."""
+    state = StateTensors([], [], [])
+    for index, parameter in enumerate(parameters):
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors.append(value)
-                    numbers.append(number)
-                    keys.append(str(key))
-    return tensors, numbers, keys
+                    state.tensors.append(value)
+                    state.parameters.append(index)
+                    state.keys.append(str(key))
+    return state

@@ -1,11 +1,14 @@
-"""Writes the journal: hashes of what this rank computed in each step.
+"""Writes the journal: losses, and hashes of gradients, weights and optimizer state, for each step.
 
-What is written is described in `file_format`, and a hash in `hashing`. With virtual ranks there is
-a hash of each gradient, before it is added to others; always there are hashes of weights and of
-optimizer state after the step. Of steps between those that are hashed there are the losses, which
-cost nearly nothing and say in which step two runs have parted. No rank sends anything for the
-journal, and none waits for its GPU: numbers that are on their way to the host are written a step
-later.
+Two runs that should compute the same bits can be compared by their journals. A *virtual rank* is a
+part of the global batch that is computed separately, whatever the number of processes; with virtual
+ranks, the gradient of each one is hashed before it is added to the others. Hashes are written every
+few steps. For the steps between, only the losses are written: they cost almost nothing, and show in
+which step two runs began to differ.
+
+Writing the journal needs no communication between ranks. It does not wait for the GPU either:
+numbers that are still being copied to the host are written one step later. `file_format` describes
+the file, `hashing` the hashes.
 """
 
 from __future__ import annotations
@@ -47,16 +50,17 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 
 WRITE_INTERVAL_S = 0.2
-"""A process that is killed loses the steps of at most this time."""
+"""Records are written to the file at most this often, so a process that is killed loses the steps
+of at most this time."""
 STRATEGIES_WITH_OTHER_WEIGHTS = {
     "pipeline": "each rank has the parameters of its own stage",
     "diloco": "replicas train weights of their own",
 }
-"""Strategies under which ranks have other weights, with the reason."""
+"""Strategies whose ranks do not all have the weights of the same model, each with the reason."""
 
 
 def check_strategy(name: str) -> None:
-    """Raises SettingError for a strategy under which there is no journal."""
+    """Raises SettingError if a strategy does not support the journal."""
     if name in STRATEGIES_WITH_OTHER_WEIGHTS:
         raise SettingError(
             f"journal with strategy={name!r}",
@@ -65,36 +69,38 @@ def check_strategy(name: str) -> None:
         )
 
 
-class _LeafHasher(NamedTuple):
-    """Hashes the gradients of some parameters."""
+class _GradientHasher(NamedTuple):
+    """Hashes a group of gradients that a virtual rank computes together."""
 
     hasher: TensorHasher
-    places: list[int]
-    """Which of the gradients are hashed: those of parameters that are trained."""
+    hashed: list[int]
+    """Indices, within the group, of the gradients that are hashed. Those of parameters that the
+    journal does not know are left out."""
     columns: Any
-    """The numbers of their parameters, on the device."""
+    """For each hashed gradient, the index of its parameter among all trained parameters. A list, or
+    a tensor on the GPU."""
 
 
 class _PendingRecord(NamedTuple):
-    """A record whose numbers may still be on their way from the GPU."""
+    """A record whose numbers may not have been copied from the GPU yet."""
 
     head: bytes
     numbers: Tensor
     copied: Any
-    """A CUDA event that tells when they have arrived."""
+    """A CUDA event that completes when the numbers have been copied to the host."""
 
 
 class Journal(Extension):
-    """Writes down hashes of what this rank computes.
+    """Writes hashes of what this rank computes to a file.
 
     Args:
-        folder: where the file is written; made if it does not exist.
-        every: steps from one that is hashed to the next. Of all others the losses are written down.
-        run: of this process.
-        strategy: its name.
+        folder: folder of the journal files; created if it does not exist.
+        every: hashes are written every this many steps, and losses at all steps.
+        run: the run that this process belongs to.
+        strategy: name of the strategy, for the manifest.
 
     Raises:
-        SettingError: some rank cannot write there; raised on all ranks.
+        SettingError: if a rank cannot write to the folder; raised on all ranks.
     """
 
     def __init__(self, folder: str, every: int, run: Run, strategy: str) -> None:
@@ -104,36 +110,44 @@ class Journal(Extension):
         self._step = run.step
         self._strategy = strategy
         self._device = run.device
-        rank = run.topology.rank
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._has_virtual_ranks = run.settings.virtual_ranks is not None
-        # What is known of the tensors, from the beginning of a pass.
+
+        # The tensors of the modules. They are looked up once at the beginning of each pass.
         self._tensors = NamedParameters({}, {}, {})
         self._are_tensors_known = False
         self._parameters: list[nn.Parameter] = []
+        """The trained parameters."""
         self._names: tuple[str, ...] = ()
-        """Of the parameters that are trained, then of the buffers."""
+        """Names of the trained parameters, then of the buffers."""
         self._owners: list[int] = []
-        self._column: dict[int, int] = {}
-        """The number of each parameter, by its id."""
-        self._leaf_hashers: dict[tuple[int, ...], _LeafHasher] = {}
+        """For each of these tensors, the rank that hashes it if all ranks have it."""
+        self._column_of_parameter: dict[int, int] = {}
+        """The index of each trained parameter in `_parameters`, by its id."""
+        self._gradient_hashers: dict[tuple[int, ...], _GradientHasher] = {}
+        """By the ids of the parameters of a group."""
+        rank = run.topology.rank
         self._weights = HashedTensors(rank, run.device)
         self._state = HashedTensors(rank, run.device)
-        # What is known of the present step.
-        self._gradients: dict[int, Any] = {}
-        """By the number of the virtual rank, a hash of the gradient of each parameter. Those of all
-        global batches are added up that the optimizer steps for."""
+
+        # The present step.
+        self._gradient_hashes: dict[int, Any] = {}
+        """By the number of the virtual rank: one hash for each trained parameter. If an optimizer
+        step covers several global batches, their hashes are added up."""
         self._losses: dict[int, Any] = {}
+        """The losses of `_finished_step`, by virtual rank, or by rank without virtual ranks."""
         self._finished_step: int | None = None
-        """The number of a step that is over and not written yet."""
+        """The number of a step that has finished and must still be written."""
         self._stepped: set[int] = set()
-        """The ids of the optimizers that have made it."""
+        """The ids of the optimizers that have stepped in `_finished_step`."""
+
+        # The file.
         self._written_table: TensorTable | None = None
         self._has_begun = False
         self._pending: list[_PendingRecord] = []
         self._unwritten: list[bytes] = []
-        """Records that were not written yet."""
+        """Complete records that will be written with the next system call."""
         self._written_at_s = 0.0
         name = f"{RANK_INFIX}{rank}{JOURNAL_SUFFIX}"
         self._file: io.FileIO | None = open_rank_file(folder, run.collectives, name, "journal")
@@ -150,20 +164,19 @@ class Journal(Extension):
     # Events
 
     def module_prepared(self, wrapped: Any) -> None:
-        """Notes a module whose tensors are hashed."""
+        """Adds a module to those whose tensors are hashed."""
         self._modules.append(wrapped.module)
         self._are_tensors_known = False
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        """Notes an optimizer whose state is hashed."""
+        """Adds an optimizer to those whose state is hashed."""
         self._optimizers.append(optimizer.inner)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Writes down what the step before has left, and begins a new one."""
-        if not micro_batch.first:
-            return
-        self._finish_step()
-        self._find_tensors()
+        """Writes the previous step if that has not been done, when a global batch begins."""
+        if micro_batch.first:
+            self._finish_step()
+            self._find_tensors()
 
     def leaf_gradient(
         self,
@@ -171,66 +184,82 @@ class Journal(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Hashes gradients of a virtual rank."""
+        """Hashes gradients of a virtual rank, before they are added to those of the others.
+
+        The backward pass of one virtual rank may deliver its gradients in several groups, with one
+        call for each group.
+        """
         if not self._is_hashed(self._step.number):
             return
+
+        # The same groups come again in every step, so their hashers are kept.
+        group = tuple([id(parameter) for parameter in parameters])
+        if group not in self._gradient_hashers:
+            self._gradient_hashers[group] = self._make_gradient_hasher(parameters)
+        hasher, hashed, columns = self._gradient_hashers[group]
+        new_hashes = hasher.hashes([gradients[index] for index in hashed])
+
         assert micro_batch.virtual_rank is not None
-        key = tuple([id(parameter) for parameter in parameters])
-        if key not in self._leaf_hashers:
-            self._leaf_hashers[key] = self._make_leaf_hasher(parameters)
-        hasher, places, columns = self._leaf_hashers[key]
-        number = micro_batch.virtual_rank.number
-        if number not in self._gradients:
-            self._gradients[number] = self._zeros(len(self._parameters))
-        self._gradients[number][columns] += hasher.hashes([gradients[place] for place in places])
+        virtual_rank = micro_batch.virtual_rank.number
+        if virtual_rank not in self._gradient_hashes:
+            self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
+        self._gradient_hashes[virtual_rank][columns] += new_hashes
 
     def clear_gradients(self) -> None:
-        """Forgets the gradients of a global batch that was broken off."""
-        self._gradients.clear()
+        """Discards the hashes of the gradients of a global batch that was abandoned."""
+        self._gradient_hashes.clear()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Writes down the step before, if this optimizer has made it: another one begins."""
+        """Writes the previous step if this optimizer has already stepped in it.
+
+        In that case the optimizer begins a new step, and the previous one was made without some
+        of the other optimizers.
+        """
         if id(optimizer) in self._stepped:
             self._finish_step()
-        self._find_tensors()  # unless a loader has begun a micro-batch
+        self._find_tensors()  # needed if no loader has begun a micro-batch
 
     def step_finished(self, number: int) -> None:
-        """Notes the losses of the step, before another one replaces them."""
+        """Writes the losses of a step, or keeps them until its hashes are written, too.
+
+        Called when the first optimizer steps, before the next step replaces the losses.
+        """
         training_pass = self._step.training_pass
         if self._has_virtual_ranks:
             losses: dict[int, Any] = dict(training_pass.loss_of_virtual_rank)
         else:
             losses = {self._run.topology.rank: training_pass.loss}
-        if not self._is_hashed(number):
+
+        if self._is_hashed(number):
+            self._finished_step = number
+            self._stepped.clear()
+            self._losses = losses
+        else:
             self._write_losses(number, losses)
-            return
-        self._finished_step = number
-        self._stepped.clear()
-        self._losses = losses
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Writes down the step after the last optimizer's, if all of them make it."""
+        """Writes the step once all optimizers have stepped."""
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
             self._finish_step()
 
     def pass_ended(self) -> None:
-        """Writes down the last step of a pass, if not all optimizers have made it."""
+        """Writes the last step of a pass, even if not all optimizers have stepped."""
         self._finish_step()
         self._are_tensors_known = False
 
     def settle(self) -> None:
-        """Writes everything to the file, before a checkpoint is saved.
+        """Writes everything to the file before a checkpoint is saved.
 
-        So a run that is killed and resumed from the checkpoint lacks no step.
+        If the run is killed and resumed from the checkpoint, its journal then has every step.
         """
         self._finish_step()
         self._write_pending(wait=True)
         self._flush()
 
     def close(self, failed: bool) -> None:
-        """Writes down what is there, and closes the file."""
-        # After a failure a GPU may never finish its work, so it is not waited for.
+        """Writes what has not been written yet, and closes the file."""
+        # After a failure, a GPU may never finish its work, so nothing here may wait for it.
         device_may_hang = failed and self._device.type == "cuda"
         if not device_may_hang:
             self._finish_step()
@@ -238,120 +267,146 @@ class Journal(Extension):
         self._flush()
         close_rank_file(self._file)
 
-    def _is_hashed(self, number: int) -> bool:
-        """Returns True if hashes of the step of this number are written down."""
-        return number % self._every == 0
+    def _is_hashed(self, step: int) -> bool:
+        """Returns True if hashes are written at the step with this number."""
+        return step % self._every == 0
 
     # Tensors
 
     def _find_tensors(self) -> None:
-        """Finds out which tensors there are, at the beginning of a pass, and which rank hashes
-        which. For the first time it writes down what the training begins with.
+        """Looks up the tensors of all modules, once for each pass over a loader.
+
+        Also decides which rank hashes which tensor. The first call writes what the training starts
+        from: the manifest and the hashes of the weights.
         """
         if self._are_tensors_known:
             return
         self._are_tensors_known = True
+
         self._tensors = collect_tensors(self._modules)
         if len(self._tensors.trained) != len(self._parameters):
-            self._gradients.clear()
+            self._gradient_hashes.clear()
         self._parameters = list(self._tensors.trained.values())
         self._names = (*self._tensors.trained, *self._tensors.buffers)
+        self._column_of_parameter = {
+            id(parameter): column for column, parameter in enumerate(self._parameters)
+        }
+        self._gradient_hashers.clear()
+
         sizes = [parameter.nbytes for parameter in self._parameters]
         for module, name in self._tensors.buffers.values():
             sizes.append(getattr(module, name).nbytes)
         self._owners = owners_by_size(sizes, self._run.topology.size)
-        self._column = {id(parameter): n for n, parameter in enumerate(self._parameters)}
-        self._leaf_hashers.clear()
+
         if not self._has_begun:
             self._has_begun = True
             self._write_beginning()
 
-    def _make_leaf_hasher(self, parameters: Sequence[Tensor]) -> _LeafHasher:
-        """Returns what hashes the gradients of parameters."""
+    def _make_gradient_hasher(self, parameters: Sequence[Tensor]) -> _GradientHasher:
+        """Builds the hasher for the gradients of a group of parameters."""
         parts: list[TensorPart] = []
-        places: list[int] = []
+        hashed: list[int] = []
         columns: list[int] = []
-        for place, parameter in enumerate(parameters):
-            column = self._column.get(id(parameter))
-            if column is not None:  # None: it is not trained
-                parts.append(TensorPart(tuple(parameter.shape), parameter.dtype, len(parts)))
-                places.append(place)
-                columns.append(column)
-        columns_on_device: Any = columns
-        if self._device.type != "cpu":
-            columns_on_device = copy_to_device(torch.tensor(columns), self._device)
+        for index, parameter in enumerate(parameters):
+            column = self._column_of_parameter.get(id(parameter))
+            if column is None:  # the parameter is not trained
+                continue
+            parts.append(TensorPart(tuple(parameter.shape), parameter.dtype, result=len(parts)))
+            hashed.append(index)
+            columns.append(column)
+
         hasher = TensorHasher(parts, len(parts), self._device)
-        return _LeafHasher(hasher, places, columns_on_device)
+        if self._device.type == "cpu":
+            return _GradientHasher(hasher, hashed, columns)
+        columns_on_device = copy_to_device(torch.tensor(columns), self._device)
+        return _GradientHasher(hasher, hashed, columns_on_device)
 
     # Records
 
     def _write_beginning(self) -> None:
-        """Writes down the manifest, and hashes of all weights that the run begins with."""
+        """Writes the manifest, and hashes of all weights that the run starts from."""
         self._write(json_record({"manifest": run_manifest(self._run, self._strategy)}))
+
         tensors: dict[str, Tensor] = {**self._tensors.trained, **self._tensors.frozen}
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
+
+        # This rank only hashes a part of the tensors: `results` holds the indices of that part.
         names = list(tensors)
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
         hashes = hasher.hashes(list(tensors.values()), range(len(names)), owners, [])
-        weights = {}
-        for result, number in zip(hasher.results, hashes.tolist(), strict=True):
-            weights[names[result]] = number % 2**64
-        self._write(json_record({"begins_at": self._step.number, "weights": weights}))
+        hash_of_weight = {}
+        for index, signed_hash in zip(hasher.results, hashes.tolist(), strict=True):
+            hash_of_weight[names[index]] = signed_hash % 2**64
+
+        self._write(json_record({"begins_at": self._step.number, "weights": hash_of_weight}))
 
     def _finish_step(self) -> None:
-        """Writes down the step that is over, if there is one."""
+        """Writes the losses and hashes of the finished step; does nothing if it is written."""
         if self._finished_step is None:
             return
         number = self._finished_step
         self._finished_step = None
-        tensors: list[Tensor] = [*self._parameters]
+
+        weights: list[Tensor] = [*self._parameters]
         for module, name in self._tensors.buffers.values():
-            tensors.append(getattr(module, name))
-        weights = self._weights.hashes(tensors, range(len(tensors)), self._owners, [])
-        state, parameters, keys = state_tensors(self._optimizers, self._parameters)
-        owners = [self._owners[parameter] for parameter in parameters]
-        hashes_of_state = self._state.hashes(state, parameters, owners, keys)
+            weights.append(getattr(module, name))
+        weight_hashes = self._weights.hashes(weights, range(len(weights)), self._owners, [])
+
+        # The state of a parameter is hashed by the rank that hashes the parameter itself.
+        state = state_tensors(self._optimizers, self._parameters)
+        owners = [self._owners[parameter] for parameter in state.parameters]
+        state_hashes = self._state.hashes(state.tensors, state.parameters, owners, state.keys)
+
         self._write_table()
-        parts = sorted(self._losses)
-        numbers = [self._as_numbers([self._losses[part] for part in parts])]
+
+        # The order of the numbers is that of `file_format`.
+        parts = sorted(self._losses)  # virtual ranks, or this rank
+        numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
             no_gradients = self._zeros(len(self._parameters))
-            numbers += [self._gradients.get(part, no_gradients) for part in parts]
-        numbers += [weights, hashes_of_state]
-        self._gradients.clear()
+            numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
+        numbers += [weight_hashes, state_hashes]
+        self._gradient_hashes.clear()
         self._losses = {}
         self._write_numbers(step_head(number, parts), numbers)
 
     def _write_losses(self, number: int, losses: Mapping[int, Any]) -> None:
-        """Writes down a step of which only the losses are kept, by the numbers of its parts."""
+        """Writes a step without hashes.
+
+        Args:
+            number: number of the step.
+            losses: losses by virtual rank, or by rank without virtual ranks.
+        """
         parts = sorted(losses)
-        if self._device.type == "cpu":  # without numpy, whose calls would be noticed in short steps
+        if self._device.type == "cpu":
+            # Numpy is avoided here: its calls take a noticeable part of a short step.
             values = [float(losses[part]) for part in parts]
-            self._write(loss_content(number, parts, values), wait=True)
+            self._write(loss_content(number, parts, values), may_delay=True)
             return
+
         head = loss_content(number, parts, [])
-        self._write_numbers(head, [self._as_numbers([losses[part] for part in parts])])
+        self._write_numbers(head, [self._bits_of_losses([losses[part] for part in parts])])
 
     def _write_table(self) -> None:
-        """Writes down which tensors the hashes of a step belong to, if that has changed."""
+        """Writes which tensors the hashes of the next steps belong to, if that has changed."""
         table = TensorTable(
             self._names, len(self._parameters), self._weights.results, self._state.results
         )
         if table != self._written_table:
-            self._write_pending(wait=True)
+            self._write_pending(wait=True)  # earlier steps belong to the previous table
             self._written_table = table
             self._write(table_record(table))
 
     def _zeros(self, count: int) -> Any:
-        """Returns as many hashes of zeros."""
+        """Returns `count` hashes that are zero: an array on the CPU, a tensor on a GPU."""
         if self._device.type == "cpu":
             return np.zeros(count, np.int64)
         return torch.zeros(count, dtype=torch.int64, device=self._device)
 
-    def _as_numbers(self, losses: Sequence[Any]) -> Any:
-        """Returns the bits of losses in float64, as integers."""
+    def _bits_of_losses(self, losses: Sequence[Any]) -> Any:
+        """Returns the bits of each loss, as a float64, in an int64 array or tensor."""
         if self._device.type == "cpu":
             return np.array([float(loss) for loss in losses], np.float64).view(np.int64)
         tensors = [torch.as_tensor(loss, device=self._device).double() for loss in losses]
@@ -362,10 +417,15 @@ class Journal(Extension):
     # The file
 
     def _write_numbers(self, head: bytes, numbers: Sequence[Any]) -> None:
-        """Writes a record of 64-bit integers, on a GPU when they have arrived on the host."""
+        """Writes a record of 64-bit integers.
+
+        On a GPU, this only starts to copy the integers to the host. The record is written by a
+        later call, when they have arrived.
+        """
         if self._device.type == "cpu":
-            self._write(head + np.concatenate(numbers).tobytes(), wait=True)
+            self._write(head + np.concatenate(numbers).tobytes(), may_delay=True)
             return
+
         joined = torch.cat(list(numbers))
         on_host = torch.empty(joined.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(joined, non_blocking=True)
@@ -375,10 +435,10 @@ class Journal(Extension):
         self._write_pending(wait=False)
 
     def _write_pending(self, *, wait: bool) -> None:
-        """Writes the records whose numbers have arrived.
+        """Writes the records whose numbers have been copied from the GPU, in their order.
 
         Args:
-            wait: wait for those that have not.
+            wait: True to wait for the other records, and write them as well.
         """
         while self._pending:
             record = self._pending[0]
@@ -386,27 +446,30 @@ class Journal(Extension):
                 return
             record.copied.synchronize()
             self._pending.pop(0)
-            self._write(record.head + record.numbers.numpy().tobytes(), wait=True)
+            self._write(record.head + record.numbers.numpy().tobytes(), may_delay=True)
 
-    def _write(self, content: bytes, *, wait: bool = False) -> None:
-        """Appends a record.
+    def _write(self, content: bytes, *, may_delay: bool = False) -> None:
+        """Appends a record to the file.
 
         Args:
-            content: of the record.
-            wait: write it with later ones, if the last ones were written just now. A system call
-                for each step would be noticed if steps are short.
+            content: content of the record, without its frame.
+            may_delay: True to write the record together with later ones if the file was written to
+                within the last `WRITE_INTERVAL_S`. With short steps, a system call for each of them
+                would be noticeable.
         """
         self._unwritten.append(record_bytes(content))
         now_s = time.monotonic()
-        if not wait or now_s - self._written_at_s >= WRITE_INTERVAL_S:
-            self._written_at_s = now_s
-            self._flush()
+        was_just_written = now_s - self._written_at_s < WRITE_INTERVAL_S
+        if may_delay and was_just_written:
+            return
+        self._written_at_s = now_s
+        self._flush()
 
     def _flush(self) -> None:
-        """Writes the records that were appended, by one system call.
+        """Writes the appended records with a single system call.
 
-        So whatever ends the process, only the last record can be incomplete. If writing fails the
-        journal ends here with a warning, and the training goes on.
+        If the process is killed, only the last record can then be incomplete. If writing fails,
+        the journal ends here with a warning, and the training goes on.
         """
         records = b"".join(self._unwritten)
         self._unwritten.clear()
