@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +145,8 @@ def read_offline_run(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def test_wandb(record: Any) -> None:
+def test_wandb(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the import creates folders there
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
