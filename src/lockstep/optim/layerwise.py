@@ -1,14 +1,15 @@
 """The optimizers LARS and LAMB, which scale the step of each tensor by a *trust ratio*.
 
 The trust ratio of a tensor is the norm of its weights divided by the norm of its step. It acts as a
-learning rate for this tensor alone, so that one global rate suits all layers, also with large
-batches. Norms are those of whole tensors. If parameters are sharded (DTensors, as FSDP makes them),
-each rank updates its own shards (`to_local`), and one small all-reduce adds the squares of the
-shards' norms, for all parameters with the same sharding. So all ranks have to step at the same
-time, with gradients for the same parameters. Nothing is copied from a GPU to the host.
+separate learning rate for each tensor, so that one global rate suits all layers, even with large
+batches. Norms are always those of whole tensors. If parameters are sharded (DTensors, as made by
+FSDP), each rank updates its own shards (`to_local`), and one small all-reduce adds up the squares
+of the shards' norms, for all parameters with the same sharding. So all ranks must step at the same
+time, with gradients of the same parameters. Nothing is copied from a GPU to the host.
 
-Whether they are needed is another question: Nado et al., "A Large Batch Optimizer Reality Check"
-(arXiv 2102.06356), reach the same results with well-tuned Nesterov momentum and with Adam.
+Whether these optimizers are needed is another question: Nado et al., "A Large Batch Optimizer
+Reality Check" (arXiv 2102.06356), reach the same results with well-tuned Nesterov momentum and with
+Adam.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.errors import SettingError, UsageError
 
 
 class _Range(NamedTuple):
-    """The numbers that an option may have."""
+    """The range of numbers that is allowed for an option."""
 
     contains: Callable[[float], bool]
     description: str
@@ -53,22 +54,21 @@ _RANGES: dict[str, _Range] = {
 class _LayerwiseOptimizer(Optimizer, ABC):
     """The base class of LARS and LAMB.
 
-    Options of a parameter group that both have:
-        adapt: None: tensors of two or more dimensions get a trust ratio and weight decay, the
-            others (biases, scales and shifts of normalisation layers) get neither. True: all get
-            both. False: none gets a trust ratio, all get weight decay.
-        max_ratio: the largest trust ratio. None for no limit.
+    Both have these options of a parameter group: adapt: which tensors get a trust ratio and weight
+        decay. None: tensors of two or more dimensions get both, and others (biases, scales and
+        shifts of normalisation layers) get neither. True: all get both. False: none gets a trust
+        ratio, and all get weight decay. max_ratio: the largest trust ratio; None for no limit.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step.
+        """Makes one optimizer step.
 
         Args:
-            closure: computes the loss and its gradients again; most training loops need none.
+            closure: a function that computes the loss and its gradients again; rarely needed.
 
         Returns:
-            What the closure returned.
+            The return value of the closure.
 
         Raises:
             UsageError: a gradient is sparse or complex.
@@ -93,8 +93,8 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
 
-            # The others are biases and the like, which get no weight decay either. Only with
-            # adapt=False are all parameters without a ratio, and all of them get weight decay.
+            # Tensors without a ratio, such as biases, get no weight decay either. An exception is
+            # adapt=False, with which no tensor gets a ratio and all of them get weight decay.
             no_tensor_gets_ratio = group["adapt"] is False
             decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
             for parameters in _group_by_sharding(without_ratio):
@@ -103,10 +103,10 @@ class _LayerwiseOptimizer(Optimizer, ABC):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, which may have options of its own.
+        """Adds a parameter group, which may have its own options.
 
         Raises:
-            SettingError: an option out of range.
+            SettingError: an option is out of range.
         """
         if isinstance(param_group, dict):  # torch raises its own error for anything else
             _check_options({**self.defaults, **param_group}, type(self).__name__)
@@ -121,13 +121,14 @@ class _LayerwiseOptimizer(Optimizer, ABC):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Makes the step of some parameters of a group: changes them and their state in place.
+        """Makes the step of some parameters of a group; changes them and their state in place.
 
         Args:
             group: the parameter group, for its options.
-            parameters: parameters with gradients. Either all have the same sharding, or it is one.
-            use_ratio: scale the step of each parameter by its trust ratio.
-            weight_decay: the weight decay of these parameters, in place of the group's.
+            parameters: parameters with gradients, which all have the same sharding.
+            use_ratio: True to scale the step of each parameter by its trust ratio.
+            weight_decay: the weight decay of these parameters, which may differ from that of the
+                group.
         """
 
 
@@ -143,27 +144,30 @@ class LARS(_LayerwiseOptimizer):
 
     The ratio is 1 where |w| or |g| is 0.
 
-    This is the form of torch's SGD: the learning rate is not in v, so a change of the rate affects
-    the whole step at once, and needs no correction of the momentum. The paper's own form
-    has it in v; both are the same while the rate stays, and for a rate that changes this one is
-    the paper's with the momentum correction of Goyal et al. (arXiv 1706.02677, section 3).
+    As in torch's SGD, the learning rate is not part of v, so a change of the rate affects the whole
+    step at once, and the momentum needs no correction. In the paper the rate is part of v. Both
+    forms are equal as long as the rate is constant; with a changing rate, this one is the paper's
+    with the momentum correction of Goyal et al. (arXiv 1706.02677, section 3).
 
     Args:
-        params: as for all optimizers of torch.
-        lr: learning rate; with the default `trust_coefficient` one in the order of 1 to 30.
-        momentum: of v.
-        weight_decay: for the tensors that `adapt` chooses.
-        nesterov: steps along `ratio * (g + weight_decay * w) + momentum * v`, as torch's SGD.
+        params: the parameters, as for all optimizers of torch.
+        lr: the learning rate. With the default `trust_coefficient` it is in the order of 1 to 30.
+        momentum: the momentum factor of v.
+        weight_decay: the weight decay of the tensors that `adapt` chooses.
+        nesterov: True to step along `ratio * (g + weight_decay * w) + momentum * v`, as in torch's
+            SGD.
         trust_coefficient: how far a step may go, as a fraction of the tensor's norm.
-        eps: keeps the ratio finite where the gradient is very small.
-        max_ratio: the largest trust ratio; 1.0 never steps further than SGD does (known as LARC).
-        adapt: which tensors get a trust ratio and weight decay. None: those of two or more
-            dimensions get both, the others (biases, scales and shifts of normalisation layers)
-            neither. True: all both. False: all weight decay, none a ratio, which is SGD. For a
-            choice by name make groups: `[{"params": ...}, {"params": ..., "adapt": True}]`.
+        eps: keeps the ratio finite if the gradient is very small.
+        max_ratio: the largest trust ratio. With 1.0 a step never goes further than with SGD (this
+            is known as LARC).
+        adapt: which tensors get a trust ratio and weight decay. None: tensors of two or more
+            dimensions get both, and others (biases, scales and shifts of normalisation layers) get
+            neither. True: all get both. False: all get weight decay and none a ratio, which is SGD.
+            To choose tensors by name, make groups: `[{"params": ...}, {"params": ..., "adapt":
+            True}]`.
 
     Raises:
-        SettingError: an option out of range.
+        SettingError: an option is out of range.
     """
 
     def __init__(
@@ -199,10 +203,10 @@ class LARS(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Makes LARS's step of some parameters: changes them and their momentum in place.
+        """Makes LARS's step of some parameters; changes them and their momentum in place.
 
-        The symbols in the comments are those of the class. Of a sharded parameter everything is
-        computed for the shard of this rank, except the norms.
+        The symbols in the comments are those of the class. Of a sharded parameter, everything
+        except the norms is computed for the shard of this rank.
         """
         # w and g of each parameter
         weights = [to_local(parameter) for parameter in parameters]
@@ -227,7 +231,7 @@ class LARS(_LayerwiseOptimizer):
 
             step_is_gradient_itself = not weight_decay
             if use_ratio and step_is_gradient_itself:
-                step = step.mul(ratios[index])  # makes a new tensor: the gradient must not change
+                step = step.mul(ratios[index])  # a new tensor, because the gradient must not change
             elif use_ratio:
                 step.mul_(ratios[index])
 
@@ -247,7 +251,7 @@ class LARS(_LayerwiseOptimizer):
             step: the step of the parameter, or of this rank's shard of it.
 
         Returns:
-            The direction in which the parameter goes: v, or with Nesterov step + momentum * v.
+            The direction of the step: v, or with Nesterov step + momentum * v.
         """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -260,11 +264,11 @@ class LARS(_LayerwiseOptimizer):
 
 
 class LAMB(_LayerwiseOptimizer):
-    """Layer-wise Adaptive Moments for Batch training: LARS's idea, for Adam.
+    """Layer-wise Adaptive Moments for Batch training, which applies the idea of LARS to Adam.
 
-    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-    (arXiv 1904.00962), algorithm 2, with phi(x) = x. For each tensor w, with Adam's m and v of its
-    gradient, both corrected for their start from 0:
+    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv
+    1904.00962), algorithm 2, with phi(x) = x. For each tensor w, with Adam's bias-corrected m and v
+    of its gradient:
 
         u     = m / (sqrt(v) + eps) + weight_decay * w
         ratio = |w| / |u|
@@ -275,17 +279,17 @@ class LAMB(_LayerwiseOptimizer):
     The gradient is not clipped; call `world.clip_grad_norm_` for that.
 
     Args:
-        params: as for all optimizers of torch.
-        lr: learning rate: how far a step goes, as a fraction of the tensor's norm.
-        betas: how much of m and of v stays in a step.
-        eps: keeps u finite where v is very small.
-        weight_decay: for the tensors that `adapt` chooses.
-        max_ratio: the largest trust ratio; 1.0 never steps further than AdamW does. (The paper's
-            phi bounds |w| instead.)
+        params: the parameters, as for all optimizers of torch.
+        lr: the learning rate: how far a step goes, as a fraction of the tensor's norm.
+        betas: the decay rates of m and v.
+        eps: keeps u finite if v is very small.
+        weight_decay: the weight decay of the tensors that `adapt` chooses.
+        max_ratio: the largest trust ratio. With 1.0 a step never goes further than with AdamW. (The
+            paper's phi bounds |w| instead.)
         adapt: as for `LARS`; False is AdamW.
 
     Raises:
-        SettingError: an option out of range.
+        SettingError: an option is out of range.
     """
 
     def __init__(
@@ -317,10 +321,10 @@ class LAMB(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Makes LAMB's step of some parameters: changes them and Adam's m and v in place.
+        """Makes LAMB's step of some parameters; changes them and Adam's m and v in place.
 
-        The symbols in the comments are those of the class. Of a sharded parameter everything is
-        computed for the shard of this rank, except the norms.
+        The symbols in the comments are those of the class. Of a sharded parameter, everything
+        except the norms is computed for the shard of this rank.
         """
         # w, and u = m / (sqrt(v) + eps) + weight_decay * w, of each parameter
         weights = [to_local(parameter) for parameter in parameters]
@@ -343,11 +347,11 @@ class LAMB(_LayerwiseOptimizer):
             weight.sub_(step, alpha=group["lr"])
 
     def _adam_step(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """Updates Adam's m and v of a parameter in the optimizer's state by its gradient.
+        """Updates Adam's m and v of a parameter in the optimizer's state with its gradient.
 
         Returns:
-            m / (sqrt(v) + eps), both corrected for their start from 0: a new tensor, which may be
-            changed. Of a sharded parameter it is computed for this rank's shard.
+            m / (sqrt(v) + eps), both bias-corrected, as a new tensor, which may be changed. Of a
+            sharded parameter it is computed for this rank's shard.
         """
         gradient = _local_gradient(parameter)
         state = self.state[parameter]
@@ -368,8 +372,8 @@ class LAMB(_LayerwiseOptimizer):
         mean_of_squares = to_local(state["exp_avg_sq"])
         mean_of_squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-        # Both began at 0. After t steps their weights add up to 1 - beta**t, not 1, so they are
-        # divided by that.
+        # Bias correction: m and v began at 0, so after t steps their weights add up to 1 - beta**t
+        # instead of 1.
         denominator = mean_of_squares.div(1 - beta2**num_steps).sqrt_().add_(group["eps"])
         return mean.div(1 - beta1**num_steps).div_(denominator)
 
@@ -447,7 +451,7 @@ def _group_by_sharding(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _sharded_dimensions(parameter: Any) -> tuple[int, ...]:
-    """Returns the numbers of those dimensions of a DTensor's mesh over which it is sharded."""
+    """Returns the dimensions of a DTensor's mesh over which it is sharded."""
     dimensions: list[int] = []
     for dimension, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
@@ -456,10 +460,10 @@ def _sharded_dimensions(parameter: Any) -> tuple[int, ...]:
 
 
 def _local_gradient(parameter: Any) -> Tensor:
-    """Returns the gradient of a parameter, or of the shard that this rank has of the parameter.
+    """Returns the gradient of a parameter, or of this rank's shard of it.
 
     Raises:
-        UsageError: it is sparse or complex.
+        UsageError: the gradient is sparse or complex.
     """
     gradient = parameter.grad
     if gradient.is_sparse or gradient.is_complex():
@@ -479,24 +483,24 @@ def _local_gradient(parameter: Any) -> Tensor:
 def _norms_of_whole(
     parameters: Sequence[Any], weights: Sequence[Tensor], steps: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns the norms of whole weights and of whole steps, of which this rank may have shards.
+    """Returns the norms of whole weights and whole steps, of which this rank may only have shards.
 
-    If the parameters are sharded, this is one all-reduce for each dimension of the mesh over which
-    they are.
+    For sharded parameters this takes one all-reduce for each dimension of the mesh over which they
+    are sharded.
 
     Args:
-        parameters: the parameters, which have the same sharding.
+        parameters: the parameters, which all have the same sharding.
         weights: each parameter, or this rank's shard of it.
         steps: the step of each parameter, or of this rank's shard of it.
 
     Returns:
-        The norms of the weights, and those of the steps, in the order of the parameters. Each is a
-        tensor of shape `()` on the device of the parameter.
+        The norms of the weights and the norms of the steps, in the order of the parameters. Each is
+        a tensor of shape `()` on the device of the parameter.
     """
     first = parameters[0]
     if torch.are_deterministic_algorithms_enabled():
-        # The user (or a run with virtual ranks, which sets this mode) wants the same bits however
-        # the parameters are sharded. `norms_of_tensors` adds in an order that is always the same.
+        # The user, or a run with virtual ranks, wants results whose bits do not depend on the
+        # sharding. `norms_of_tensors` always adds in the same order.
         whole_steps = []
         for step, parameter in zip(steps, parameters, strict=True):
             whole_steps.append(_like_parameter(step, parameter))
@@ -523,7 +527,12 @@ def _norms_of_whole(
 
 
 def _like_parameter(step: Tensor, parameter: Any) -> Tensor:
-    """Returns a step, of which this rank may have a shard, as a DTensor if its parameter is one."""
+    """Converts a step to a DTensor if its parameter is one.
+
+    Args:
+        step: the step of the parameter, or of this rank's shard of it.
+        parameter: the parameter.
+    """
     if not is_sharded(parameter):
         return step
 
@@ -539,9 +548,9 @@ def _like_parameter(step: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Returns the norm of a tensor, shape `()`, in float32 or wider.
+    """Returns the norm of a tensor, shape `()`, in at least float32.
 
-    In half precision the squares of small numbers would vanish.
+    In half precision, the squares of small numbers would become 0.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
@@ -551,16 +560,16 @@ def _norm(tensor: Tensor) -> Tensor:
 def _valid_ratio(
     ratio: Tensor, numerator: Tensor, denominator: Tensor, max_ratio: float | None
 ) -> Tensor:
-    """Returns the trust ratio, but at most `max_ratio`, and 1 if one of its norms is 0.
+    """Limits a trust ratio to `max_ratio`, and replaces it by 1 if one of its norms is 0.
 
-    It is decided on the GPU: an `if` would have to wait for the numbers. All tensors have the shape
-    `()`.
+    This is done by operations on the GPU, since an `if` would have to wait for the values. All
+    tensors have the shape `()`.
 
     Args:
         ratio: the trust ratio; NaN or infinite if the denominator is 0.
         numerator: the norm of the weights.
-        denominator: the norm of the gradient or the step.
-        max_ratio: None for no limit.
+        denominator: the norm of the gradient or of the step.
+        max_ratio: the largest trust ratio; None for no limit.
     """
     is_valid = (numerator > 0) & (denominator > 0)
     ratio = torch.where(is_valid, ratio, torch.ones_like(ratio))

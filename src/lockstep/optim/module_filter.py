@@ -1,8 +1,8 @@
-"""Selects submodules of a model: those that a user chose, or the blocks that the model repeats.
+"""Selects submodules of a model: the ones that a user chose, or the repeated blocks of the model.
 
-A user chooses submodules by class, by a pattern of names, or by a function. *Blocks* are the parts
-that a model repeats, such as transformer blocks and residual blocks; they are found by structure
-alone. Blocks are what is recomputed, sharded, or put on a stage of a pipeline as a whole.
+A user chooses submodules by class, by a pattern of names, or by a function. *Blocks* are repeated
+parts of a model, such as transformer blocks and residual blocks; they are found by the structure of
+the model. A block is recomputed, sharded, or put on a stage of a pipeline as a whole.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from lockstep.wording import describe_type
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 
 MAX_CANDIDATES = 10
-"""How many classes an error lists that the user may choose."""
+"""The maximum number of classes that an error suggests."""
 
 
 def select_modules(
     module: nn.Module, choice: ModuleFilter, setting: str
 ) -> list[tuple[str, nn.Module]]:
-    """Returns the submodules that match, with their names; of nested matches only the outermost.
+    """Returns the names and modules of the submodules that the user chose.
+
+    If a chosen module is inside another one, only the outer one is returned.
 
     Args:
-        module: the model; it is never chosen itself.
+        module: the model, which is never chosen itself.
         choice: a class or tuple of classes, a pattern of names as in `named_modules()`
             (`"encoder.layers.*"`), or a function that returns True for the modules to select.
-        setting: how the user has written it, with `{}` for the choice, for errors.
+        setting: the setting as the user has written it, for errors, with `{}` in place of the
+            choice.
 
     Raises:
         SettingError: nothing matches, or the choice is none of the above.
@@ -47,7 +50,7 @@ def select_modules(
 
     selected: dict[int, tuple[str, nn.Module]] = {}
     for name, submodule in _outermost(matching):
-        # A module that stands in several places is selected once, by its first name.
+        # A module that is registered several times is selected once, by its first name.
         if id(submodule) not in selected:
             selected[id(submodule)] = (name, submodule)
 
@@ -62,10 +65,10 @@ def select_modules(
 
 
 def candidates(module: nn.Module) -> str:
-    """Returns a text with the classes of submodules that a user may choose, by frequency.
+    """Returns a text that lists the classes of submodules that a user may choose, by frequency.
 
-    Such as "Block (12, such as 'layers.0'), Mlp (12, such as 'layers.0.mlp')". These are the
-    submodules that have others; if there are none, the children of the model.
+    For example: "Block (12, such as 'layers.0'), Mlp (12, such as 'layers.0.mlp')". Listed are
+    submodules that contain others; if there are none, the children of the model.
     """
     names_of_class: dict[str, list[str]] = {}
     for name, submodule in module.named_modules():
@@ -90,14 +93,15 @@ def candidates(module: nn.Module) -> str:
 
 
 def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module], bool]:
-    """Returns a function of a submodule's name and the submodule that says whether it is chosen.
+    """Returns a function that decides, by name and module, whether a submodule is chosen.
 
     Args:
         submodules: the user's choice, of any of the four kinds.
-        setting: how the user has written it, with `{}` for the choice, for errors.
+        setting: the setting as the user has written it, for errors, with `{}` in place of the
+            choice.
 
     Raises:
-        SettingError: the filter is none of the possible kinds.
+        SettingError: the choice is of no known kind.
     """
     if isinstance(submodules, str):
         return lambda name, _: fnmatchcase(name, submodules)
@@ -122,35 +126,36 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Returns False for containers such as `nn.ModuleList`, which only hold modules that run."""
+    """Returns False for containers such as `nn.ModuleList`, which cannot be called themselves."""
     return type(module).forward is not nn.Module.forward
 
 
 def _describe(submodules: ModuleFilter) -> str:
-    """Returns the choice of a user as it is shown in errors."""
+    """Returns the user's choice as it is shown in errors."""
     if isinstance(submodules, tuple):
         return f"({', '.join(item.__name__ for item in submodules)})"
     return str(getattr(submodules, "__name__", repr(submodules)))
 
 
 _FORWARDS_OF_CONTAINERS = (nn.Module.forward, nn.Sequential.forward)
-"""The forward of `nn.ModuleList` and `nn.ModuleDict`, which raises, and that of `nn.Sequential`."""
+"""The forwards of containers: of `nn.ModuleList` and `nn.ModuleDict`, which raises an error, and of
+`nn.Sequential`."""
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the blocks that a model repeats.
+    """Returns the repeated blocks of a model.
 
-    A block has parameters, stands in an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, is
-    more than one of torch's single layers, and is not the only one of its kind. The kind is the
-    class, and for an `nn.Sequential` also the kinds of its children. Of blocks inside blocks the
-    outermost counts, but an `nn.Sequential` that has several blocks of a kind (a stage) is no
-    block. If containers have no blocks, modules that are attributes (`self.down1`, `self.down2`)
-    are considered in the same way. Of a block that `torch.compile` has wrapped, the block inside is
-    found.
+    A block has parameters, is in an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, is more
+    than a single layer of torch, and is not the only one of its kind. The kind is the class; for an
+    `nn.Sequential` the kinds of its children belong to it as well. If blocks are inside other
+    blocks, only the outer ones count, but an `nn.Sequential` with several blocks of the same kind
+    (a stage) is no block. If no blocks are in containers, modules that are attributes
+    (`self.down1`, `self.down2`) are considered in the same way. If `torch.compile` has wrapped a
+    block, the inner module is found.
 
     Returns:
-        `(name, block)` for each block, in the order of `named_modules()`. None is inside another.
-        The list is empty if nothing repeats.
+        `(name, block)` for each block, in the order of `named_modules()`. No block is inside
+        another one. The list is empty if nothing repeats.
     """
     modules = dict(module.named_modules())
     possible: dict[str, nn.Module] = {}
@@ -177,10 +182,10 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Returns True for a module that may be a block, if there are others of its kind.
+    """Returns True for a module that is a block if there are others of its kind.
 
-    It must have parameters and a forward pass, and be neither a single layer of torch's, nor a
-    container of several blocks (a stage).
+    It must have parameters and a forward, and be neither a single layer of torch, nor a container
+    of several blocks (a stage).
     """
     if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
@@ -193,7 +198,7 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Returns True for a container that has several blocks of a kind."""
+    """Returns True for a container that has several blocks of the same kind."""
     if not _is_container(module):
         return False
     num_of_kind: Counter[Any] = Counter()
@@ -205,14 +210,14 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Returns True if a module only holds other modules."""
+    """Returns True if a module only contains other modules."""
     return type(module).forward in _FORWARDS_OF_CONTAINERS
 
 
 def _kind(module: nn.Module) -> Any:
-    """Returns a key that is equal for modules of one kind, compiled or not.
+    """Returns a key that is equal for modules of the same kind, compiled or not.
 
-    It is the class; for a container, the class and the kinds of its children.
+    The key is the class; for a container it is the class and the kinds of its children.
     """
     module = without_compile(module)
     if not _is_container(module):
@@ -221,13 +226,13 @@ def _kind(module: nn.Module) -> Any:
 
 
 def _outermost(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that are inside no other one, with their names.
+    """Yields the names and modules of those modules that are inside no other one.
 
     Args:
-        modules: by name, in the order of `named_modules()`, where what is inside of a module
-            follows it.
+        modules: modules by name, in the order of `named_modules()`, in which a module is followed
+            by the modules inside it.
     """
-    prefix: str | None = None  # of the names of what is inside the module that was yielded last
+    prefix: str | None = None  # the names of modules inside the last yielded one begin with it
     for name, module in modules.items():
         is_inside = prefix is not None and name.startswith(prefix)
         if not is_inside:

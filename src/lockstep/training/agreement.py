@@ -1,4 +1,4 @@
-"""Do all ranks give the same objects to `prepare`? They compare short descriptions of them."""
+"""Checks that all ranks give the same objects to `prepare`. They compare short descriptions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError
 
 LOADER_PREFIX = "a loader over "
-"""How the description of a loader begins."""
+"""The beginning of the description of a loader."""
 CHECKSUM_PREFIX = " (checksum"
-"""What follows the length of the data in the description of a loader."""
+"""The text before the checksum in the description of a loader."""
 
 
 def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
-    """Compares objects over the ranks; all ranks call it together.
+    """Compares objects over the ranks, which all call this together.
 
     Args:
-        call: what the user has called.
-        objects: in the order in which the user gave them.
-        run: of this process.
+        call: the function that the user has called, for the message.
+        objects: the objects, in the order in which the user gave them.
+        run: the run of this process.
 
     Raises:
-        RanksDifferError: on all ranks, unless all have brought the same in the same order.
+        RanksDifferError: on all ranks, unless all of them have the same objects in the same order.
     """
     own_descriptions = [describe(thing) for thing in objects]
     descriptions_by_rank: list[list[str]] = run.collectives.exchange(own_descriptions)
@@ -48,15 +48,16 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         if isinstance(loader, Loader):
             check_samples(loader.source, loader.seed, run.collectives)
             if run.settings.ledger is not None:
-                # The ledger will have it. It is read once, and here, before the training begins.
+                # The ledger records the fingerprint. It is computed once, and reading it here does
+                # so before the training begins.
                 _ = loader.fingerprint
 
 
 def describe(thing: Any) -> str:
-    """Returns what must be equal on all ranks of an object given to `prepare`, or of a loader.
+    """Describes an object by the properties that must be equal on all ranks.
 
-    Of a module these are the names, shapes and types of its tensors, as a digest; of a loader its
-    dataset, length and order; of anything else its type alone.
+    For a module these are the names, shapes and dtypes of its tensors, as a digest; for a loader
+    its dataset, length and order; for anything else only the type.
     """
     if isinstance(thing, nn.Module):
         tensors = [*thing.named_parameters(), *thing.named_buffers()]
@@ -74,14 +75,15 @@ def describe(thing: Any) -> str:
 
 
 def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) -> str | None:
-    """Returns the code of the error if the ranks differ in nothing but their loaders, else None.
+    """Returns the code of the error if only the loaders differ between ranks, else None.
 
     Args:
-        descriptions_by_rank: for each rank the descriptions of its objects, in order.
+        descriptions_by_rank: for each rank, the descriptions of its objects, in order.
 
     Returns:
-        LS105 if only checksums differ: the loaders have other contents of the same length. LS104
-        if more of a loader's description differs. None if another object differs, or their number.
+        LS105 if only checksums differ, so that loaders have different contents of the same length.
+        LS104 if more of a loader's description differs. None if another object differs, or their
+        number.
     """
     counts = {len(descriptions) for descriptions in descriptions_by_rank}
     if len(counts) > 1:

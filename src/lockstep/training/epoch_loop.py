@@ -1,7 +1,8 @@
-"""Reads in a script how many epochs the loop makes that runs now, and which values it keeps.
+"""Finds out from a script's source how many epochs its training loop makes.
 
-`for epoch in range(20)` does not tell anybody its length while it runs, so the script's source is
-parsed. Numbers, variables and attributes in it are looked up in the frame; nothing is called.
+While it runs, a loop such as `for epoch in range(20)` does not tell its length. So the source of
+the script is parsed. Constants, variables and attributes in it are looked up in the running frame;
+no code is called.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.E
 
 
 def epochs_of_loop() -> int | None:
-    """Returns how many epochs the script's loop makes in all; None if that is not certain.
+    """Returns how many epochs the script's loop makes in total; None if that is not certain.
 
-    It is called at the end of a loop over a loader. It is certain if one other loop runs in the
-    script, and that is `for ... in range(n)`, perhaps in a progress bar, or in `world.epochs(n)`.
+    It is called at the end of a loop over a loader. The number is certain if exactly one other loop
+    is running in the script, of the form `for ... in range(n)`, possibly with a progress bar around
+    it, or `for ... in world.epochs(n)`.
     """
     loops = []
     for frame in user_frames():
@@ -54,6 +56,7 @@ def may_pass_value_on(line: Location) -> bool:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return False
+
     statements = [node for node in ast.walk(tree) if isinstance(node, SIMPLE_STATEMENTS)]
     for statement in statements:
         if statement.lineno <= number <= (statement.end_lineno or statement.lineno):
@@ -64,6 +67,7 @@ def may_pass_value_on(line: Location) -> bool:
             if _calls_more_than_len(statement):
                 return True
             return _reaches_call(statement, statements)
+
     return False
 
 
@@ -88,7 +92,9 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
             if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
                 return True
             names |= _names(statement, stored=True)
+
         is_growing = len(names) > size_before
+
     return False
 
 
@@ -115,7 +121,7 @@ def _prints(node: ast.AST) -> bool:
 
 
 def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] | None:
-    """Returns the loops of a function that its present line is in the body of; None: no source."""
+    """Returns the loops of a function whose body contains its present line; None without source."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     try:
         tree = ast.parse("".join(lines))
@@ -138,9 +144,13 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
 
 
 def _count(iterated: ast.expr, frame: FrameType) -> int | None:
-    """Returns how many epochs a loop over an expression makes, those before a restart included.
+    """Returns the number of epochs of a loop, including those before a restart; None if unknown.
 
-    `range(start, n)` has n epochs if `start` is a variable, which a resumed run sets.
+    `range(start, n)` counts as n epochs if `start` is a variable, because a resumed run sets it.
+
+    Args:
+        iterated: the expression that the loop iterates over.
+        frame: the frame in which names are looked up.
     """
     if not isinstance(iterated, ast.Call) or not iterated.args:
         return None
@@ -165,7 +175,7 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
 
 
 def _evaluate(node: ast.expr, frame: FrameType) -> int | None:
-    """Returns the whole number that an expression is; None if it is not certain."""
+    """Returns the value of an expression if it is an integer; None if that is not certain."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         left = _evaluate(node.left, frame)
         right = _evaluate(node.right, frame)
@@ -181,7 +191,7 @@ def _evaluate(node: ast.expr, frame: FrameType) -> int | None:
 
 
 def _look_up(node: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yields what `20`, `epochs`, `args.epochs` or `config["epochs"]` is; nothing if unknown."""
+    """Yields the value of `20`, `epochs`, `args.epochs` or `config["epochs"]`, if known."""
     if isinstance(node, ast.Constant):
         yield node.value
     elif isinstance(node, ast.Name):

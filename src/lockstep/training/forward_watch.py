@@ -1,7 +1,7 @@
-"""Reports to the step which batches the prepared modules are called with.
+"""Reports to the step with which batches the prepared modules are called.
 
-Only a loop that fetches batches before it trains them needs this: then the tensors that a module is
-called with say which batch is trained.
+This is only needed for loops that fetch batches before they train on them. The tensors that a
+module is called with then show which batch is being trained.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.session.step import Step
 
 
 class ForwardWatch(Extension):
-    """Hooks the prepared modules once a loop has fetched a batch ahead.
+    """Registers hooks on the prepared modules once a loop has fetched a batch ahead.
 
     Args:
-        step: of the run.
-        modules: all prepared ones; the collection may still grow.
+        step: the state of the current optimizer step.
+        modules: all prepared modules; the collection may still grow.
     """
 
     def __init__(self, step: Step, modules: Collection[nn.Module]) -> None:
@@ -31,13 +31,13 @@ class ForwardWatch(Extension):
         self._is_watching = False
 
     def batches_fetched_ahead(self) -> None:
-        """Hooks all prepared modules."""
+        """Registers hooks on all prepared modules."""
         self._is_watching = True
         for module in self._modules:
             self._hook(module)
 
     def module_prepared(self, wrapped: Any) -> None:
-        """Hooks a module that is prepared later."""
+        """Registers a hook on a module that is prepared later."""
         if self._is_watching:
             self._hook(wrapped.module)
 
@@ -48,21 +48,21 @@ class ForwardWatch(Extension):
 
 
 class _ReportInputs:
-    """A forward pre-hook that tells the step the storages of a module's inputs.
+    """A forward pre-hook that tells the step with which tensors a module is called.
 
     Args:
-        step: of the run; None: the hook does nothing.
+        step: the state of the current optimizer step; None for a hook that does nothing.
     """
 
     def __init__(self, step: Step | None = None) -> None:
         self._step = step
 
     def __reduce__(self) -> tuple[type[_ReportInputs], tuple[()]]:
-        """Makes the hook of a copied or pickled module report nothing."""
+        """Makes copies and pickles of a module contain a hook that does nothing."""
         return _ReportInputs, ()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Compiled code is left as it is: looking at storages would break its graph.
+        # Nothing is reported from compiled code, because reading storages would break its graph.
         if torch.compiler.is_compiling() or self._step is None:
             return
         if torch.is_grad_enabled():

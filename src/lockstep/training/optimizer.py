@@ -1,10 +1,12 @@
 """Optimizers and schedulers that step once per global batch.
 
-The training loop runs once per micro-batch. On all but the last micro-batch of a global batch,
-`step()` and `zero_grad()` do nothing, so the same loop is right with and without accumulation.
+The training loop runs once per micro-batch. In all but the last micro-batch of a global batch,
+`step()` and `zero_grad()` do nothing, so the same loop is right with and without gradient
+accumulation.
 
-With virtual ranks (`session.micro_batch`) an optimizer steps once for each of them, and keeps a
-state for each; the inner optimizer holds the state of one of them at a time.
+A *virtual rank* (`session.micro_batch`) is a fixed part of every global batch. If each of them
+trains its own copy of the model, the optimizer steps once for each virtual rank and keeps a
+separate state for each. The user's optimizer, called *inner*, holds one of these states at a time.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ OPTIMIZERS_WITH_SAME_BITS = (
     torch.optim.Adamax,
     torch.optim.Adadelta,
 )
-# With few tensors the lists cost what they save. With large ones each operation goes over memory
-# that the one before has pushed out of the cache, and lists as long as the model are held.
+# With few tensors, lists cost as much as they save. With large tensors, each operation reads memory
+# that the previous one has pushed out of the cache, and temporary lists are as large as the model.
 FOREACH_MIN_TENSORS = 8
 FOREACH_MAX_MEAN_ELEMENTS = 2**14
 
-# Every error of torch about operations on shards has one of these words, such as "aten.add.Tensor:
-# got mixed torch.Tensor and DTensor".
+# Every error of torch about operations on shards contains one of these words, for example
+# "aten.add.Tensor: got mixed torch.Tensor and DTensor".
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
 # `step()` was called in some micro-batches of a global batch, and not in its last. One such batch
@@ -69,7 +71,7 @@ def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer that torch computes wrongly with shards, without an error.
 
     Adafactor takes means over the rows and columns of a parameter. Torch 2.11 and later refuse that
-    for shards; with torch 2.9 the numbers are not those of whole parameters.
+    for shards; in torch 2.9 the results differ from those of whole parameters.
     """
     if torch.__version__ >= "2.11" or not isinstance(optimizer, torch.optim.Adafactor):
         return
@@ -85,25 +87,25 @@ def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
 
 
 class _DelegatesToInner:
-    """Has the attributes of the object in its attribute `inner`."""
+    """A base class for objects with all attributes of the object in their `inner`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet while copying or unpickling
+        if name == "inner":  # not set yet while the object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
 class PreparedOptimizer(_DelegatesToInner, Optimizer):
-    """The user's optimizer, stepping once per global batch.
+    """The user's optimizer, which steps once per global batch.
 
-    It shares the inner optimizer's groups and state.
+    It shares the parameter groups and the state of the inner optimizer.
 
     Args:
         inner: the user's optimizer.
-        step: of the run.
-        precision: of the run; makes the step, with the loss scaler where there is one.
-        modules: the prepared modules whose parameters it has.
-        collectives: of the run; None: one process.
+        step: the state of the current optimizer step.
+        precision: makes the step, with the loss scaler if there is one.
+        modules: the prepared modules that have the optimizer's parameters.
+        collectives: the collectives of the run; None for one process.
     """
 
     def __init__(
@@ -114,64 +116,76 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         modules: Sequence[nn.Module] = (),
         collectives: Collectives | None = None,
     ) -> None:
-        # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
+        # super().__init__() is not called, because groups, state and hooks are those of `inner`.
         self.inner = inner
         self.modules = modules
         self.stepping = False
-        """True while the inner optimizer is in a step that this one has called."""
+        """True while the inner optimizer is in a step that this optimizer has called."""
         self.skipped = False
-        """True if the loss scaler left the last step out because a gradient was infinite."""
+        """True if the loss scaler skipped the latest step because a gradient was infinite."""
         self.has_prepared_scheduler = False
-        """True if a scheduler that drives it is prepared, or if one that is not was warned of."""
-        self.places: list[list[int]] | None = None
-        """For each group the numbers of its parameters among all, if other ranks have some."""
+        """True if a scheduler of this optimizer is prepared, or if the warning about one that is
+        not was given."""
+        self.numbers_on_one_device: list[list[int]] | None = None
+        """If other ranks have some of the parameters: for each group, the numbers that the
+        parameters on this rank would have on one device."""
         self.num_parameters_of_groups: list[int] = []
-        """How many parameters each group has over all ranks, if `places` are set."""
+        """If other ranks have some of the parameters: the number of parameters in each group, over
+        all ranks."""
         self.as_extension = _OptimizerEvents(self)
         self._step = step
         self._precision = precision
         self._collectives = collectives
         self._step_called_in: StepKey | None = None
-        """The optimizer step in which `step()` was last called."""
+        """The optimizer step to which the latest call of `step()` belonged."""
         self._stepped_in: StepKey | None = None
-        """The optimizer step in which the inner optimizer last stepped."""
+        """The optimizer step in which the inner optimizer stepped last."""
         self._early_calls = 0
         """How often `step()` was called in the present global batch before its last micro-batch."""
         self._early_call_at: Location | None = None
-        """The line of the first of these calls."""
+        """The line of the user's script with the first of these calls."""
         self._warned_of_missed_step = False
         self._is_clipped = False
+        """True if the gradient of the present global batch was clipped."""
         self._num_batches_seen = 0
+        """The number of global batches that were computed as a whole."""
         self._steps_missed_in_a_row = 0
+        """For how many global batches in a row the optimizer has not stepped, although `step()` was
+        called."""
         self._partly_called_in: int | None = None
-        """The number of the last global batch in some of whose micro-batches, but not in all before
-        the last, `step()` was called, and that was not stepped for."""
+        """The number of the latest global batch with a missed step in which `step()` was called in
+        some micro-batches, but not in all before the last one."""
         self._missed_call_at: Location | None = None
+        """The line of the user's script that called `step()` in the latest such global batch."""
         self._missed_calls = (0, 0)
-        """In how many micro-batches of that global batch `step()` was called, of how many."""
+        """In how many of its micro-batches `step()` was called in the latest global batch with a
+        missed step, and how many micro-batches it had."""
         self._clearing_postponed_in: StepKey | None = None
-        """The optimizer step in which `zero_grad()` was last postponed."""
+        """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
-        """The learning rates when `step()` was last called."""
+        """The learning rates at the latest call of `step()`."""
         self._error_of_closure: Exception | None = None
+        """The error that the user's closure raised last."""
         self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         self._active_virtual_rank: int | None = None
-        """The virtual rank whose state the inner optimizer holds; None: the state that they share
-        at the beginning, or there are no virtual ranks."""
+        """The virtual rank whose state the inner optimizer holds. None for the state with which all
+        virtual ranks begin, and without virtual ranks."""
         self._states: dict[int | None, Any] = {}
-        """The states of the other virtual ranks of this process."""
+        """The states that the inner optimizer does not hold at present, by virtual rank. The key
+        None has the state with which all virtual ranks begin."""
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps if the present micro-batch closes its global batch; else returns None.
+        """Steps in the last micro-batch before an optimizer step; in others it returns None.
 
         Raises:
-            UsageError: `loss.backward()` was called where the loss needs exact weighting.
+            UsageError: `loss.backward()` was called although the loss must be weighted, or learning
+                rates changed within a global batch.
         """
         if closure is None and not self._step.training_pass.num_backwards:
-            # World.backward, which finds out what the loss came from, was not called; the user may
+            # `World.backward` would have found out which batch the loss came from, but the user may
             # have called `loss.backward()`.
             self._step.source_of_loss()
 
@@ -192,20 +206,20 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
             if len(self._states) == micro_batch.virtual_rank.number_on_process:
-                # All virtual ranks have a state, so the one that they began with is not needed.
+                # All virtual ranks have their own state now, so drop the one that they began with.
                 self._states.pop(None, None)
 
         return self._take_step(closure, micro_batch)
 
     def _take_step(self, closure: Callable[[], Any] | None, micro_batch: MicroBatch) -> Any:
-        """Makes the inner optimizer step, and tells the extensions before and after it.
+        """Makes the inner optimizer step, and tells the extensions before and after the step.
 
         Args:
-            closure: of the user; it is evaluated by the inner optimizer.
-            micro_batch: after which the optimizer steps.
+            closure: the user's closure, which the inner optimizer evaluates; None without one.
+            micro_batch: the micro-batch after which the optimizer steps.
 
         Returns:
-            What the inner optimizer returns.
+            The return value of the inner optimizer.
         """
         extensions = self._step.extensions
         key = self._step.key
@@ -240,12 +254,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return result
 
     def _explain_shard_error(self, error: Exception) -> UsageError | None:
-        """Returns an error that says what to do if torch cannot compute the step with shards.
+        """Returns an error with advice if the step failed because of sharded parameters.
 
         Returns:
-            None if the error that the step raised has another cause.
+            The error to raise, or None if the error of the step has another cause.
         """
-        if error is self._error_of_closure:  # code of the user's raised it, not the optimizer
+        if error is self._error_of_closure:  # raised by the user's code, not by the optimizer
             return None
         if not any(words in str(error) for words in WORDS_OF_SHARD_ERRORS):
             return None
@@ -264,10 +278,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         )
 
     def _evaluate_closure(self, closure: Callable[[], Any]) -> Any:
-        """Calls a closure, and checks its gradients before anything is updated.
+        """Calls the user's closure, and checks its gradients before anything is updated.
 
         Returns:
-            The loss of the global batch, by which some optimizers decide.
+            The loss of the global batch, on which some optimizers base decisions.
         """
         self._step.training_pass.loss = 0.0  # the closure may be called more than once
         try:
@@ -280,7 +294,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         if self._collectives is None or self._collectives.single_process:
             return loss
-        if not isinstance(loss, Tensor | float):  # the closure returns no loss, such as None
+        if not isinstance(loss, Tensor | float):  # the closure returns None, for example
             return loss
 
         scale = self._step.micro_batch_of_loss.scale
@@ -288,10 +302,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return self._collectives.mean(loss * scale if has_samples else 0.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, except those that a global batch has begun to accumulate.
+        """Clears the gradients, unless a global batch is accumulating them.
 
-        A global batch accumulates from the first call of `step()` in one of its micro-batches until
-        the optimizer steps for it. Gradients of a loop that clears after `step()` are kept, too.
+        A global batch accumulates gradients from the first call of `step()` in one of its
+        micro-batches until the optimizer steps for it. So gradients are also kept in loops that
+        call `zero_grad()` after `step()`.
         """
         key = self._step_called_in
         if key is not None and key != self._stepped_in and self._step.is_unfinished(key):
@@ -299,7 +314,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
 
         if set_to_none and self._has_plain_zero_grad:
-            # This is what torch's own does, without its profiling, which takes ten times as long.
+            # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -307,9 +322,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.inner.zero_grad(set_to_none)
 
     def clear_if_postponed(self) -> None:
-        """Clears gradients of a global batch whose step was left out, before the next one.
+        """Clears gradients of a global batch whose step was left out, before the next begins.
 
-        If `zero_grad()` was postponed and the optimizer has stepped since, there are none.
+        It does so if `zero_grad()` was postponed and the optimizer has not stepped since.
         """
         postponed_in = self._clearing_postponed_in
         if postponed_in is not None and postponed_in != self._stepped_in:
@@ -317,55 +332,63 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._clearing_postponed_in = None
 
     def begin_global_batch(self) -> None:
-        """Counts calls of `step()` from here on."""
+        """Resets what is recorded about the calls of a global batch."""
         self._early_calls = 0
         self._early_call_at = None
         self._is_clipped = False
 
     def note_clipping(self) -> None:
-        """Notes that the gradient of the present global batch has been clipped, so is whole."""
+        """Records that the gradient of the present global batch was clipped, so it is complete."""
         self._is_clipped = True
 
     def count_missed_step(self, num_micro_batches: int) -> None:
-        """Notes whether `step()` was called in the last micro-batch of a global batch.
+        """Counts a global batch in which `step()` was called, but not in its last micro-batch.
 
-        A loop that counts batches by itself calls it in others (`if i % 2 == 0`). One that skips a
-        step on purpose, after a loss that is not finite, looks alike in a single global batch. So
-        the warning waits for a pattern, see `MAX_BATCHES_BETWEEN_MISSED_STEPS`.
+        This happens in loops that count batches themselves (`if i % 2 == 0`). But in a single
+        global batch it may also be on purpose, after a loss that is not finite. So the warning is
+        only given if it happens repeatedly (see `MAX_BATCHES_BETWEEN_MISSED_STEPS`).
 
         Args:
-            num_micro_batches: of the global batch, for all of which there was a backward pass.
+            num_micro_batches: the number of micro-batches in the global batch, all of which had a
+                backward pass.
         """
         self._num_batches_seen += 1
-        if self._stepped_in == self._step_called_in:
+        has_stepped = self._stepped_in == self._step_called_in
+        if has_stepped:
             self._steps_missed_in_a_row = 0
             return
+
         if not self._early_calls or self._is_clipped:
             return  # the loop takes no step here, or decides after it has clipped the gradient
+
         self._steps_missed_in_a_row += 1
         self._missed_call_at = self._early_call_at
         self._missed_calls = (self._early_calls, num_micro_batches)
-        in_all_before_the_last = self._early_calls == num_micro_batches - 1
-        if in_all_before_the_last:
+
+        was_called_in_all_before_last = self._early_calls == num_micro_batches - 1
+        if was_called_in_all_before_last:
             if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
                 self._warn_of_missed_step()
             return
-        last_time = self._partly_called_in
+
+        previous = self._partly_called_in
         self._partly_called_in = self._num_batches_seen
-        if last_time is None:
+        if previous is None:
             return
-        if self._num_batches_seen - last_time <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
+
+        if self._num_batches_seen - previous <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
             self._warn_of_missed_step()
 
     def warn_at_end_of_pass(self) -> None:
-        """Warns if no step was taken for the last few global batches of a pass.
+        """Warns if the optimizer did not step for the last few global batches of a pass.
 
-        With two micro-batches, `step()` is called in all before the last or in none.
+        With two micro-batches, `step()` was then called in the first one of each.
         """
         if self._steps_missed_in_a_row >= MIN_STEPS_MISSED_AT_END_OF_PASS:
             self._warn_of_missed_step()
 
     def _warn_of_missed_step(self) -> None:
+        """Warns, once, that the optimizer has not stepped although `step()` was called."""
         if self._warned_of_missed_step:
             return
 
@@ -383,7 +406,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises UsageError: the strategy was built for the parameters given to `prepare`."""
+        """Raises UsageError, as strategies only know the parameters that `prepare` was given."""
         raise UsageError(
             "optimizer.add_param_group after world.prepare",
             "gradients of parameters that came later would not be averaged over the ranks",
@@ -392,22 +415,23 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the inner optimizer's state: that of plain torch.
+        """Returns the state of the inner optimizer, in the format of torch.
 
-        Under a pipeline it numbers the parameters as on one device, and has the entries of those
-        that are on this rank. With virtual ranks it is the state of the first on this process.
+        Under a pipeline the parameters have the same numbers as on one device, and only those on
+        this rank have entries. With virtual ranks it is the state of the first virtual rank on this
+        process.
         """
         if self._active_virtual_rank is not None:
-            # The inner optimizer holds the state of one virtual rank, and `_states` of the others.
             other_numbers = [number for number in self._states if number is not None]
-            self._activate_state_of(min([*other_numbers, self._active_virtual_rank]))
+            first_number = min([*other_numbers, self._active_virtual_rank])
+            self._activate_state_of(first_number)
 
         state: dict[str, Any] = self.inner.state_dict()
-        if self.places is None:
+        if self.numbers_on_one_device is None:
             return state
 
-        # By the number of a parameter on this rank: its number on one device.
-        number_on_one_device = list(chain(*self.places))
+        # For each parameter on this rank, its number on one device.
+        number_on_one_device = list(chain(*self.numbers_on_one_device))
 
         entries = {}
         for number_here, entry in state["state"].items():
@@ -416,46 +440,45 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return _with_groups_of(state, entries, self.num_parameters_of_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer what `state_dict` returned, here or on one device.
+        """Loads a state that `state_dict` returned, on this rank or on one device.
 
-        As in plain torch, the state is converted to the dtypes of the parameters.
+        As in torch, the state is converted to the dtypes of the parameters.
         """
         self.inner.load_state_dict(self._state_for_inner(state_dict))
 
     def load_saved_state(
         self, state_dict: dict[str, Any], saved_dtypes: Mapping[torch.Tensor, torch.dtype]
     ) -> None:
-        """Loads a state of a checkpoint in the dtypes that it was saved in.
+        """Loads the state of a checkpoint in the dtypes in which it was saved.
 
         Args:
-            state_dict: what `state_dict` returned, here or on one device.
-            saved_dtypes: the dtypes that parameters had then, if they are known.
+            state_dict: what `state_dict` returned, on this rank or on one device.
+            saved_dtypes: the dtypes of the parameters when it was saved, if they are known.
         """
         load_saved_state(self.inner, self._state_for_inner(state_dict), saved_dtypes)
 
     def _state_for_inner(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the inner optimizer is to load, and drops the states of virtual ranks.
+        """Returns the state that the inner optimizer is to load, and drops those of virtual ranks.
 
-        Under a pipeline these are the entries of the parameters that are on this rank, numbered
-        anew.
+        Under a pipeline it has only the entries of the parameters on this rank, with new numbers.
         """
         self._active_virtual_rank = None
         self._states.clear()
-        if self.places is None:
+        if self.numbers_on_one_device is None:
             return state_dict
 
         saved_entries = state_dict["state"]
 
         entries = {}
-        for number_here, number_on_one_device in enumerate(chain(*self.places)):
+        for number_here, number_on_one_device in enumerate(chain(*self.numbers_on_one_device)):
             if number_on_one_device in saved_entries:
                 entries[number_here] = saved_entries[number_on_one_device]
 
-        num_parameters_here = [len(places_of_group) for places_of_group in self.places]
+        num_parameters_here = [len(numbers) for numbers in self.numbers_on_one_device]
         return _with_groups_of(state_dict, entries, num_parameters_here)
 
     def virtual_rank_state(self, number: int) -> Any:
-        """Returns the state of a virtual rank, as `state_dict` has it; None if there are none."""
+        """Returns the state of a virtual rank, as in `state_dict`; None if it has none."""
         if self._active_virtual_rank is None:
             return None
         self._activate_state_of(number)
@@ -465,15 +488,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Loads what `virtual_rank_state` returned for a virtual rank."""
         if state is not None:
             self._activate_state_of(number)
-            self._states.pop(None, None)  # the state that they began with is not needed any more
+            self._states.pop(None, None)  # virtual ranks no longer begin with the common state
             load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
     def _activate_state_of(self, number: int) -> None:
         """Gives the inner optimizer the state of a virtual rank.
 
-        The first time, that is a copy of the state that all virtual ranks begin with. `_states` has
-        it for the key None, and the states that the inner optimizer does not hold just now by the
-        numbers of their virtual ranks.
+        The first time, this is a copy of the state with which all virtual ranks begin.
         """
         if number == self._active_virtual_rank:
             return
@@ -490,22 +511,22 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
     @property
     def partial(self) -> bool:
-        """True if other ranks have parameters that this one has not."""
-        return self.places is not None
+        """True if other ranks have parameters that are not on this rank."""
+        return self.numbers_on_one_device is not None
 
     def check_gradients_are_there(self) -> None:
         """Raises UsageError if gradients were cleared in the middle of a global batch."""
         if self._step_called_in != self._step.key:
-            return  # `step()` marks a micro-batch as accumulated, and was not called
+            return  # gradients only accumulate once `step()` was called in a micro-batch
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise cleared_gradients_error()
 
     def _answer_grad_scaler(self) -> bool:
-        """Tells torch's GradScaler, which is about to step, if the inner optimizer unscales.
+        """Tells torch's GradScaler, which is about to step, whether the inner optimizer unscales.
 
         Raises:
-            UsageError: in the middle of a global batch. The scaler has divided the gradients by its
-                scale, and those of later micro-batches would be added to them.
+            UsageError: the GradScaler steps in the middle of a global batch. It has divided the
+                gradients by its scale, and gradients of later micro-batches would be added to them.
         """
         if not self._step.micro_batch.last:
             raise UsageError(
@@ -519,7 +540,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return unscales_gradients(self.inner)
 
     def _check_backward(self) -> None:
-        """Raises UsageError if `loss.backward()` was called where the loss needs weighting."""
+        """Raises UsageError if `loss.backward()` was called although the loss must be weighted."""
         training_pass = self._step.training_pass
         micro_batch = training_pass.micro_batch
         if training_pass.num_backwards:
@@ -554,12 +575,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         )
 
     def _check_learning_rates(self) -> None:
-        """Finds schedulers that are not prepared and step in the training loop; warns once.
+        """Warns of schedulers that are not prepared and step in the training loop.
 
-        Such a scheduler is found by a learning rate that changed since `step()` was last called.
+        Such a scheduler is recognised by a learning rate that has changed since the latest call of
+        `step()`.
 
         Raises:
-            UsageError: the rate has changed between the micro-batches of a global batch.
+            UsageError: the learning rate has changed between the micro-batches of a global batch.
         """
         rates_before = self._learning_rates
         rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
@@ -567,14 +589,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if self._step_called_in is None:
             return  # this is the first call of `step()`
 
-        # A rate that is a tensor is changed in place, so it never differs from itself here.
+        # A rate that is a tensor is changed in place, so no difference is seen here.
         if rates == rates_before:
             return
 
         training_pass, global_batch, _ = self._step.key
         training_pass_before, global_batch_before, _ = self._step_called_in
         if training_pass is not training_pass_before:
-            return  # a scheduler that steps between two epochs is right as it is
+            return  # a scheduler may step between two epochs without being prepared
 
         old = _format_rates(rates_before)
         new = _format_rates(rates)
@@ -589,11 +611,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if not self._step.in_training_loop or self.has_prepared_scheduler:
             return
 
-        # Rates may also be set by hand. Torch's schedulers replace the method `step` of the
-        # optimizer that they drive by one of their own, on the object.
+        # The rate may have been set by hand instead. Torch's schedulers are recognised because they
+        # set another method `step` on the optimizer object.
         is_driven_by_scheduler = "step" in vars(self.inner) or "step" in vars(self)
         if is_driven_by_scheduler:
-            self.has_prepared_scheduler = True  # so that the warning is given once
+            self.has_prepared_scheduler = True  # warn only once
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
                 f"the rate went from {old} to {new}; with micro-batches it would step once for "
@@ -607,35 +629,36 @@ answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._answer_grad_scaler)
 
 
 class _OptimizerEvents(Extension):
-    """Tells a prepared optimizer when gradients of a global batch are to be cleared."""
+    """Tells a prepared optimizer about the events of global batches."""
 
     def __init__(self, optimizer: PreparedOptimizer) -> None:
         self._optimizer = optimizer
         self._num_backwards = 0
-        """Backward passes of the present global batch."""
+        """The number of backward passes in the present global batch."""
         self._num_micro_batches_trained = 0
-        """Micro-batches of the present global batch, if the last one's backward pass is over."""
+        """The number of micro-batches in the present global batch, once all of them had a backward
+        pass; 0 before that."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Clears what a global batch left whose step was left out."""
+        """Clears gradients that are left from a global batch without an optimizer step."""
         if micro_batch.opens:
-            self._look_back()
+            self._check_previous_global_batch()
             self._optimizer.clear_if_postponed()
 
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Notes that a global batch is computed as a whole."""
+        """Records when all micro-batches of a global batch have had a backward pass."""
         self._num_backwards += 1
         is_complete = self._num_backwards >= micro_batch.num_micro_batches
         if micro_batch.closes and is_complete:
             self._num_micro_batches_trained = micro_batch.num_micro_batches
 
     def pass_ended(self) -> None:
-        """Looks back at the last global batch of a pass, and at the steps of the pass."""
-        self._look_back()
+        """Checks the last global batch of a pass, and the steps of the pass."""
+        self._check_previous_global_batch()
         self._optimizer.warn_at_end_of_pass()
 
-    def _look_back(self) -> None:
-        """Notes whether the optimizer has stepped for the global batch that is over."""
+    def _check_previous_global_batch(self) -> None:
+        """Records whether the optimizer has stepped for the previous global batch."""
         if self._num_micro_batches_trained:
             self._optimizer.count_missed_step(self._num_micro_batches_trained)
         self._num_backwards = 0
@@ -643,7 +666,7 @@ class _OptimizerEvents(Extension):
         self._optimizer.begin_global_batch()
 
     def clear_gradients(self) -> None:
-        """Clears the gradients of a global batch that was broken off."""
+        """Clears the gradients of a global batch that the loop has left early."""
         self._optimizer.inner.zero_grad()
 
 
@@ -652,13 +675,13 @@ def _format_rates(rates: Sequence[Any]) -> str:
 
 
 class PreparedScheduler(_DelegatesToInner, LRScheduler):
-    """The user's scheduler: steps when the optimizer does, once per global batch or per epoch.
+    """The user's scheduler, which steps once per global batch, or once per epoch.
 
     Args:
         inner: the user's scheduler.
-        prepared: the optimizer that it drives.
-        step: of the run.
-        collectives: of the run.
+        prepared: the prepared optimizer whose learning rate it sets.
+        step: the state of the current optimizer step.
+        collectives: the collectives of the run.
     """
 
     def __init__(
@@ -671,7 +694,7 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         prepared.has_prepared_scheduler = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps unless a global batch is in the middle or its optimizer step was left out.
+        """Steps, unless in the middle of a global batch or if its optimizer step was skipped.
 
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
@@ -679,7 +702,7 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         if not self._step.micro_batch.last:
             return
         if self._step.in_training_loop and self.prepared.skipped:
-            return  # the loss scaler left the step out
+            return  # the loss scaler has skipped the optimizer step
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
         self.inner.step(*args, **kwargs)
@@ -697,16 +720,16 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         self.inner.load_state_dict(state_dict)
 
     def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
-        """Raises RanksDifferError if the metric given to `step` differs between ranks.
+        """Raises RanksDifferError if the metric that `step` was given differs between ranks.
 
-        With different metrics the ranks would lower the learning rate at different times.
+        With different metrics, ranks would lower the learning rate at different times.
         """
         values = self._collectives.exchange(repr(float(metrics)))
         check_same_metric("ReduceLROnPlateau.step(metric)", values, "LS402")
 
 
 def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
-    """Raises UsageError if a closure would be evaluated on a part of a global batch."""
+    """Raises UsageError if a closure would be evaluated on only a part of a global batch."""
     if micro_batch.virtual_rank is not None and not micro_batch.has_own_step:
         raise UsageError(
             "optimizer.step(closure) with virtual_ranks",
@@ -723,22 +746,23 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
 
 
 def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
-    """Switches to torch's faster implementation with the same bits, if there is one.
+    """Switches an optimizer to torch's faster implementation with the same bits, if there is one.
 
     Returns:
-        The reason, for the block of choices; None if nothing was switched.
+        The reason to print; None if nothing was changed.
     """
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
 
-    # An optimizer with any of these flags is left as the user has set it.
+    # If the user has set any of these flags, the optimizer stays as it is.
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
         if any(group.get(flag) for flag in flags):
             return None
-        if group.get("foreach") is False:  # None, the default, leaves the choice to torch
+        if group.get("foreach") is False:  # set by the user, as the default is None
             return None
-        # A rate or beta that is a tensor keeps torch from working on lists.
+
+        # With a rate or beta that is a tensor, torch cannot work on lists.
         settings = [group.get("lr"), *group.get("betas", ())]
         if any(isinstance(setting, torch.Tensor) for setting in settings):
             return None
@@ -764,8 +788,8 @@ def _with_groups_of(
 
     Args:
         state: what an optimizer's `state_dict` returned.
-        entries: the states of parameters, by their numbers.
-        num_parameters_of_groups: how many parameters each group is to have.
+        entries: the new state of each parameter, by the number of the parameter.
+        num_parameters_of_groups: the new number of parameters in each group.
     """
     groups = []
     next_number = 0

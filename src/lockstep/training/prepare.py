@@ -1,8 +1,10 @@
-"""What `world.prepare` does: wraps modules, makes optimizers step once per global batch, and makes
-loaders of this rank's part of the data.
+"""Prepares the user's modules, optimizers, schedulers and loaders for a run (`world.prepare`).
 
-Modules are prepared first, whatever the order of the arguments, because an optimizer is checked
-against the parameters of the prepared modules.
+Modules are wrapped by the strategy, optimizers are made to step once per global batch, and loaders
+deliver this rank's part of the data.
+
+Modules are prepared first, whatever the order of the arguments, because the parameters of an
+optimizer must belong to prepared modules.
 """
 
 from __future__ import annotations
@@ -74,31 +76,31 @@ from lockstep.wording import describe_type, join_first
 
 
 class FindsSizes(Protocol):
-    """What finds shares and sizes of micro-batches that are `"auto"`; see `extensions.autotune`."""
+    """Finds the shares and micro-batch sizes that are `"auto"` (`extensions.autotune`)."""
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
-        """Returns what a loader with these settings leaves open."""
+        """Returns what has to be measured for a loader with these settings."""
 
 
 class Preparer:
-    """Prepares the objects of one run and remembers which belong together.
+    """Prepares the objects of one run, and remembers which of them belong together.
 
     Args:
-        run: of this process.
-        strategy: of the run.
-        plan: what the strategy has planned.
+        run: the run of this process.
+        strategy: the strategy of the run.
+        plan: how the strategy divides global batches over the ranks.
     """
 
     def __init__(self, run: Run, strategy: Strategy, plan: StrategyPlan) -> None:
         self.run = run
         self.strategy = strategy
         self.choices: list[Choice] = []
-        """What was chosen and not printed yet."""
+        """Lines about choices that are not printed yet."""
         self.loaders: list[Loader] = run.loaders
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.wrapped: dict[nn.Module, PreparedModule] = {}
-        """What the strategy returned for each module, by the module that `prepare` returned."""
+        """What the strategy returned for each module, by the module that the user got back."""
         self.precision = Precision(run.settings.precision, run.device)
         self.sizes: FindsSizes
         """Set by `World` before anything is prepared."""
@@ -111,19 +113,21 @@ class Preparer:
 
         self._plan = plan
         self._returned: list[list[Any]] = []
-        """What each call of `prepare` has returned."""
+        """The results of each call of `prepare`."""
         self._loaders_of_this_call: list[Loader] = []
         self._deferred_of_this_call: list[DeferredModel] = []
         self._loader_numbers = itertools.count()
         self._module_of_parameter: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
-        """The prepared module of each parameter, also of those that a strategy has replaced."""
+        """The prepared module of each parameter, including parameters that a strategy has replaced.
+        """
         self._replacement: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
-        """What an optimizer holds instead of a parameter that a strategy has replaced. None: the
-        parameter lives on other ranks."""
+        """The parameter that takes the place of one that a strategy has replaced; None if it is on
+        other ranks."""
         self.streams: VirtualRankStreams | None = None
-        """The random streams of virtual ranks that train one model; None: there are none."""
+        """The random streams of virtual ranks that train one model; None without virtual ranks."""
         self._drawn_shapes: list[list[tuple[int, ...]]] = []
-        """Of models that were built on the meta device without `deferred_init`."""
+        """The shapes of the parameters of each model that was built on the meta device without
+        `deferred_init`."""
         self._batchnorm_notes = BatchNormNotes(run, plan, self.add_choice)
         self._placeholders = Placeholders(run.step, self.wrapped)
         if run.settings.virtual_ranks is not None:
@@ -140,10 +144,10 @@ class Preparer:
         self._stop_memory_advice = add_memory_advice_at_end(run.step, self.add_notes)
 
     def add_notes(self, error: BaseException | None) -> None:
-        """Adds notes to an error that nobody catches, which say what may have led to it.
+        """Adds notes to an uncaught error, if Lockstep knows what may have led to it.
 
         Args:
-            error: None if there was none. Notes that it has already are not added again.
+            error: the error; None if there was none. A note is added only once.
         """
         note_empty_part(error, self.run.step.latest_micro_batch)
         note_order(error, self._returned)
@@ -152,22 +156,23 @@ class Preparer:
             note_single_sample(error, self.run.step.latest_micro_batch)
 
     def add_choice(self, choice: Choice) -> None:
-        """Adds to what rank 0 prints of the choices that were made."""
+        """Adds a line to the choices that rank 0 prints."""
         self.choices.append(choice)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
-        """Returns the prepared objects in the order given.
+        """Prepares objects, and returns the results in the same order.
 
         Raises:
-            UsageError: something of another kind, prepared before, or an optimizer with
-                parameters of no prepared module.
-            RanksDifferError: other objects on other ranks, such as datasets of different lengths.
+            UsageError: an object cannot be prepared or was prepared before, or an optimizer has
+                parameters that belong to no prepared module.
+            RanksDifferError: the objects differ between ranks, such as datasets of different
+                lengths.
         """
         for thing in objects:
             self._check_kind(thing)
 
-        # By the id of an object what is returned for it: at first the object itself. An object that
-        # was given twice is prepared once.
+        # The result for each object, by the object's `id`; at first the object itself. An object
+        # that was given twice is prepared once.
         prepared = {id(thing): thing for thing in objects}
         for thing in objects:
             if isinstance(thing, DataLoader):
@@ -178,8 +183,9 @@ class Preparer:
         self.run.examples[:] = [loader.example for loader in loaders]
         check_equal_on_ranks("world.prepare", list(prepared.values()), self.run)
 
-        # Modules come before the optimizers of their parameters, and these before their schedulers.
-        # An object for which `prepared` has something else was given twice, and is prepared.
+        # Modules are prepared before the optimizers of their parameters, and optimizers before
+        # their schedulers. If `prepared` has something else for an object, the object was given
+        # twice and is prepared already.
         for thing in objects:
             if isinstance(thing, nn.Module) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_module(thing)
@@ -204,10 +210,10 @@ class Preparer:
         return results
 
     def add_loader(self, source: Source, **options: Any) -> Loader:
-        """Returns the loader of a source, with the options of `World.loader`.
+        """Makes the loader of a data source, with the options of `World.loader`.
 
         Raises:
-            RanksDifferError: the ranks have other data, or the same in another order.
+            RanksDifferError: the ranks have different data, or the same data in a different order.
         """
         loader = self._make_loader(source, **options)
         check_equal_on_ranks("world.loader", [loader], self.run)
@@ -215,7 +221,7 @@ class Preparer:
         return loader
 
     def release(self) -> None:
-        """Drops what refers to the process group, and ends the workers of loaders."""
+        """Drops references to the process group, and ends the workers of loaders."""
         self._stop_memory_advice()
         self.run.extensions.release()
         for loader in self.loaders:
@@ -224,10 +230,10 @@ class Preparer:
     # The training step
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of a loss, weighted by its part in the global batch.
+        """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
 
         Raises:
-            UsageError: a loss that cannot be trained on; under fp16, no optimizer was prepared.
+            UsageError: the loss cannot be trained on, or no optimizer was prepared under fp16.
         """
         step = self.run.step
         extensions = self.run.extensions
@@ -262,10 +268,10 @@ class Preparer:
         step.training_pass.num_backwards += 1
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
-        """Clips the gradients of a module by the norm of all of them, and returns that norm.
+        """Clips the gradients of a module by their total norm, and returns that norm.
 
         Raises:
-            UsageError: what was given is not a module.
+            UsageError: the argument is not a module.
         """
         if not isinstance(module, nn.Module):
             raise UsageError(
@@ -278,7 +284,8 @@ class Preparer:
         parameters_of_module = set(parameters)
         for optimizer in self.optimizers:
             updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
-            if updates_module:  # under fp16 its gradients are multiplied by the scale of the loss
+            if updates_module:
+                # Under fp16 the gradients are multiplied by the scale of the loss.
                 self.precision.unscale([optimizer.inner])
                 optimizer.note_clipping()
 
@@ -292,19 +299,21 @@ class Preparer:
         return norm
 
     def loss(self) -> float:
-        """Returns the loss of the present global batch, or of the last one after the loop.
+        """Returns the loss of the present global batch or, after the loop, of the last one.
 
-        All ranks call it together.
+        All ranks call this together.
 
         Raises:
-            UsageError: the loss is not known, or not all of it.
+            UsageError: the loss is not known, or only a part of it.
         """
         step = self.run.step
-        training_pass = step.training_pass
-        loss: Tensor | float | None = training_pass.loss if training_pass.num_backwards else None
-        if not step.in_training_loop and step.pass_of_loss is not None:
+        loss: Tensor | float | None
+        if not step.in_training_loop and step.pass_of_loss is not None:  # the loop has ended
             training_pass = step.pass_of_loss
             loss = _last_loss(training_pass)
+        else:
+            training_pass = step.training_pass
+            loss = training_pass.loss if training_pass.num_backwards else None
 
         if loss is None:
             raise UsageError(
@@ -327,22 +336,22 @@ class Preparer:
         losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
         for number, loss in training_pass.loss_of_virtual_rank.items():
             losses[number] = float(loss)
-        # The loss of a virtual rank is on one process, and 0 on all others, so no bits change.
+        # A virtual rank's loss is on one process and 0 on all others, so the sum rounds nothing.
         losses_of_all = self.run.collectives.sum(losses)
         total: float = sum(losses_of_all.tolist())
         return total / num_virtual_ranks
 
     def _check_accumulation(self) -> None:
-        """Checks that a backward pass adds to the gradients of the earlier micro-batches.
+        """Checks that a backward pass adds to the gradients of earlier micro-batches.
 
         Raises:
             UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
-                for another optimizer would mix with them.
+                for another optimizer would mix its gradients with them.
         """
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
         if micro_batch.opens and micro_batch.closes:
-            return  # nothing is accumulated: the optimizer steps after each micro-batch
+            return  # nothing is accumulated, because the optimizer steps after each micro-batch
 
         if training_pass.num_backwards and len(self.optimizers) > 1:
             raise UsageError(
@@ -353,9 +362,9 @@ class Preparer:
             )
 
         if micro_batch.begins_gradients or training_pass.num_backwards:
-            return  # there was no earlier micro-batch, or this one has been checked already
+            return  # there is no earlier micro-batch, or this one was checked already
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
-            return  # the gradients are not in `parameter.grad`, where this looks for them
+            return  # the gradients are not in `parameter.grad`, where they could be checked
 
         if self.wrapped and not self.optimizers and not self._has_gradients():
             raise _optimizer_not_prepared(
@@ -367,7 +376,7 @@ class Preparer:
             optimizer.check_gradients_are_there()
 
     def _has_gradients(self) -> bool:
-        """Returns True if some parameter of a prepared module has a gradient."""
+        """Returns True if any parameter of a prepared module has a gradient."""
         for module in self.wrapped:
             for parameter in module.parameters():
                 if parameter.grad is not None:
@@ -384,14 +393,15 @@ class Preparer:
         num_micro_batches: int | None = None,
         **options: Any,
     ) -> Loader:
-        """Returns the loader of a source.
+        """Makes the loader of a data source.
 
         Args:
             source: the data and its order.
-            shares: see `World.loader`; None: as set for the run. So with the next two.
+            shares: see `World.loader`. For this and the next two arguments, None means the run's
+                setting.
             micro_batch_size: see `World.loader`.
             num_micro_batches: see `World.loader`.
-            **options: of `Loader`.
+            **options: other options of `Loader`.
         """
         plan = self._plan
         settings = self.run.settings
@@ -405,7 +415,7 @@ class Preparer:
         elif micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
         elif settings.num_micro_batches is not None:
-            # This loader has a size of its own, so the number is meant for the other loaders.
+            # This loader has its own micro-batch size, so the run's number does not apply to it.
             min_micro_batches = settings.min_micro_batches
 
         request = self.sizes.request(shares, micro_batch_size)
@@ -449,12 +459,12 @@ class Preparer:
     # Modules
 
     def _prepare_module(self, module: nn.Module) -> nn.Module:
-        """Wraps a module as the strategy needs it, and returns what the user is to call.
+        """Wraps a module by the strategy, and returns the module that the user is to call.
 
         Raises:
-            UsageError: another prepared module has some of its parameters too.
+            UsageError: another prepared module shares some of its parameters.
         """
-        deferred = self._find_deferred(module)
+        deferred = self._allocate_deferred(module)
         if any(isinstance(part, BatchNorm) for part in module.modules()):
             self._prepare_batchnorm(module)
 
@@ -471,7 +481,7 @@ class Preparer:
         shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
 
-        # The strategy comes first: it may know a reason why the module cannot be prepared at all.
+        # Checked after the strategy, which may have a more fundamental reason to refuse the module.
         if shared_parameters and not self.run.collectives.single_process:
             raise UsageError(
                 "world.prepare of two modules with the same parameters",
@@ -496,9 +506,9 @@ class Preparer:
             earlier_gradients = EarlierGradients(list(wrapped.module.parameters()))
             self.run.extensions.add(earlier_gradients, Place.STRATEGY)
 
+        # One rank watches for buffers that change in each micro-batch. Under a pipeline the plan
+        # has rank 0 for all of its stages, each of which has different buffers.
         watches_buffers = self.run.settings.virtual_ranks is None
-
-        # Under a pipeline all stages are rank 0 of the plan: each of them has other buffers.
         if watches_buffers and self._plan.rank.rank == 0:
             watch = MicroBatchBuffers(
                 module, self.run.step, pipelined=wrapped.gradients_after_backward
@@ -508,11 +518,11 @@ class Preparer:
         self.run.extensions.module_prepared(wrapped)
         return wrapped.module
 
-    def _find_deferred(self, module: nn.Module) -> DeferredModel | None:
-        """Gives memory to what a module has on the meta device, unless the strategy does it.
+    def _allocate_deferred(self, module: nn.Module) -> DeferredModel | None:
+        """Allocates the tensors of a module that are on the meta device, or leaves it to `wrap`.
 
         Returns:
-            What knows the values that it is to get; None if it has nothing on the meta device.
+            The object that knows their values; None if nothing is on the meta device.
         """
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             return None
@@ -531,7 +541,12 @@ class Preparer:
     def _remember_parameters(
         self, parameters_before: Sequence[nn.Parameter], wrapped: PreparedModule
     ) -> None:
-        """Remembers which module parameters belong to, before and after it was wrapped."""
+        """Records which module parameters belong to.
+
+        Args:
+            parameters_before: the parameters of the module before it was wrapped.
+            wrapped: what the strategy returned.
+        """
         for parameter in parameters_before:
             self._module_of_parameter[parameter] = wrapped.module
         for old, new in wrapped.replaced_parameters:
@@ -541,7 +556,7 @@ class Preparer:
                 self._module_of_parameter[new] = wrapped.module
 
     def _find_shared_parameters(self, module: nn.Module) -> list[str]:
-        """Returns the names of trained parameters that another prepared module has, too."""
+        """Returns the names of trainable parameters that another prepared module has, too."""
         shared = []
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and self._is_prepared(parameter):
@@ -549,17 +564,17 @@ class Preparer:
         return shared
 
     def _is_prepared(self, parameter: nn.Parameter) -> bool:
-        """Returns True if a parameter belongs to a prepared module, and was not taken from it."""
+        """Returns True if a parameter belongs to a prepared module, and was not removed from it."""
         module = self._module_of_parameter.get(parameter)
         if module is None:
             return False
         if parameter in self._replacement:  # the module trains it as another parameter
             return True
-        # The user may have given it to a new module, and another one to the prepared module.
+        # The user may have moved the parameter to a new module, and replaced it in the old one.
         return any(parameter is present for present in module.parameters())
 
     def _prepare_batchnorm(self, module: nn.Module) -> None:
-        """Makes BatchNorm layers take their statistics from the samples that the settings say.
+        """Makes BatchNorm layers take their statistics from the samples that the settings ask for.
 
         Raises:
             SettingError: virtual ranks are to share statistics, and cannot.
@@ -581,7 +596,7 @@ class Preparer:
             self._choose("batchnorm", "statistics", reason)
 
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
-        """Makes BatchNorm layers take their statistics over all ranks, unless that is off."""
+        """Makes BatchNorm layers take their statistics over all ranks, if that is switched on."""
         if not self.run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
@@ -602,7 +617,7 @@ class Preparer:
         """Returns True if global batches may be computed in several micro-batches."""
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
-        if not loaders:  # the user may prepare some later
+        if not loaders:  # the user may prepare loaders later
             return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
         if any(loader.micro_batches > 1 for loader in loaders):
             return True
@@ -611,15 +626,15 @@ class Preparer:
     # Optimizers and schedulers
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Returns an optimizer that steps once per global batch, on the prepared parameters.
+        """Makes an optimizer step once per global batch, on the prepared parameters.
 
         Raises:
-            UsageError: it has parameters of no prepared module, or has stepped already, or torch
-                computes it wrongly with shards.
+            UsageError: the optimizer has parameters of no prepared module, or has stepped already,
+                or torch computes it wrongly with shards.
         """
         modules = self._modules_of(optimizer)
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
-        places = self._replace_parameters(optimizer)
+        numbers_here = self._replace_parameters(optimizer)
         refuse_wrong_on_shards(optimizer)
         reason = choose_foreach(optimizer, self.run.device)
         if reason:
@@ -630,7 +645,7 @@ class Preparer:
         )
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:  # saved states number the parameters as on one device
-            prepared.places = places
+            prepared.numbers_on_one_device = numbers_here
             prepared.num_parameters_of_groups = num_parameters_of_groups
 
         self.optimizers.append(prepared)
@@ -639,10 +654,10 @@ class Preparer:
         return prepared
 
     def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """Returns the prepared modules whose parameters an optimizer has.
+        """Returns the prepared modules that have the parameters of an optimizer.
 
         Raises:
-            UsageError: it has parameters of no prepared module.
+            UsageError: some parameters belong to no prepared module.
         """
         parameters = parameters_of(optimizer)
         modules: list[nn.Module] = []
@@ -665,12 +680,13 @@ class Preparer:
         return modules
 
     def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
-        """Gives the optimizer what the strategy has put in the place of its parameters.
+        """Replaces the parameters of an optimizer by those that the strategy has made of them.
 
         Returns:
-            For each group the numbers, among all parameters, of those that are on this rank.
+            For each group, which of its parameters are on this rank. They are numbered over all
+            groups, as on one device.
         """
-        places: list[list[int]] = []
+        numbers_of_groups: list[list[int]] = []
         numbers = itertools.count()
         for group in optimizer.param_groups:
             parameters_here: list[nn.Parameter] = []
@@ -680,19 +696,20 @@ class Preparer:
                 new = self._replacement.get(old, old)
                 if new is not old and optimizer.state.get(old):
                     self._replace_state(optimizer, old, new)
-                if new is not None:  # None: the parameter lives on other ranks
+                if new is not None:  # otherwise the parameter is on other ranks
                     parameters_here.append(new)
                     numbers_here.append(number)
 
-            places.append(numbers_here)
-            group["params"][:] = parameters_here  # in place: LBFGS holds this very list
+            numbers_of_groups.append(numbers_here)
+            # The list is changed in place, because LBFGS keeps a reference to it.
+            group["params"][:] = parameters_here
 
-        return places
+        return numbers_of_groups
 
     def _replace_state(
         self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None
     ) -> None:
-        """Moves the state that an optimizer made for a parameter to the one that replaces it.
+        """Moves the optimizer state of a parameter to the parameter that replaces it.
 
         Raises:
             UsageError: the optimizer has stepped already.
@@ -712,10 +729,10 @@ class Preparer:
             optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        """Returns a scheduler that steps when its prepared optimizer does.
+        """Makes a scheduler step when its prepared optimizer does.
 
         Raises:
-            UsageError: its optimizer is not prepared.
+            UsageError: the optimizer of the scheduler is not prepared.
         """
         for optimizer in self.optimizers:
             if scheduler.optimizer in (optimizer, optimizer.inner):
@@ -732,10 +749,10 @@ class Preparer:
             "give both to world.prepare(model, optimizer, scheduler)",
         )
 
-    # What checkpoints keep of compressed gradients
+    # Compressed gradients, of which checkpoints save what is not sent yet
 
     def unsent_gradients(self) -> dict[str, Tensor]:
-        """Returns what this rank has not sent yet of its gradients; empty without compression."""
+        """Returns the part of this rank's gradients that compression has not sent yet."""
         unsent: dict[str, Tensor] = {}
         for number, compressed in enumerate(self._compressed_means()):
             for name, tensor in compressed.state_dict().items():
@@ -743,16 +760,14 @@ class Preparer:
         return unsent
 
     def load_unsent_gradients(self, unsent_by_rank: dict[int, dict[str, Tensor]]) -> None:
-        """Loads what the ranks of a checkpoint had not sent yet of their gradients.
-
-        Warns if that does not fit this run.
+        """Loads what the ranks of a checkpoint had not sent yet; warns if it does not fit this run.
 
         Args:
             unsent_by_rank: what `unsent_gradients` returned on each rank.
         """
         everything_fits = True
         for number, compressed in enumerate(self._compressed_means()):
-            prefix = f"{number}."  # of the names that `unsent_gradients` gave
+            prefix = f"{number}."  # `unsent_gradients` begins the names of this module with it
             state_by_rank: dict[int, dict[str, Tensor]] = {}
             for rank, unsent in unsent_by_rank.items():
                 state_by_rank[rank] = {}
@@ -773,12 +788,12 @@ class Preparer:
             )
 
     def _compressed_means(self) -> Iterator[CompressedMeans]:
-        """Yields what compresses the gradients of each prepared module, if they are compressed."""
+        """Yields the compressor of each prepared module whose gradients are compressed."""
         for wrapped in self.wrapped.values():
             if wrapped.compressed is not None:
                 yield wrapped.compressed
 
-    # Checks of what is given
+    # Checks of the user's objects
 
     def _check_kind(self, thing: Any) -> None:
         """Raises UsageError if an object cannot be prepared, or was prepared already."""
@@ -810,11 +825,11 @@ class Preparer:
 
 
 def check_model(module: nn.Module, num_processes: int) -> None:
-    """Raises UsageError if a module uses other ranks or their GPUs itself, or has unknown shapes.
+    """Raises UsageError if a module communicates or uses several GPUs itself, or has lazy layers.
 
     Args:
-        module: given to `prepare`.
-        num_processes: of the run.
+        module: the module that the user wants to prepare.
+        num_processes: the number of processes in the run.
     """
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
@@ -845,19 +860,19 @@ def check_model(module: nn.Module, num_processes: int) -> None:
 
 
 def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
-    """Returns this rank's loss of the last global batch that was trained in a pass that is over.
+    """Returns this rank's loss of the last global batch of a pass that has ended.
 
     Returns:
         The loss, or None if the loop was left in the middle of the global batch, so that only a
         part of its loss is known.
     """
-    if training_pass.num_backwards == 0:  # the loop was left before it trained what it had got
+    if training_pass.num_backwards == 0:  # the loop was left before it trained its latest batch
         return training_pass.loss_before
     return training_pass.loss if training_pass.micro_batch.last else None
 
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
-    """Raises SettingError for what a loader cannot have with virtual ranks."""
+    """Raises SettingError for settings that a loader cannot have with virtual ranks."""
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",
@@ -874,7 +889,7 @@ def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
 
 
 def _is_before_first_step(state: Any) -> bool:
-    """Returns True if a state was made with the optimizer, as Adagrad does, and not used since."""
+    """Returns True if a state was created with the optimizer, as in Adagrad, and not used yet."""
     return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
 
 

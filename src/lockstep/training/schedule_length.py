@@ -1,10 +1,10 @@
 """Warns of learning-rate schedules that do not have the length of the training.
 
-- `len(loader)` of a prepared loader counts the iterations of the loop, which are micro-batches. A
-  prepared scheduler steps once per global batch. One that was built for `epochs * len(loader)`
-  steps is still near the beginning of its schedule when the training ends.
-- A CosineAnnealingLR that was built for as many steps as there are epochs, and steps once per
-  global batch, is at its end within the first epochs, and its rate goes up and down from there.
+- `len(loader)` of a prepared loader is the number of iterations of the loop, which are
+micro-batches. But a prepared scheduler steps once per global batch. If it was built for `epochs *
+len(loader)` steps, it is still near the beginning of its schedule when the training ends.
+- If a CosineAnnealingLR was built for as many steps as there are epochs, but steps once per global
+batch, it reaches its end within the first epochs, and then the rate goes up and down.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from lockstep.user_code import Location, user_stack
 
 @dataclass(frozen=True)
 class _EndOfPass:
-    """The end of a pass over a loader."""
+    """What was recorded at the end of a pass over a loader."""
 
     stack: tuple[Location, ...]
     """The lines of the script that were running."""
     steps_of_scheduler: dict[PreparedScheduler, int]
+    """How many steps each scheduler had made."""
 
 
 class ScheduleLengths(Extension):
-    """Compares the lengths of the prepared schedules with that of the training.
+    """Compares the lengths of the prepared schedules with the length of the training.
 
-    `World.epochs` says how many epochs there are. Of another loop it is known after two epochs, if
-    both passes ended at the same line of the same functions: the loop makes one pass in each of its
-    iterations, whose number is read from the script.
+    The number of epochs is known if the script uses `World.epochs`. Otherwise it is found out after
+    two epochs, if both passes ended at the same line of the same functions: then the loop makes one
+    pass in each of its iterations, whose number is read from the script.
 
     Args:
-        schedulers: the prepared ones; more may be added later.
-        loaders: the prepared ones; more may be added later.
+        schedulers: the prepared schedulers; more may be added later.
+        loaders: the prepared loaders; more may be added later.
     """
 
     def __init__(self, schedulers: Sequence[PreparedScheduler], loaders: Sequence[Loader]) -> None:
@@ -51,14 +52,15 @@ class ScheduleLengths(Extension):
         self._compared: set[Loader] = set()
         self._warned_of: set[PreparedScheduler] = set()
         self._num_epochs: int | None = None
-        """What the script has given `World.epochs`."""
+        """The number of epochs that the script gave to `World.epochs`; None if it did not."""
         self._line_of_length: dict[tuple[PreparedScheduler, Loader], Location] = {}
-        """The line that asked for the length of a loader, before the scheduler was prepared."""
+        """The line of the script that used the length of a loader before the scheduler was
+        prepared."""
 
     def note_prepared(self, scheduler: PreparedScheduler) -> None:
-        """Notes which lengths the script knew when it built a scheduler, which is now prepared.
+        """Records which lengths of loaders the script had used when a scheduler was prepared.
 
-        A length that was asked for later, or only to print it, is not that of the schedule.
+        A length that is used later, or only printed, cannot be the length of the schedule.
         """
         for loader in self._loaders:
             for line in loader.lines_that_asked_length:
@@ -66,20 +68,25 @@ class ScheduleLengths(Extension):
                     self._line_of_length[scheduler, loader] = line
 
     def check_epochs(self, num_epochs: int) -> None:
-        """Warns of schedules that are as long as the micro-batches of so many epochs.
+        """Warns of schedules that are as long as the micro-batches of all epochs.
 
-        Of several loaders it is seen in the first epoch which ones are trained on.
+        With several loaders it is not known yet which ones are trained on, so they are checked at
+        the end of the first epoch.
+
+        Args:
+            num_epochs: the number of epochs of the training.
         """
         self._num_epochs = num_epochs
         if len(self._loaders) == 1:
             self._check_all(self._loaders[0], num_epochs)
 
     def _check_all(self, loader: Loader, num_epochs: int) -> None:
+        """Checks all schedules against the length of one loader."""
         for scheduler in self._schedulers:
             self._check_micro_batches(scheduler, loader, num_epochs)
 
     def pass_ended(self) -> None:
-        """Compares the schedules when a loader was trained on twice."""
+        """Compares the schedules when a loader has been trained on twice."""
         if not self._schedulers:
             return
 
@@ -100,7 +107,13 @@ class ScheduleLengths(Extension):
                 self._compare(loader, self._first_ends.pop(loader), end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
-        """Checks the schedulers that have stepped once for each global batch of an epoch."""
+        """Checks the schedulers that stepped once for each global batch of an epoch.
+
+        Args:
+            loader: the loader that was trained on.
+            first: the end of an earlier pass over it.
+            second: the end of the next pass.
+        """
         if first.stack != second.stack:
             return
 
@@ -117,9 +130,9 @@ class ScheduleLengths(Extension):
     def _check_micro_batches(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
     ) -> None:
-        """Warns if a schedule is as long as the micro-batches of the training.
+        """Warns if a schedule is as long as the number of micro-batches in the training.
 
-        Loaders whose length the script did not know when it built the schedule do not count.
+        Only loaders count whose length the script knew when it built the schedule.
         """
         line_of_length = self._line_of_length.get((scheduler, loader))
         if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
@@ -132,7 +145,7 @@ class ScheduleLengths(Extension):
         length = num_epochs * length_of_epoch
         for other in self._loaders:
             if other.steps is not None and num_epochs * other.steps == length:
-                return  # it is as long as the steps on another loader, and may be meant so
+                return  # this is the number of steps on another loader, for which it may be meant
 
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
@@ -155,7 +168,7 @@ class ScheduleLengths(Extension):
     def _check_epochs_as_steps(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
     ) -> None:
-        """Warns if a cosine has as many steps as there are epochs, and more are made in each."""
+        """Warns of a cosine with as many steps as epochs, if it makes several steps per epoch."""
         steps = loader.steps
         is_cosine = type(scheduler.inner) is CosineAnnealingLR
         if not is_cosine or steps is None or steps < 2 or scheduler in self._warned_of:

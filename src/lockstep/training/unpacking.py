@@ -1,12 +1,12 @@
-"""Finds results of `world.prepare` that the script unpacks in another order than they come in.
+"""Finds scripts that unpack the results of `world.prepare` in a different order than they come in.
 
 `prepare` returns its results in the order in which the objects were given. Two cases are found:
 
-- `test, train = world.prepare(train, test)` is refused before anything is prepared. Both results
-  are of one kind, so no error would follow. The script's source names the variables that get the
-  results; if one of them holds another of the given objects, the results are mixed up.
-- Otherwise Python's own error comes later, such as "'PreparedOptimizer' object is not callable",
-  and gets a note that says what `prepare` has returned in which order.
+- `test, train = world.prepare(train, test)` is rejected before anything is prepared. Both results
+have the same type, so no error would follow. The script's source names the variables that get the
+results; if one of them holds another of the given objects, the results are mixed up.
+- Otherwise Python raises an error later, such as "'PreparedOptimizer' object is not callable". It
+gets a note that says what `prepare` has returned, and in which order.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NOT_ITERABLE = re.compile(r"'(\w+)' object is not iterable")
 
 
 def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
-    """Raises UsageError if variables get the results of other objects than those that they hold.
+    """Raises UsageError if a variable would get the result for another variable's object.
 
     Args:
-        objects: what `prepare` was given.
-        frame: of the function that has called `prepare`. If its statement is not one that unpacks
-            the results, or has no source, nothing is known.
+        objects: the objects that `prepare` was given.
+        frame: the frame of the function that has called `prepare`. Nothing is checked if its
+            statement does not unpack the results, or has no source.
     """
     if frame is None or len(objects) < 2 or not is_user_file(frame.f_code.co_filename):
         return
@@ -56,7 +56,7 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
     given_ids = {id(thing) for thing in objects}
     for thing, held in zip(objects, held_objects, strict=True):
         if held is not thing and id(held) in given_ids:
-            # An object that no variable of the statement holds is named by its class.
+            # An object that is held by no variable of the statement is shown by its class.
             given = [names_by_id.get(id(other), type(other).__name__) for other in objects]
             unpacked = ", ".join(ast.unparse(target) for target in targets)
             raise UsageError(
@@ -68,10 +68,10 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
 
 
 def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -> None:
-    """Adds to an error the order of what `prepare` has returned, if the error may come from that.
+    """Adds a note about the order of results to an error that may come from mixing them up.
 
     Args:
-        error: that nobody has caught.
+        error: an uncaught error; None if there was none.
         returned: the results of each call of `prepare`.
     """
     if not isinstance(error, TypeError | AttributeError) or isinstance(error, LockstepError):
@@ -84,9 +84,7 @@ def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -
 
 
 def _find_targets(frame: FrameType) -> list[ast.expr]:
-    """Returns what a statement `a, b = world.prepare(...)` assigns to; an empty list if the frame
-    is not in such a statement.
-    """
+    """Returns the targets of a running statement `a, b = world.prepare(...)`, else []."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
     except SyntaxError:
@@ -104,15 +102,16 @@ def _find_targets(frame: FrameType) -> list[ast.expr]:
 
 
 def _calls_prepare(value: ast.expr) -> bool:
+    """Returns True if an expression is a call of a method named `prepare`."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
     return value.func.attr == "prepare"
 
 
 def _value_of(target: ast.expr, frame: FrameType) -> Any:
-    """Returns what a variable, or an attribute of one, holds in a frame; None if that is unknown.
+    """Returns the value of a variable, or of an attribute of a variable; None if it is unknown.
 
-    No code of the script's is run, so properties are unknown.
+    No code of the script is run, so the values of properties are unknown.
     """
     if isinstance(target, ast.Name):
         return frame.f_locals.get(target.id, frame.f_globals.get(target.id))
@@ -121,18 +120,18 @@ def _value_of(target: ast.expr, frame: FrameType) -> Any:
 
     owner = _value_of(target.value, frame)
     attributes = dict(getattr(owner, "__dict__", {}))
-    if isinstance(owner, nn.Module):  # which keeps the modules that are its attributes apart
+    if isinstance(owner, nn.Module):  # submodules are not in its `__dict__`
         attributes.update(owner.named_children())
 
     return attributes.get(target.attr)
 
 
 def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
-    """Returns True if one result was used for what another result is there for.
+    """Returns True if an error shows that one result was used in place of another one.
 
     Args:
-        message: of Python's error, which names the class of what was used.
-        results: of one call of `prepare`.
+        message: the message of Python's error, which names the class of the object that was used.
+        results: the results of one call of `prepare`.
     """
     missing = MISSING_ATTRIBUTE.match(message)
     not_callable = NOT_CALLABLE.match(message)
@@ -140,7 +139,7 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
     for used in results:
         others = [other for other in results if other is not used]
 
-        # A wrapper passes on to the user's object what it has not itself.
+        # A wrapper delegates to the user's object, so the message may name either class.
         names = {type(used).__name__, type(_without_wrapper(used)).__name__}
         if missing is not None and missing[1] in names:
             if any(hasattr(other, missing[2]) for other in others):
@@ -156,7 +155,7 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
 
 
 def _without_wrapper(result: Any) -> Any:
-    """Returns the user's object of which `prepare` has made a result."""
+    """Returns the user's object from which `prepare` has made a result."""
     if isinstance(result, PreparedOptimizer | PreparedScheduler):
         return result.inner
     if isinstance(result, nn.Module):
@@ -165,7 +164,7 @@ def _without_wrapper(result: Any) -> Any:
 
 
 def _describe_result(result: Any) -> str:
-    """Returns what a result is: "the loader", "the optimizer SGD", "the model Net"."""
+    """Describes a result: "the loader", "the optimizer SGD", "the model Net"."""
     if isinstance(result, Loader):
         return "the loader"
     name = type(_without_wrapper(result)).__name__
