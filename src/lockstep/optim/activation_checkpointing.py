@@ -1,12 +1,12 @@
-"""Activation checkpointing: saves memory, costs time, and gives the same gradients bit for bit.
+"""Activation checkpointing: it saves memory, costs time, and gives the same gradients bit for bit.
 
-A wrapped submodule keeps only its inputs; in the backward pass its forward pass runs a second time
-(Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). That is
+A wrapped submodule keeps only its inputs, and runs its forward pass again in the backward pass
+(Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). This is
 `torch.utils.checkpoint` without reentrant autograd, with two additions. The submodule stays the
-same object under the same name, so `state_dict` keys do not change. And the second run sees buffers
-and the random streams of numpy and `random` as they were before the first run, and restores them
-afterwards. Torch alone would update BatchNorm's running statistics twice, and draw again whether a
-block is skipped.
+same object with the same name, so the keys of `state_dict` do not change. And the second run sees
+buffers and the random streams of numpy and `random` as they were before the first run; they are
+restored afterwards. Otherwise BatchNorm's running statistics would be updated twice, and a block
+that is skipped at random might be skipped in only one of the runs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the keyword arguments of one call of a model."""
 
 MAX_BLOCKS_COMPARED = 8
-"""How many of the remaining blocks are compared before the next one is chosen."""
+"""How many candidates are compared when the next block is chosen."""
 SHARE_OF_FREE_MEMORY = 0.9
-"""What `budget="auto"` uses of the free memory. Some is lost between tensors and to kernels."""
+"""The fraction of the free memory that `budget="auto"` uses. Some memory is lost to gaps between
+tensors and to kernels."""
 TENSORS_PER_PARAMETER = 3
-"""How many tensors of a parameter's size a training adds: the gradient and the state of Adam."""
+"""A training adds this many tensors of a parameter's size: its gradient and the state of Adam."""
 
 
 def checkpoint_activations(
@@ -52,40 +53,41 @@ def checkpoint_activations(
 ) -> int:
     """Makes the chosen submodules recompute their activations in backward instead of keeping them.
 
-    `checkpoint_activations(model)` takes the blocks that the model repeats. Call it before or after
-    `world.prepare`, with `budget` before it; a second call wraps nothing twice. Random numbers
-    (dropout) are the same in both runs. A SyncBatchNorm inside communicates in both, at the
-    same points on all ranks, so all ranks choose the same. With `torch.compile` around them, torch
-    refuses blocks that have buffers of their own in training (BatchNorm).
+    `checkpoint_activations(model)` chooses the repeated blocks of the model. It can be called
+    before or after `world.prepare` (with `budget`, before it), and a second call wraps nothing
+    twice. Random numbers (dropout) are the same in both runs. A SyncBatchNorm inside communicates
+    in both, at the same points on all ranks, so all ranks must choose the same submodules. With
+    `torch.compile` around them, torch does not support blocks that have their own buffers in
+    training (BatchNorm).
 
     Args:
-        module: the model, changed in place; the model as a whole is never wrapped.
+        module: the model, which is changed in place. The model as a whole is never wrapped.
         submodules: a class or tuple of classes, a pattern of names as in `named_modules()`
-            (`"encoder.layers.*"`), or a function that returns True for the modules to take. Of
-            nested matches the outermost is taken. None for
+            (`"encoder.layers.*"`), or a function that returns True for the modules to choose. If a
+            chosen module is inside another one, only the outer one is wrapped. None for
             `lockstep.optim.module_filter.repeated_blocks`.
-        every: take the first of these and every k-th after it.
-        budget: take as few of these as needed, so that what the model keeps for backward fits into
-            this many bytes (`"2GiB"`; a number), also while one of them is recomputed. They are
-            chosen one by one, those that save most first. The model is measured by calling it
-            once, in its present mode, with `example`. Nothing is kept meanwhile, and random
-            streams and buffers are restored.
-            `"auto"`: 9/10 of the free memory of the model's GPU, on the rank that has the least,
-            minus the gradients and the state of Adam. All ranks of the run have to call it.
-        example: `(args, kwargs)` of one call of the model, as large as those of the training, on
-            the model's device.
+        every: choose the first of these submodules and every k-th one after it.
+        budget: choose as few of these submodules as possible, so that what the model keeps for
+            backward fits into this number of bytes (`"2GiB"`, or a number), even while one of them
+            is recomputed. They are chosen one by one, beginning with those that save most. The
+            model is measured by calling it once, in its present mode, with `example`. Nothing is
+            kept during that call, and random streams and buffers are restored. `"auto"` stands for
+            9/10 of the free memory of the model's GPU, on the rank that has the least, minus the
+            gradients and the state of Adam; all ranks of the run must call this together.
+        example: `(args, kwargs)` of one call of the model, of the size used in training, on the
+            model's device.
 
     Returns:
-        The number of submodules that were chosen and now recompute.
+        The number of chosen submodules, which now recompute their activations.
 
     Raises:
-        SettingError: nothing matches, an argument has no meaning, or no choice fits the budget.
-        UsageError: `budget` with a model that is prepared, or that computes gradients itself in
+        SettingError: nothing matches, an argument is invalid, or no choice fits the budget.
+        UsageError: `budget` was given for a model that is prepared, or that computes gradients in
             its forward pass.
     """
     _check_policy(every, budget, example)
     blocks = _select_blocks(module, submodules)
-    if budget is not None and example is not None:  # both or neither are given
+    if budget is not None and example is not None:  # either both are given or none
         chosen = _choose_by_budget(module, blocks, budget, example)
     else:
         chosen = blocks[::every]
@@ -98,10 +100,7 @@ def checkpoint_activations(
 
 
 def _check_policy(every: int, budget: int | str | None, example: Example | None) -> None:
-    """Raises SettingError for arguments of `checkpoint_activations` that have no meaning.
-
-    That is so if they do not go together, or if one is not of its type.
-    """
+    """Raises SettingError for arguments that are invalid or exclude each other."""
     check_whole_number(f"checkpoint_activations(..., every={every!r})", every)
     if budget is None and example is None:
         return
@@ -135,13 +134,13 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
 
     Args:
         module: the model.
-        submodules: which ones; None: the blocks that the model repeats.
+        submodules: the user's choice; None for the repeated blocks of the model.
 
     Raises:
         SettingError: there are none.
     """
     if submodules is not None:
-        # In an error, the braces are replaced by the user's choice.
+        # Errors show the user's choice in place of the braces.
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
     else:
         selected = repeated_blocks(module)
@@ -159,10 +158,10 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
 def _choose_by_budget(
     module: nn.Module, blocks: list[nn.Module], budget: int | str, example: Example
 ) -> list[nn.Module]:
-    """Returns the blocks that recompute already, and as few others as are needed for the budget.
+    """Returns the blocks that recompute already, and as few others as the budget requires.
 
     Raises:
-        SettingError: no choice fits, or the budget is no amount of memory.
+        SettingError: no choice fits, or the budget is not an amount of memory.
         UsageError: the model is prepared, so its forward pass involves other ranks.
     """
     is_sharded_model = any(is_sharded(parameter) for parameter in module.parameters())
@@ -181,8 +180,8 @@ def _choose_by_budget(
             "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
         )
 
-    # The forward pass changes random streams and buffers. They are restored when the contexts are
-    # left: torch's streams by `fork_rng`, all others by `_StateBefore`.
+    # The forward pass changes random streams and buffers, which are restored afterwards: torch's
+    # streams by `fork_rng`, all others by `_StateBefore`.
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(gpus), _StateBefore(module):
         args, kwargs = example
@@ -203,23 +202,23 @@ def _choose_by_budget(
 
 
 def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes: int) -> list[int]:
-    """Adds blocks to those that recompute, one by one, until what is kept fits into a budget.
+    """Adds blocks to those that recompute, one by one, until the kept memory fits into a budget.
 
     Args:
         activations: what each block keeps.
-        recomputed: the numbers of the blocks that recompute. The new ones are added.
+        recomputed: the numbers of the blocks that recompute, to which more are added.
         max_bytes: the budget.
 
     Returns:
-        The peaks of memory in bytes: before the first block was added, and after each. The last one
-        exceeds the budget if it does not fit even with all blocks.
+        The peaks of kept memory in bytes: before the first block was added, and after each
+        addition. The last one exceeds the budget if even all blocks do not suffice.
     """
-    # Those that save most stand first.
+    # Begin with the blocks that save most.
     remaining = [number for number in activations.by_saving() if number not in recomputed]
     peaks = [activations.peak(recomputed)]
     while peaks[-1] > max_bytes and remaining:
-        # Of the first few, take the one with which the peak is lowest: the later a block runs, the
-        # more is kept while it is recomputed.
+        # Of the first few, choose the one with the lowest peak, which also depends on where a block
+        # runs: the later it runs, the more is kept while it is recomputed.
         best = remaining[0]
         lowest_peak = activations.peak(recomputed | {best})
         for number in remaining[1:MAX_BLOCKS_COMPARED]:
@@ -236,10 +235,10 @@ def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes
 
 
 def _free_bytes(module: nn.Module) -> int:
-    """Returns the bytes of GPU memory that a training leaves for activations.
+    """Returns how many bytes of GPU memory a training leaves for activations.
 
-    It is the same on all ranks: that of the rank with the least. One all-reduce, if there are
-    several ranks.
+    All ranks get the same result, that of the rank with the least memory. With several ranks it
+    takes one all-reduce.
 
     Raises:
         SettingError: the model is not on a GPU.
@@ -255,7 +254,7 @@ def _free_bytes(module: nn.Module) -> int:
 
     free, _ = torch.cuda.mem_get_info(device)
 
-    # Torch keeps memory of freed tensors, which counts as used.
+    # Torch keeps the memory of freed tensors, which the driver reports as used.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     still_needed = 0
@@ -263,7 +262,7 @@ def _free_bytes(module: nn.Module) -> int:
         if not parameter.requires_grad:
             continue
         num_tensors = TENSORS_PER_PARAMETER
-        if parameter.grad is not None:  # the gradient is in memory already
+        if parameter.grad is not None:  # the gradient is already in memory
             num_tensors -= 1
         still_needed += num_tensors * parameter.nbytes
 
@@ -275,33 +274,33 @@ def _free_bytes(module: nn.Module) -> int:
 
 
 def _recomputes(module: nn.Module) -> bool:
-    """Returns True if `checkpoint_activations` has chosen a module before."""
-    # It sets `forward` on the object itself, where it hides that of the class.
+    """Returns True if `checkpoint_activations` has wrapped a module."""
+    # The wrapper is an attribute of the module object, which hides the method of the class.
     return isinstance(vars(module).get("forward"), _RecomputedForward)
 
 
 class _RecomputedForward:
     """Replaces a module's `forward` by one that runs again in the backward pass.
 
-    It is an object and not a function, so that copies of the module copy it too.
+    It is an object instead of a function, so that a copy of the module contains a copy of it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.__wrapped__ = module.forward  # the name by which `inspect.signature` finds it
+        self.__wrapped__ = module.forward  # `inspect.signature` looks for this name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # no backward pass will follow
             return self.__wrapped__(*args, **kwargs)
         run = partial(self.__wrapped__, **kwargs)
         if torch.compiler.is_compiling() and not _changing_buffers(self.module):
-            # The compiler puts both runs into one graph, which cannot have contexts. It needs none,
-            # since there are no buffers that change.
+            # The compiler puts both runs into one graph, which supports no contexts. None is
+            # needed, because there are no buffers to restore.
             return checkpoint.checkpoint(run, *args, use_reentrant=False)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Returns the contexts of the two runs. Torch calls it before the first run."""
+        """Returns the contexts of the first and the second run; called by torch before both."""
         return nullcontext(), _StateBefore(self.module)
 
 
@@ -316,25 +315,26 @@ class _Buffer(NamedTuple):
 class _StateBefore:
     """A context in which buffers and random streams are as they were when it was created.
 
-    The buffers of the module are replaced by copies, and the streams of numpy and `random` are
-    set; torch restores its own streams. All is put back on leaving. It may be entered several
-    times: each backward pass through a graph that is kept runs the forward pass again.
+    The buffers of the module are replaced by copies, and the streams of numpy and `random` are set;
+    torch restores its own streams. Everything is restored when the context is left. It may be
+    entered several times, because each backward pass through a retained graph runs the forward pass
+    again.
 
     Args:
-        module: its buffers, and those of all its submodules, are replaced.
+        module: the module whose buffers are replaced, including those of its submodules.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._before: list[_Buffer] = []
-        """Copies of the buffers from when this object was created."""
+        """Copies of the buffers, made when this object was created."""
         for buffer in _changing_buffers(module):
             self._before.append(buffer._replace(tensor=buffer.tensor.clone()))
 
         self._streams_before = _random_states()
         self._current: list[_Buffer] = []
-        """The buffers outside of the context, while it is entered."""
+        """While the context is entered: the buffers to restore when it is left."""
         self._current_streams = self._streams_before
-        """The random streams outside of the context, while it is entered."""
+        """While the context is entered: the random streams to restore when it is left."""
 
     def __enter__(self) -> None:
         self._current = []
@@ -353,21 +353,21 @@ class _StateBefore:
 
 
 def _random_states() -> tuple[Any, Any]:
-    """Returns the states of the random streams of numpy and of `random`."""
+    """Returns the states of the random streams of numpy and `random`."""
     return np.random.get_state(), random.getstate()
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:
-    """Sets the random streams of numpy and of `random`."""
+    """Sets the random streams of numpy and `random` to the given states."""
     numpy_state, python_state = states
     np.random.set_state(numpy_state)
     random.setstate(python_state)
 
 
 def _changing_buffers(module: nn.Module) -> list[_Buffer]:
-    """Returns the buffers of a module and its submodules, as far as these are in training mode.
+    """Returns the buffers of those submodules of a module that are in training mode.
 
-    In evaluation mode forward passes do not change buffers.
+    In evaluation mode, forward passes do not change buffers.
     """
     buffers: list[_Buffer] = []
     for submodule in module.modules():

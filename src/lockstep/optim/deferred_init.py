@@ -1,17 +1,18 @@
-"""Models on the meta device whose initial values are computed later, a tensor at a time.
+"""Models on the meta device whose initial values are computed later, one tensor at a time.
 
-A tensor on the meta device has a shape and no memory. `deferred_init` is a context in which tensors
-are made there, and every operation with them is recorded. `world.prepare` gives each rank memory
-for its part of the model, and `Recording.replay` runs the recorded operations with real tensors: it
-draws the values that the same code would have drawn on the CPU, keeps what is needed, and frees
-each tensor when it has been used for the last time. So a rank never holds the whole model.
+A tensor on the meta device has a shape but no memory. `deferred_init` is a context in which tensors
+are created there, and every operation on them is recorded. Later `world.prepare` allocates each
+rank's part of the model, and `Recording.replay` runs the recorded operations on real tensors: it
+computes the values that the same code would have given on the CPU, keeps what is needed, and frees
+each tensor after its last use. So a rank never holds the whole model.
 
 The operations run on the CPU, in the order in which they were recorded, with the random stream as
-it was then. So values depend neither on the number of ranks nor on the strategy.
+it was at that time. So the values depend neither on the number of ranks nor on the strategy.
 
 A tensor of a module has a *source* if it is known where its values come from: a recording, or a
-file that `lockstep.load_weights` was given. The sources of a module's own tensors are in an
-attribute of the module, which copies of the module have too.
+file that `lockstep.load_weights` was given. A module stores the sources of its own tensors in an
+attribute, so copies of the module have them, too. A piece of memory is identified by a *key*
+(`storage_key`).
 """
 
 from __future__ import annotations
@@ -48,31 +49,32 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 SOURCES_ATTRIBUTE = "lockstep_sources_of_values"
 SEED_AFTER_DEFERRED_INIT = 0xDEFE2
-"""Mixed into the seed of the random stream after the context."""
+"""Mixed into the seed with which the random stream continues after the context."""
 OPERATIONS_THAT_OVERWRITE = (
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_",
     "normal_", "random_", "uniform_", "zero_",
 )  # fmt: skip
-"""Operations in place whose result does not depend on what the tensor held before."""
+"""In-place operations whose result does not depend on the previous values of the tensor."""
 OPERATIONS_WITHOUT_VALUES = (
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 )  # fmt: skip
-"""Operations that make memory whose content nothing has written yet."""
+"""Operations that allocate memory without writing to it."""
 IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 GET_DEVICE: Any = Tensor.device.__get__
-"""What a mode is given when a tensor is asked for `is_meta` and `device`."""
+"""The functions with which a mode is called if the attribute `is_meta` or `device` of a tensor is
+read."""
 COPY = copy_operation()
 FACTORIES_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
-"""Functions that make a tensor of numbers, which torch would drop on the meta device."""
+"""Functions that create a tensor from given numbers, which torch would drop on the meta device."""
 
 
 class View(NamedTuple):
-    """Where a tensor is in its memory."""
+    """The position of a tensor in its memory."""
 
     key: int
-    """Of the memory; see `storage_key`."""
+    """Identifies the memory; see `storage_key`."""
     num_bytes: int
-    """Size of the memory, which other tensors may share."""
+    """The size of the memory, which other tensors may share."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -91,65 +93,68 @@ class View(NamedTuple):
         )
 
     def fills_memory(self) -> bool:
-        """Returns True if the tensor is all that its memory holds."""
+        """Returns True if the tensor occupies all of its memory."""
         num_elements = 1
         for size in self.shape:
             num_elements *= size
         return num_elements * self.dtype.itemsize == self.num_bytes
 
     def in_memory(self, storage: torch.UntypedStorage) -> Tensor:
-        """Returns the tensor in real memory."""
+        """Returns the tensor at this position in real memory."""
         empty = torch.empty(0, dtype=self.dtype, device=CPU)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(eq=False)
 class _Call:
-    """A recorded call of an operation. Tensors on the meta device are `View`s in it."""
+    """A recorded call of an operation, in which `View`s stand for tensors on the meta device."""
 
     operation: Callable[..., Any]
     args: Any
     kwargs: Any
     outputs: list[View]
-    """The tensors that the operation has made, in the order in which it returns them."""
+    """The tensors that the operation has created, in the order in which it returns them."""
     reads: frozenset[int]
-    """Keys of the memory of its arguments, except what it overwrites."""
+    """Keys of the memory that it reads: that of its arguments, except what it overwrites."""
     overwrites: frozenset[int]
-    """Keys of memory whose earlier content does not matter from here on."""
+    """Keys of the memory that it overwrites, so that earlier content is not needed."""
     writes: frozenset[int]
-    """Keys of all memory that it writes to, that of its outputs included."""
+    """Keys of all memory that it writes to, including its outputs."""
     is_random: bool
 
 
 @dataclass(eq=False)
 class _StreamBegins:
-    """Stands where a context began, or where the script has seeded inside of one."""
+    """Marks where in a recording a context began, or where the script seeded inside one."""
 
     state: Tensor | None
-    """What the random stream is set to; None if it goes on where the context before ended."""
+    """The state to which the random stream is set; None if it continues from the previous context.
+    """
 
 
 class Recording:
-    """The operations that have been called in `deferred_init`, in their order."""
+    """The operations that were called in `deferred_init`, in order."""
 
     def __init__(self) -> None:
         self.calls: list[_Call | _StreamBegins] = []
         self.state_at_end: Tensor | None = None
-        """The state of the random stream when the last context ended. If the next one begins with
-        it, that goes on where the last one ended, as on the CPU."""
+        """The state of the random stream when the latest context ended. If the next context begins
+        with this state, it continues where that one ended, as on the CPU."""
         self._state_now: Tensor | None = None
-        """The state of the process's random stream, which does not advance inside of a context."""
+        """The state of the process's random stream, which does not advance within a context."""
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """Keeps memory on the meta device (of no size) alive, so that keys stay unique."""
+        """Keeps storages on the meta device, which need no memory, alive, so that their keys stay
+        unique."""
         self._copies_of_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
-        """By the id of a generator of the user's: it, and a copy with the state that it had."""
+        """The generators that the user has passed to operations, by their `id`: each with a copy
+        that has the state from the first use."""
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True if a recorded operation has made or written a tensor."""
+        """Returns True if a recorded operation has created or changed a tensor."""
         return storage_key(tensor) in self._storages
 
     def generator_states(self) -> list[Tensor | None]:
-        """Returns what the random stream is set to, by each context and seed, in order."""
+        """Returns the states to which contexts and seeds have set the random stream, in order."""
         return [call.state for call in self.calls if isinstance(call, _StreamBegins)]
 
     def begin_context(self) -> None:
@@ -160,21 +165,28 @@ class Recording:
         self._state_now = state
 
     def _follow_seed(self) -> None:
-        """Records the random stream's state if the script has set it inside of the context."""
+        """Records the random stream's state if the script has changed it within the context."""
         state = torch.get_rng_state()
         if self._state_now is None or not torch.equal(self._state_now, state):
             self.calls.append(_StreamBegins(state))
             self._state_now = state
 
     def add(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Records a call, unless it has only made a view of something."""
+        """Records a call of an operation, unless it writes nothing, such as a view.
+
+        Args:
+            operation: the operation.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            result: what it returned on the meta device.
+        """
         written = [t for t in written_arguments(operation, args, kwargs) if _is_meta(t)]
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_meta(leaf)]
         keys_of_arguments = {storage_key(argument) for argument in arguments}
 
         outputs: list[View] = []
         for leaf in pytree.tree_leaves(result):
-            # What is in the memory of an argument is a view of it, or the argument itself.
+            # A result in the memory of an argument is a view of it, or the argument itself.
             if _is_meta(leaf) and storage_key(leaf) not in keys_of_arguments:
                 outputs.append(View.of(leaf))
 
@@ -223,7 +235,7 @@ class Recording:
     def add_drawing_function(
         self, function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        """Records a call of a function that draws a tensor anew, as if it were one operation."""
+        """Records a call of a function that draws a tensor, as if it were one operation."""
         self._follow_seed()
         kept_args, kept_kwargs = pytree.tree_map(self._keep, ((tensor, *args), kwargs))
         key = storage_key(tensor)
@@ -243,7 +255,7 @@ class Recording:
         )
 
     def _keep(self, leaf: Any) -> Any:
-        """Returns what stands for an argument in the recording."""
+        """Returns the object that stands for an argument in the recording."""
         if _is_meta(leaf):
             return View.of(leaf)
         if isinstance(leaf, Tensor):  # a constant, which the script may change later
@@ -261,7 +273,11 @@ class Recording:
     # Replaying
 
     def draws(self, keys: Iterable[int]) -> bool:
-        """Returns True if random numbers are needed to compute the content of memory."""
+        """Returns True if computing the content of some memory takes random numbers.
+
+        Args:
+            keys: the keys of the memory.
+        """
         needed = self._needed_calls(set(keys))
         for call, is_needed in zip(self.calls, needed, strict=True):
             if is_needed and isinstance(call, _Call) and call.is_random:
@@ -275,27 +291,30 @@ class Recording:
         deliver: Callable[[int, torch.UntypedStorage], None],
         states: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Computes the content of memory, on the CPU.
+        """Computes the final content of some memory, on the CPU.
 
-        Random numbers for tensors that are filled otherwise are not drawn. All others are, also
-        those that are not needed here, so that those that are needed do not depend on this rank.
+        Random numbers for tensors whose values come from elsewhere are not drawn. All others are
+        drawn, even if they are not needed on this rank, so that values do not depend on what a rank
+        needs.
 
         Args:
-            keys: of the memory that is needed.
-            keys_filled_otherwise: keys of the memory of tensors whose values come from elsewhere.
-            deliver: called with the key and the content as soon as it is final.
-            states: in place of `generator_states()`.
+            keys: the keys of the memory that is needed.
+            keys_filled_otherwise: the keys of the memory of tensors whose values come from
+                elsewhere.
+            deliver: called with a key and the content of that memory, as soon as it is final.
+            states: the states of the random stream to use instead of `generator_states()`.
         """
         if states is None:
             states = self.generator_states()
 
-        remaining_states = list(states)
         needed = self._needed_calls(keys)
         needed_elsewhere = self._needed_calls(keys_filled_otherwise - keys)
+
+        # Decide which calls run, from the last one to the first. The random stream only has to
+        # advance up to the last needed draw from it.
+        remaining_states = list(states)
         runs: list[bool] = []
         stream_is_needed = False
-
-        # From the end: the stream only has to advance up to the last draw that is needed of it.
         for number in reversed(range(len(self.calls))):
             call = self.calls[number]
             if isinstance(call, _StreamBegins):
@@ -307,8 +326,8 @@ class Recording:
             if call.is_random and needed[number]:
                 stream_is_needed = True
 
-            is_left_out = not keys_filled_otherwise.isdisjoint(call.writes)
-            is_left_out = is_left_out or needed_elsewhere[number]
+            writes_to_filled = not keys_filled_otherwise.isdisjoint(call.writes)
+            is_left_out = writes_to_filled or needed_elsewhere[number]
             only_advances_stream = call.is_random and stream_is_needed and not is_left_out
             runs.append(needed[number] or only_advances_stream)
 
@@ -316,7 +335,11 @@ class Recording:
         _Replay(self, keys, needed, runs, deliver, states).run()
 
     def _needed_calls(self, keys: set[int]) -> list[bool]:
-        """Returns for each call whether it has a part in the final content of memory."""
+        """Decides for each call whether it contributes to the final content of some memory.
+
+        Args:
+            keys: the keys of the memory.
+        """
         live = set(keys)
         needed: list[bool] = []
         for call in reversed(self.calls):
@@ -332,14 +355,14 @@ class Recording:
         return needed
 
     def compute(self, tensor: Tensor) -> Tensor:
-        """Returns the values that a tensor on the meta device has at the end of the recording."""
+        """Computes the values that a tensor on the meta device has at the end of the recording."""
         view = View.of(tensor)
         content: dict[int, torch.UntypedStorage] = {}
         self.replay({view.key}, set(), content.__setitem__)
         return view.in_memory(content[view.key])
 
     def copies_of_generators(self) -> dict[int, torch.Generator]:
-        """Returns new copies of the user's generators, by their id, as they were at first."""
+        """Returns new copies of the user's generators in their initial states, by `id`."""
         copies: dict[int, torch.Generator] = {}
         for identifier, (_, copy) in self._copies_of_generators.items():
             copies[identifier] = copy.clone_state()
@@ -357,13 +380,13 @@ class _Replay:
     """One run of a recording.
 
     Args:
-        recording: whose calls are run.
-        keys: of the memory whose content is delivered.
-        needed: for each call, whether its result is needed.
-        runs: for each call, whether it is run. If its result is not needed, it only advances the
-            random stream.
-        deliver: called with the key and the content of memory.
-        states: what `Recording.generator_states` returns.
+        recording: the recording to run.
+        keys: the keys of the memory whose content is delivered.
+        needed: for each call, True if its result is needed.
+        runs: for each call, True if it is run. A call that is run although its result is not needed
+            only advances the random stream.
+        deliver: called with a key and the content of that memory.
+        states: the states of the random stream, as from `Recording.generator_states`.
     """
 
     def __init__(
@@ -386,7 +409,7 @@ class _Replay:
         self._last_use = self._find_last_uses()
 
     def _find_last_uses(self) -> dict[int, list[int]]:
-        """Returns, by the number of a call, the keys of memory that is not used after it."""
+        """Returns, for the number of each call, the keys of memory that no later call uses."""
         last_use: dict[int, list[int]] = {}
         used_later: set[int] = set()
         for number in reversed(range(len(self._runs))):
@@ -400,7 +423,7 @@ class _Replay:
         return last_use
 
     def run(self) -> None:
-        """Runs the calls. The default random stream is afterwards as it was before."""
+        """Runs the calls. Afterwards the default random stream is as it was before."""
         state_before = torch.get_rng_state()
         try:
             with torch.no_grad():
@@ -416,18 +439,24 @@ class _Replay:
             torch.set_rng_state(state_before)
 
     def _free(self, number: int) -> None:
-        """Frees the memory that is not used after a call, and delivers what is wanted of it."""
+        """Frees memory that is not used after a call, and delivers it if it was asked for."""
         for key in self._last_use.get(number, ()):
             content = self._memory.pop(key)
             if key in self._keys:
                 self._deliver(key, content)
 
     def _call(self, call: _Call, *, is_needed: bool) -> None:
-        """Runs an operation with real tensors."""
+        """Runs an operation on real tensors.
+
+        Args:
+            call: the recorded call.
+            is_needed: False if the call only advances the random stream. Its results are then
+                dropped.
+        """
         scratch: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
-            """Returns the argument for a leaf of the recorded arguments."""
+            """Returns the real argument for a recorded one."""
             if isinstance(leaf, View):
                 memory = self._memory if is_needed else scratch
                 if leaf.key not in memory:
@@ -460,7 +489,7 @@ class _Replay:
 
 
 def _new_tensors(made: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns those results of an operation that are in none of its arguments' memory."""
+    """Returns those results of an operation that do not share memory with its arguments."""
     known: set[int] = set()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
@@ -477,7 +506,7 @@ def _is_meta(leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RecordedSource:
-    """The values of a tensor are computed by a recording."""
+    """A source whose values are computed by a recording."""
 
     recording: Recording
     view: View
@@ -490,12 +519,12 @@ class RecordedSource:
 
 @dataclass(frozen=True, eq=False)
 class FileSource:
-    """The values of a tensor are in a file."""
+    """A source whose values are in a file."""
 
     value: Any
-    """A tensor that is mapped from a file, or a `LazyTensor`."""
+    """A memory-mapped tensor, or a `LazyTensor`."""
     recorded: RecordedSource | None
-    """What would be the source without the file."""
+    """The source that the tensor would have without the file."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -507,39 +536,43 @@ Source: TypeAlias = RecordedSource | FileSource
 
 
 class Sources(dict[str, Source]):
-    """The sources of a module's own tensors, by name. Copies of the module have the same ones."""
+    """The sources of a module's own tensors, by name.
+
+    Copies of the module have the same sources.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sources:
-        """Returns a dictionary of the same sources."""
+        """Returns a dictionary with the same sources."""
         return Sources(self)
 
     def __reduce__(self) -> tuple[Callable[[], Sources], tuple[()]]:
-        """Leaves the sources out of pickles: recordings and open files are of this process."""
+        """Leaves sources out of pickles, as recordings and open files belong to this process."""
         return Sources, ()
 
 
 def sources_of(module: nn.Module) -> Sources:
-    """Returns the sources of a module's own tensors. What is added to it is kept by the module."""
+    """Returns the sources of a module's own tensors, as a dictionary to which more can be added."""
     sources: Sources = vars(module).setdefault(SOURCES_ATTRIBUTE, Sources())
     return sources
 
 
 def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
-    """Returns where the values of a tensor on the meta device come from; None if nowhere.
+    """Returns the source of a tensor on the meta device; None if it has none.
 
     Args:
-        module: which has the tensor.
-        name: of the tensor in the module.
-        tensor: it.
+        module: the module that has the tensor.
+        name: the name of the tensor in the module.
+        tensor: the tensor.
     """
     source: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
-    if source is not None and source.shape != tuple(tensor.shape):  # the tensor is another one
+    if source is not None and source.shape != tuple(tensor.shape):  # the tensor was replaced
         source = None
 
     if isinstance(source, FileSource):
         return source
 
-    # Where the tensor itself is known, nothing has replaced it, such as weights tied later.
+    # What is recorded of the tensor itself is right even if the tensor has replaced another one
+    # under this name, as when weights are tied later.
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
 
@@ -548,7 +581,7 @@ def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
 
 @contextmanager
 def shapes_are_enough() -> Iterator[None]:
-    """Inside this context `state_dict()` of a prepared model does not draw the missing values."""
+    """A context in which `state_dict()` of a prepared model does not compute missing values."""
     global _shapes_are_enough
     before = _shapes_are_enough
     _shapes_are_enough = True
@@ -559,14 +592,14 @@ def shapes_are_enough() -> Iterator[None]:
 
 
 def values_are_needed() -> bool:
-    """Returns False inside of `shapes_are_enough`."""
+    """Returns False within the context `shapes_are_enough`."""
     return not _shapes_are_enough
 
 
 def forget_sources(module: nn.Module) -> None:
-    """Removes the sources of a module and of all modules in it, when they have been used.
+    """Removes the sources of a module and of its submodules after they were used.
 
-    What is recorded from now on is a recording of its own. Other models keep those that they need.
+    The next context begins a new recording. Other models keep the recordings that they need.
     """
     global _latest_recording
     for part in module.modules():
@@ -578,7 +611,8 @@ def forget_sources(module: nn.Module) -> None:
 
 
 _latest_recording: Recording | None = None
-"""What contexts of this process add to. Models refer to it until they have values."""
+"""The recording to which contexts of this process add. Models refer to it until they have values.
+"""
 _is_recording = False
 _shapes_are_enough = False
 
@@ -587,13 +621,15 @@ _shapes_are_enough = False
 def deferred_init() -> Iterator[None]:
     """A context in which models are built without memory, to be filled by `world.prepare`.
 
-    Tensors are made on the meta device, and what is done with them is recorded. `prepare` gives
-    each rank its part of the model, and what is not loaded (`lockstep.load_weights`, a checkpoint)
-    gets the values that the same code would have given it on the CPU: those of the constructor, of
-    `model.apply(...)` and `model.init_weights()` inside the context, and of buffers.
+    Tensors are created on the meta device, and operations on them are recorded. `prepare` gives
+    each rank its part of the model. Tensors that are not loaded (by `lockstep.load_weights` or from
+    a checkpoint) get the values that the same code would have given them on the CPU: by the
+    constructor, and by `model.apply(...)` and `model.init_weights()` inside the context. This
+    includes buffers.
 
     If the first model is built right after `lockstep.init`, its values have the same bits as on the
-    CPU. What is drawn after the context differs from what would be drawn after building on the CPU.
+    CPU. Random numbers that are drawn after the context differ from those after building on the
+    CPU.
 
     Raises:
         UsageError: the code in the context needs a value that is not known yet.
@@ -612,6 +648,7 @@ def deferred_init() -> Iterator[None]:
     modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note_module(module: nn.Module, _name: str, _tensor: Any) -> None:
+        """Records a module in which something is registered; called by torch."""
         modules.add(module)
 
     hooks = [
@@ -621,7 +658,7 @@ def deferred_init() -> Iterator[None]:
     ]
 
     def draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Takes the place of `nn.init.trunc_normal_`."""
+        """Replaces `nn.init.trunc_normal_` within the context."""
         with outside_deferred_init():
             if tensor.is_meta:
                 recording.add_drawing_function(original, tensor, args, kwargs)
@@ -642,14 +679,14 @@ def deferred_init() -> Iterator[None]:
             _note_sources(part, recording)
 
     if any(isinstance(c, _Call) and c.is_random for c in recording.calls[num_calls_before:]):
-        # What is drawn next must not be the numbers that the model will be drawn from.
+        # The script must not draw the same random numbers that the model will use.
         number = int(torch.empty((), dtype=torch.int64).random_())
         torch.default_generator.manual_seed(mix_seed(number, SEED_AFTER_DEFERRED_INIT))
         recording.state_at_end = torch.get_rng_state()
 
 
 def _note_sources(module: nn.Module, recording: Recording) -> None:
-    """Remembers that a module's tensors on the meta device have their values from a recording."""
+    """Records that the values of a module's tensors on the meta device come from a recording."""
     own = members(module)
     for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
         if tensor is None or not tensor.is_meta or not recording.knows(tensor):
@@ -663,7 +700,7 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
 
 @contextmanager
 def outside_deferred_init() -> Iterator[None]:
-    """Inside this context nothing is recorded, and tensors are where they are."""
+    """A context in which nothing is recorded, and tensors are created on their usual devices."""
     global _is_recording
     before = _is_recording
     _is_recording = False
@@ -674,16 +711,16 @@ def outside_deferred_init() -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors on the meta device in place of the CPU, and says that they are on the CPU.
+    """Creates tensors on the meta device instead of the CPU, and makes them claim to be on the CPU.
 
-    Torch's own context, `torch.device("meta")`, would drop the numbers of `torch.tensor([1, 2])`.
-    And code that sees the meta device often initialises nothing, such as `nn.init.trunc_normal_`.
+    Torch's own context `torch.device("meta")` would drop the numbers of `torch.tensor([1, 2])`. And
+    code that sees the meta device, such as `nn.init.trunc_normal_`, often initialises nothing.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Is called by torch in place of each of its functions."""
+        """Called by torch in place of each of its functions."""
         kwargs = kwargs or {}
         if not _is_recording:
             return func(*args, **kwargs)
@@ -737,7 +774,7 @@ def _is_cpu(value: Any) -> bool:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds every operation with tensors on the meta device to a recording."""
+    """Adds every operation on tensors on the meta device to a recording."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -746,13 +783,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Is called by torch for every operation."""
+        """Called by torch for every operation."""
         kwargs = kwargs or {}
         if not _is_recording:
             return func(*args, **kwargs)
 
         if reads_number(func):
-            # Such as `x.item()` for x of `torch.linspace(0, rate, depth)`.
+            # For example `x.item()`, where x is an element of `torch.linspace(0, rate, depth)`.
             args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
 
         is_copy_to_cpu = func is COPY and _is_cpu(kwargs.get("device"))

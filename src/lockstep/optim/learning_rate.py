@@ -19,7 +19,7 @@ from lockstep.settings import check_whole_number
 from lockstep.wording import describe_type, with_article
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt}
-"""By which factor the learning rate grows if the batch becomes k times as large."""
+"""The factor by which the learning rate grows if the batch becomes k times as large."""
 
 # Schedulers that cannot begin after a warm-up, each with the reason and what to do instead.
 _CANNOT_FOLLOW: dict[type, str] = {
@@ -56,20 +56,20 @@ def scale_learning_rate(
     """Scales a learning rate that was tuned for `base_batch_size` to `batch_size`.
 
     For a number it returns the scaled number. For an optimizer it changes the rate of every
-    parameter group in place and returns the optimizer. Scale an optimizer before its scheduler is
-    built, because schedulers remember the rates that they begin with.
+    parameter group in place and returns the optimizer. An optimizer must be scaled before its
+    scheduler is built, because schedulers remember the initial rates.
 
     Args:
         optimizer_or_lr: a learning rate, or an optimizer.
-        batch_size: samples of one optimizer step, over all devices and micro-batches.
-        base_batch_size: the batch size that the learning rate was tuned for.
+        batch_size: the number of samples in one optimizer step, over all devices and micro-batches.
+        base_batch_size: the batch size for which the learning rate was tuned.
         rule: `linear` (times batch_size / base_batch_size: Goyal et al., "Accurate, Large Minibatch
-            SGD", arXiv 1706.02677) or `sqrt` (times its square root: Krizhevsky, "One weird trick
-            for parallelizing convolutional neural networks", arXiv 1404.5997).
+            SGD", arXiv 1706.02677) or `sqrt` (times the square root of it: Krizhevsky, "One weird
+            trick for parallelizing convolutional neural networks", arXiv 1404.5997).
 
     Raises:
-        SettingError: a batch size that is no whole number above 0, a learning rate that is no
-            finite number from 0 up, or an unknown rule.
+        SettingError: a batch size is not a whole number above 0, the learning rate is not a finite
+            number of at least 0, or the rule is unknown.
         UsageError: the optimizer already has a scheduler.
     """
     for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
@@ -80,8 +80,9 @@ def scale_learning_rate(
 
     factor = SCALING_RULES[rule](batch_size / base_batch_size)
     if isinstance(optimizer_or_lr, Optimizer):
-        # Torch's schedulers note in each group the rate that they begin with.
-        if any("initial_lr" in group for group in optimizer_or_lr.param_groups):
+        # Torch's schedulers store the initial rate of each group in it.
+        has_scheduler = any("initial_lr" in group for group in optimizer_or_lr.param_groups)
+        if has_scheduler:
             raise UsageError(
                 "scale_learning_rate of an optimizer",
                 "it already has a scheduler, which would go on from the rates before scaling",
@@ -89,7 +90,7 @@ def scale_learning_rate(
             )
 
         for group in optimizer_or_lr.param_groups:
-            group["lr"] *= factor  # a rate that is a tensor stays the same object
+            group["lr"] *= factor  # in place, so a rate that is a tensor stays the same object
 
         return optimizer_or_lr
 
@@ -107,28 +108,28 @@ def scale_learning_rate(
 def warmup(
     scheduler_or_optimizer: lr_scheduler.LRScheduler | Optimizer, steps: int, start: float = 0.01
 ) -> lr_scheduler.LRScheduler:
-    """Gradual warm-up: the rate grows linearly for `steps` steps, then the schedule begins.
+    """Lets the learning rate grow linearly for `steps` steps, before the schedule begins.
 
     The first step uses `start` times the optimizer's learning rate, and step `steps` (counted from
-    0) uses the whole rate. A scheduler that is given begins with its own step 0 at that point. If
-    it needs to know its length, give it `total - steps` steps. Call `step()` of the result once
-    after every optimizer step, and not that of the given scheduler any more.
+    0) uses the full rate. A given scheduler begins with its own step 0 at that point, so if it
+    needs to know its length, it should be built for `total - steps` steps. After every optimizer
+    step, call `step()` of the result, and no longer that of the given scheduler.
 
-    After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677, section 2.2), who start
-    at 1/k of the rate when the batch is k times as large.
+    See Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677, section 2.2), who start at
+    1/k of the rate if the batch is k times as large.
 
-    The result is a `torch.optim.lr_scheduler.SequentialLR` (for an optimizer: a `LinearLR`), whose
-    `state_dict` has only numbers and lists, if that of the given scheduler has.
+    The result is a `torch.optim.lr_scheduler.SequentialLR` (for an optimizer: a `LinearLR`). Its
+    `state_dict` contains only numbers and lists, if that of the given scheduler does.
 
     Args:
-        scheduler_or_optimizer: the schedule that follows, newly built; or an optimizer, whose
-            rate then stays as it is.
-        steps: optimizer steps (global batches).
-        start: fraction of the learning rate in the first step, above 0 and at most 1.
+        scheduler_or_optimizer: the schedule that follows the warm-up, newly built; or an optimizer,
+            whose rate stays constant after the warm-up.
+        steps: the number of optimizer steps (global batches) of the warm-up.
+        start: the fraction of the learning rate in the first step, above 0 and at most 1.
 
     Raises:
-        SettingError: `steps`, `start` or the kind of scheduler cannot be honoured.
-        UsageError: the scheduler has been stepped before.
+        SettingError: `steps` or `start` is invalid, or this kind of scheduler is not supported.
+        UsageError: the scheduler has already made steps.
     """
     check_whole_number(f"warm-up steps={steps!r}", steps)
     if not is_real_number(start) or not 0 < start <= 1:
@@ -139,7 +140,7 @@ def warmup(
         )
 
     if isinstance(scheduler_or_optimizer, Optimizer):
-        # After `total_iters` steps LinearLR leaves the rate as it is.
+        # After `total_iters` steps LinearLR keeps the rate constant.
         return lr_scheduler.LinearLR(scheduler_or_optimizer, start, total_iters=steps)
 
     scheduler = scheduler_or_optimizer
@@ -155,7 +156,7 @@ def warmup(
         if isinstance(scheduler, kind):
             raise SettingError(was_set, "it cannot begin after a warm-up", reason)
 
-    if scheduler.last_epoch != 0:  # torch's name for the number of steps made
+    if scheduler.last_epoch != 0:  # in torch this is the number of steps made
         raise UsageError(
             was_set,
             f"the scheduler has already made {scheduler.last_epoch} steps",

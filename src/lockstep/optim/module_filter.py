@@ -114,7 +114,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     if classes and are_module_classes:
         return lambda _, module: isinstance(module, classes)
 
-    # A function, but not what can be called and is a mistake: another class, or a module itself.
+    # What remains must be a function. Other classes and modules are callable, but are a mistake.
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
             setting.format(repr(submodules)),

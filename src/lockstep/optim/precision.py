@@ -1,18 +1,19 @@
-"""Precision: fp32, bf16 and fp16 mixed precision with torch's gradient scaler, fp64.
+"""The precision of a training: fp32, fp64, and mixed precision with bf16 or fp16.
 
-Parameters, gradients and the optimizer stay in fp32. The model's forward pass runs under autocast
-and its floating-point outputs come back in fp32, so that losses are computed in fp32. A strategy
-that gives the model parameters in half precision takes the place of autocast: the inputs of the
-model are then brought to that dtype, and outputs come back in fp32 as well. Under fp64 all of the
-model is in float64, and what it is called with is brought to that.
+In mixed precision, parameters, gradients and the optimizer stay in fp32. The model's forward pass
+runs under autocast, and its floating-point outputs are converted to fp32, so that losses are
+computed in fp32. If a strategy gives the model parameters in half precision, autocast is not
+needed: the inputs of the model are converted to that dtype instead, and outputs to fp32 as well.
+Under fp16 the loss is scaled by torch's gradient scaler. Under fp64 the whole model is in float64,
+and its inputs are converted.
 
-Autocast is entered and left in one function, which takes the place of the model's `forward`
-(`HalfForward`). `torch.compile` can then trace it, or compile what it calls under the autocast
-that is on. Two forward hooks, one that enters and one that leaves, would not do: the compiler
-traces each hook apart from the forward pass between them.
+Autocast is entered and left in one function, which replaces the model's `forward` (`HalfForward`).
+`torch.compile` can then trace it, or compile the original forward under the autocast that is on.
+Two forward hooks, one to enter and one to leave, would not work, because the compiler traces each
+hook separately from the forward pass between them.
 
-The scaler is brought up to date once for each backward pass that was stepped on, at the beginning
-of the next one: however many optimizers share a backward pass, they see one scale.
+The scaler is updated once for each backward pass that was followed by a step, at the beginning of
+the next backward pass. So all optimizers that share a backward pass see the same scale.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import check_precision
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes of the precisions that compute in half precision."""
+"""The dtype of each precision that computes in half precision."""
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, **HALF_DTYPES, "fp64": torch.float64}
 
 
 class Precision:
-    """How the forward pass is computed and the loss scaled.
+    """Applies a precision to forward passes, the loss and optimizer steps.
 
     Args:
         name: `fp32`, `bf16`, `fp16` or `fp64`.
         device: the device of the model.
 
     Raises:
-        SettingError: an unknown name, or one that the device cannot do.
+        SettingError: the name is unknown, or the device does not support the precision.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -77,28 +78,29 @@ class Precision:
         self.dtype = _DTYPES[name]
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._half_modules: list[tuple[weakref.ref[nn.Module], bool]] = []
-        """The modules whose forward pass runs in half precision, each with whether it is run under
+        """The modules whose forward pass runs in half precision, each with True if it runs under
         autocast."""
         self._unscaled: set[int] = set()
-        """The ids of optimizers whose gradients were unscaled since the scale was last updated."""
+        """The ids of optimizers whose gradients were unscaled since the latest update of the scale.
+        """
         self._used = False
-        """True if the scaler has looked at gradients since the scale was last updated."""
+        """True if the scaler has checked gradients since the latest update of the scale."""
 
     def attach(self, module: nn.Module, *, autocast: bool = True) -> None:
         """Makes a module's forward pass run in this precision.
 
         Under fp64 it converts the module in place, and its inputs before each forward pass. Under
-        bf16 and fp16 it replaces the module's `forward` by one that runs under autocast.
+        bf16 and fp16 it replaces the module's `forward`.
 
         Args:
             module: the module.
-            autocast: False if the module has its parameters in half precision when it runs. Its
-                inputs are then converted under bf16 and fp16, and there is no autocast.
+            autocast: False if the module's parameters are in half precision when it runs. Under
+                bf16 and fp16 its inputs are then converted instead of using autocast.
         """
         if self.dtype is None:
-            return  # fp32: nothing is to be done
+            return  # fp32, which needs no change
 
-        # Not the object that `torch.compile` returned: copies of it do not have its hooks.
+        # Use the user's module, because copies of what `torch.compile` returned lose its hooks.
         module = without_compile(module)
         if self.dtype == torch.float64:
             module.double()
@@ -109,7 +111,7 @@ class Precision:
         self._half_modules.append((weakref.ref(module), autocast))
 
     def follow_forwards(self) -> None:
-        """Makes a `forward` that the user has set on a module since `attach` run like that, too."""
+        """Applies the precision to forwards that the user has set on modules since `attach`."""
         for reference, autocast in self._half_modules:
             module = reference()
             if module is None:
@@ -120,14 +122,14 @@ class Precision:
     def _replace_forward(self, module: nn.Module, autocast: bool) -> None:
         """Replaces the `forward` of a module by one that runs it in half precision."""
         dtype = HALF_DTYPES[self.name]
-        # Not by `Module.__setattr__`, which a user's class may have replaced.
+        # Set directly, because the user's class may have its own `__setattr__`.
         vars(module)["forward"] = HalfForward(module, self.device.type, dtype, autocast=autocast)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of a loss. Under fp16 it scales the loss before.
+        """Runs the backward pass of a loss, which is scaled first under fp16.
 
         Args:
-            loss: a tensor of one element.
+            loss: a tensor with one element.
             **options: arguments of `torch.autograd.backward`.
         """
         if self.scaler is not None:
@@ -136,9 +138,9 @@ class Precision:
         torch.autograd.backward(loss, **options)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divides the gradients of optimizers by the scale of the loss, once in a step.
+        """Divides the gradients of optimizers by the scale of the loss, once in each step.
 
-        To be called before anything reads the gradients. Without a scaler it does nothing.
+        Must be called before anything reads the gradients. Does nothing without a scaler.
         """
         for optimizer in optimizers:
             if self.scaler is not None and id(optimizer) not in self._unscaled:
@@ -151,18 +153,18 @@ class Precision:
         return self.scaler is not None and id(optimizer) not in self._unscaled
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Steps an optimizer; under fp16 only if its gradients are finite.
+        """Makes an optimizer step; under fp16 only if its gradients are finite.
 
         Args:
-            optimizer: the user's own optimizer.
-            closure: a function that is passed to the optimizer; None: none.
+            optimizer: the user's optimizer.
+            closure: a closure for the optimizer; None without one.
 
         Returns:
-            What the optimizer returned, and True if the step was skipped because gradients were
-            not finite.
+            The return value of the optimizer, and True if the step was skipped because gradients
+            were not finite.
 
         Raises:
-            SettingError: fp16 with a closure.
+            SettingError: a closure was given under fp16.
         """
         if self.scaler is None:
             return optimizer.step(closure), False
@@ -174,14 +176,14 @@ class Precision:
                 "use precision='bf16' or 'fp32'",
             )
 
-        # Torch does not say whether the scaler has skipped the step. If gradients are not finite,
-        # it does not call the optimizer. A fused optimizer is always called, and decides on the GPU
-        # by its attribute `found_inf`, which is 1.0 if they are not.
+        # Torch does not tell whether the scaler has skipped the step. If gradients are not finite,
+        # the scaler does not call the optimizer. But it always calls a fused optimizer, which then
+        # decides on the GPU by its attribute `found_inf`: 1.0 means that they are not finite.
         was_called = False
         found_inf: Tensor | None = None
 
         def note_call(called: Optimizer, *_: Any) -> None:
-            """Notes that the optimizer has stepped, and the attribute if it has one."""
+            """Records that the optimizer was called, and its `found_inf` if it has one."""
             nonlocal was_called, found_inf
             was_called = True
             found_inf = getattr(called, "found_inf", None)
@@ -196,40 +198,37 @@ class Precision:
         return result, found_inf is not None and bool(found_inf.item())
 
     def update_scale(self) -> None:
-        """Adapts the scale for the next backward pass, if gradients of the last one were used.
-
-        From then on gradients are those of the next backward pass, and not unscaled yet.
-        """
+        """Updates the scale for the next backward pass, if gradients of the last one were used."""
         if self.scaler is not None and self._used:
             self.scaler.update()
         self._used = False
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of the loss scaler, None if there is none."""
+        """Returns the state of the loss scaler; None if there is none."""
         self.update_scale()
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Loads what `state_dict` returned, if both runs have a loss scaler."""
+        """Loads a state of the loss scaler, if both runs have one."""
         self.update_scale()
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
 
 
 class HalfForward:
-    """The forward pass of a module in half precision; floating-point outputs come back in fp32.
+    """A forward pass in half precision, whose floating-point outputs are converted to fp32.
 
-    It takes the place of `module.forward`. The hooks of the module are called outside of it: they
-    see the inputs as they were given, and outputs in fp32.
+    It replaces `module.forward`. The hooks of the module are called outside of it, so they see the
+    original inputs, and outputs in fp32.
 
     Args:
-        module: the module whose `forward` is called, that of its class or one that was set on it.
-        device_type: the type of the device of the tensors that are computed with.
+        module: the module whose `forward` is called: that of its class, or one that was set on it.
+        device_type: the type of the device on which the module runs.
         dtype: bfloat16 or float16.
-        autocast: run under autocast, which computes in `dtype` where it knows that to be safe. If
-            False, floating-point inputs are converted to `dtype`: the module's parameters are in it
-            when it runs.
+        autocast: True to run under autocast, which uses `dtype` for operations for which that is
+            safe. False to convert floating-point inputs to `dtype`, for modules whose parameters
+            are in it when they run.
     """
 
     def __init__(
@@ -237,35 +236,38 @@ class HalfForward:
     ) -> None:
         self.module = module
         self.own: Callable[..., Any] | None = vars(module).get("forward")
-        """The forward that was set on the object. None: `forward` is a method of the class, which
-        is looked up at each call, so that it may be replaced."""
+        """The forward that was set on the module object. If None, the method of the class is looked
+        up at each call, so that it may be replaced."""
         of_class = inspect.getattr_static(type(module), "forward")
         if self.own is None and not isinstance(of_class, FunctionType):
-            # It is no plain method, as in a scripted module: take what the object gives.
+            # It is not a plain method, for example in a scripted module.
             self.own = module.forward
 
         self.device_type = device_type
         self.dtype = dtype
         self.autocast = autocast
         self.is_torchs = self.own is None and of_class.__module__.startswith("torch.")
-        """True if the forward is one of torch's, such as that of `nn.Sequential`."""
+        """True if the forward is part of torch, such as that of `nn.Sequential`."""
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that is called in half precision. `inspect.signature` reads it."""
+        """The original forward, which is called in half precision.
+
+        `inspect.signature` reads this.
+        """
         if self.own is not None:
             return self.own
         return MethodType(type(self.module).forward, self.module)
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up attributes that a method has, such as `__code__` and `__name__`."""
-        if "own" not in vars(self):  # it is being copied, and has nothing yet
+        """Looks up attributes of the original forward, such as `__code__` and `__name__`."""
+        if "own" not in vars(self):  # the object is being copied, and has no attributes yet
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
     @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward pass; returns its output with floating-point tensors in fp32."""
+        """Runs the forward pass, and converts floating-point tensors in its output to fp32."""
         context: Any = nullcontext()
         if self.autocast:
             context = torch.autocast(self.device_type, self.dtype)
@@ -286,16 +288,16 @@ class HalfForward:
 
 
 def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a forward of torch's.
+    """Calls a forward that is part of torch.
 
-    The compiler skips functions of torch's own unless another function calls them that it compiles.
-    This is that function.
+    The compiler skips functions of torch unless they are called by another function that it
+    compiles, such as this one.
     """
     return forward(*args, **kwargs)
 
 
 class ForwardsSetLater(Extension):
-    """Lets a `forward` that is set on a model after `world.prepare` run in the precision, too."""
+    """Applies the precision to a `forward` that the user sets on a model after `world.prepare`."""
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
@@ -305,33 +307,33 @@ class ForwardsSetLater(Extension):
         self._precision.follow_forwards()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Does the same after the forward passes, for loops without a prepared loader."""
+        """Replaces it after the forward passes, too, for loops without a prepared loader."""
         self._precision.follow_forwards()
 
 
 @run_as_it_is
 def _in_half(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a floating-point tensor in half precision, and any other tensor itself."""
+    """Converts a floating-point tensor to half precision; returns any other tensor unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @run_as_it_is
 def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this dtype in fp32, and any other tensor itself."""
+    """Converts a tensor of the given dtype to fp32; returns any other tensor unchanged."""
     return tensor.float() if tensor.dtype == dtype else tensor
 
 
 @run_as_it_is
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nest of tensors (any containers) with all tensors changed.
+    """Returns a nest of containers in which each tensor is replaced by `change(tensor)`.
 
-    The compiler traces it as a part of a model, and never compiles it alone.
+    The compiler traces this function as a part of a model, but never compiles it by itself.
     """
-    if isinstance(nest, Tensor):  # the usual case, without looking through a nest
+    if isinstance(nest, Tensor):  # a fast path for the usual case
         return change(nest)
     if torch.compiler.is_compiling():
         return pytree.tree_map(partial(_traced, change=change), nest)
-    # If the compiler is loaded, it would compile the conversion, function by function.
+    # If the compiler is loaded, it would compile each function of the conversion by itself.
     change_nest = _change_nest_uncompiled if compiler_is_loaded() else _change_nest
     return change_nest(nest, change)
 
@@ -344,13 +346,13 @@ _change_nest_uncompiled = never_compiled(_change_nest, recursive=True)
 
 
 def _traced(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes one leaf of a torch pytree, in a way that the compiler can trace."""
+    """Changes one leaf of a torch pytree in a way that the compiler can trace."""
     if isinstance(leaf, Tensor):
         return change(leaf)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
-    # A container that torch's pytree does not know, such as a dataclass. It is converted outside of
-    # the compiled graph, which ends here.
+    # The leaf is a container that torch's pytree does not know, such as a dataclass. The compiled
+    # graph ends here, and the container is converted outside of it.
     return _change_nest_uncompiled(leaf, change)
 
 

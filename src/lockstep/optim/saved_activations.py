@@ -1,10 +1,10 @@
-"""Measures what a forward pass keeps for the backward pass, in bytes, block by block.
+"""Measures how many bytes a forward pass keeps for the backward pass, block by block.
 
 Autograd calls the hooks of `torch.autograd.graph.saved_tensors_hooks` for each tensor that it
-saves. Here they only count the bytes and save nothing, so that a model can be measured that would
-not fit into memory. Bytes are counted by storage, so that views count once. Parameters and buffers
-are not counted, because they are in memory anyway. A *block* is a submodule that may recompute its
-activations in the backward pass; then it keeps only its inputs.
+saves. Here the hooks only count bytes and save nothing, so that even a model that would not fit
+into memory can be measured. Bytes are counted by storage, so that several views of a storage count
+once. Parameters and buffers are not counted, because they are in memory anyway. A *block* is a
+submodule that may recompute its activations in the backward pass; then it keeps only its inputs.
 """
 
 from __future__ import annotations
@@ -24,36 +24,40 @@ from lockstep.batch.pytree import tensors
 from lockstep.errors import UsageError
 
 StorageBytes = dict[Hashable, int]
-"""The bytes of storages, by a key that identifies a storage."""
+"""The size of each storage in bytes, by a key that identifies the storage."""
 
 
 @dataclass
 class Activations:
-    """What one forward pass keeps. Blocks have numbers and are in the order in which they ran."""
+    """What one forward pass keeps.
+
+    Blocks are identified by numbers, in the order in which they ran.
+    """
 
     outside: StorageBytes = field(default_factory=dict)
-    """What is kept by operations outside of all blocks."""
+    """What operations outside of all blocks keep."""
     inputs: dict[int, StorageBytes] = field(default_factory=dict)
-    """The inputs of each block. It keeps these if it recomputes."""
+    """What each block keeps if it recomputes its activations: its inputs."""
     inside: dict[int, StorageBytes] = field(default_factory=dict)
-    """What each block keeps if it does not recompute."""
+    """What each block keeps if it does not recompute them."""
 
     def peak(self, recomputed: set[int]) -> int:
-        """Returns the most bytes that are kept at one time, if some blocks recompute.
+        """Returns the maximum number of bytes that are kept at one time, if some blocks recompute.
 
-        That is at the end of the forward pass, or in the backward pass while a block is recomputed:
-        then there is what the block keeps inside, and what all blocks before it keep. (The backward
-        pass goes from the last block to the first and has freed what later blocks kept.) What is
-        kept outside of blocks is counted as if it stayed to the end.
+        The maximum is reached either at the end of the forward pass, or in the backward pass while
+        a block is recomputed. At that time memory holds what the block keeps inside and what all
+        earlier blocks keep. (The backward pass goes from the last block to the first, and has freed
+        what later blocks kept.) What is kept outside of blocks is counted as if it stayed to the
+        end.
 
         Args:
             recomputed: the numbers of the blocks that recompute.
         """
         kept = dict(self.outside)
-        total = sum(kept.values())  # of `kept`
+        total = sum(kept.values())  # the number of bytes in `kept`
         peak = total
 
-        # In the order of the forward pass: before each block, `kept` is what those before it keep.
+        # Go through the blocks in the order of the forward pass, adding what each of them keeps.
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
             if block in recomputed:
@@ -69,7 +73,7 @@ class Activations:
         return max(peak, total)
 
     def total(self, recomputed: set[int]) -> int:
-        """Returns the bytes at the end of the forward pass, if some blocks recompute.
+        """Returns the number of bytes at the end of the forward pass, if some blocks recompute.
 
         Args:
             recomputed: the numbers of the blocks that recompute.
@@ -80,12 +84,12 @@ class Activations:
         return sum(kept.values())
 
     def by_saving(self) -> list[int]:
-        """Returns the numbers of all blocks. Those that save most by recomputing stand first."""
+        """Returns the numbers of all blocks, beginning with those that save most by recomputing."""
         return sorted(self.inside, key=lambda block: self.total({block}))
 
 
 def _bytes_not_in(kept: StorageBytes, added: StorageBytes) -> int:
-    """Returns the bytes of those added storages that are not among the kept ones."""
+    """Returns the total size of those added storages that are not kept already."""
     num_bytes = 0
     for storage, size in added.items():
         if storage not in kept:
@@ -96,14 +100,14 @@ def _bytes_not_in(kept: StorageBytes, added: StorageBytes) -> int:
 def measure(
     module: nn.Module, blocks: Sequence[nn.Module], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Activations:
-    """Calls `module(*args, **kwargs)` once, with gradients, and counts what is kept.
+    """Calls `module(*args, **kwargs)` once, with gradients, and counts what is kept for backward.
 
-    The call changes buffers and random streams. If a block recomputes already, only its inputs are
-    counted.
+    The call changes buffers and random streams. Of a block that already recomputes its activations,
+    only the inputs are counted.
 
     Args:
         module: the model.
-        blocks: submodules of the model. Their numbers in the result are their positions here.
+        blocks: submodules of the model. Their numbers in the result are their indices in this list.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
 
@@ -123,41 +127,46 @@ def measure(
 
 
 class _Counter:
-    """Counts what autograd saves in a forward pass. Its methods are hooks of that pass.
+    """Counts what autograd saves in a forward pass. Its methods are hooks of that forward pass.
 
     Args:
-        module: the model. Its parameters and buffers are not counted.
+        module: the model, whose parameters and buffers are not counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.activations = Activations()
-        """What was counted up to now."""
+        """What was counted so far."""
         self._current = self.activations.outside
-        """What is added to now: what the running block keeps, or what is kept outside of blocks."""
+        """The storages to which saved tensors are added now: those of the running block, or those
+        outside of blocks."""
         self._not_counted: StorageBytes = {}
         """The storages of parameters and buffers, which are in memory anyway."""
         for tensor in [*module.parameters(), *module.buffers()]:
             self._count(tensor, self._not_counted)
 
     def _count(self, tensor: Tensor, counted: StorageBytes) -> None:
-        """Adds the storage of a tensor to `counted`, unless it is that of a parameter or buffer."""
-        if tensor.layout is not torch.strided:  # others have no storage of their own
+        """Adds the storage of a tensor to `counted`, unless it belongs to a parameter or buffer."""
+        if tensor.layout is not torch.strided:  # other tensors do not have a single storage
             return
         storage = tensor.untyped_storage()
-        # Torch returns the same object for a storage as long as it is referred to. A weak reference
-        # to it is never equal to one to a later storage, even at the same address.
+        # Weak references identify storages: torch returns the same object for a storage while
+        # something refers to it, and references to two storages are never equal, even if the second
+        # one gets the address of the first.
         reference = weakref.ref(storage)
         if reference not in self._not_counted:
             counted[reference] = storage.nbytes()
 
     def count_saved(self, tensor: Tensor) -> None:
-        """The hook for each tensor that autograd saves. It saves what this returns: None."""
+        """The hook for each tensor that autograd saves.
+
+        Autograd keeps its return value, which is None.
+        """
         self._count(tensor, self._current)
 
     def enter_block(self, block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before the forward pass of a block: counts its inputs, then what is inside it.
+        """The hook before the forward pass of a block, which counts its inputs.
 
-        A block that the model calls several times adds up what all calls keep.
+        If the model calls a block several times, what all calls keep is added up.
 
         Args:
             block: the number of the block.
@@ -172,12 +181,12 @@ class _Counter:
         self._current = self.activations.inside[block]
 
     def leave_block(self, *_: Any) -> None:
-        """The hook after the forward pass of a block: counts outside of blocks again."""
+        """The hook after the forward pass of a block."""
         self._current = self.activations.outside
 
 
 def _refuse_backward(_: object) -> Tensor:
-    """Called by autograd for a tensor that a backward pass needs, but nothing was saved."""
+    """Raises UsageError; called if a backward pass needs a tensor, because none was saved."""
     raise UsageError(
         "checkpoint_activations(..., budget=...)",
         "the forward pass of the example computes gradients itself, and cannot be measured",
