@@ -1,13 +1,15 @@
-"""Sums of the gradients of virtual ranks under FSDP2, in the order of their tree.
+"""Sums the gradients of virtual ranks under FSDP2, in the order of their tree.
 
-Torch calls a reduce-scatter of ours for each unit, with the whole gradient of the unit
-(`FSDPModule.set_custom_reduce_scatter`), after the last backward pass of each virtual rank. Before
-the last virtual rank of a process nothing is sent: the gradient is added to those of the virtual
-ranks before it as far as the tree allows (`strategies.virtual_ranks`). So a process that computes
-several virtual ranks keeps whole gradients between them, as FSDP does between micro-batches.
+A *virtual rank* has a fixed part of every global batch, and its gradient is a *leaf* of the tree
+(`strategies.virtual_ranks`). After the last backward pass of each virtual rank, torch calls our
+reduce-scatter for each unit, with the whole gradient of the unit
+(`FSDPModule.set_custom_reduce_scatter`). Until the last virtual rank of a process nothing is sent:
+the gradient is added to the previous partial sums as far as the tree allows. So a process that
+computes several virtual ranks keeps whole gradients between them, as FSDP does between
+micro-batches.
 
-Under `hsdp` a shard is on several processes. All of them get its sum, and torch adds up what they
-have once more, so all but the first give zeros.
+Under `hsdp` several processes hold the same shard. All of them get its sum, and then torch adds up
+their results once more. So all but the first of them return zeros.
 """
 
 from __future__ import annotations
@@ -33,22 +35,22 @@ from lockstep.strategies.bit_sums import gradient_bit_sums
 from lockstep.strategies.virtual_ranks import (
     VirtualRankTree,
     check_virtual_rank_backward,
-    has_leaf,
+    counts_in_sum,
 )
 
 
 class TreeReduceScatter:
-    """Sums the gradients of one unit over virtual ranks, a shard on each process.
+    """Sums the gradients of one unit over virtual ranks; each process gets its shard.
 
     It has the methods of torch's `ReduceScatter`, which `FSDPModule.set_custom_reduce_scatter`
     describes.
 
     Args:
-        tree: of the run.
-        step: of the run.
-        mesh: of the processes; parameters are sharded over its last dimension.
-        unit: the module whose parameters these are.
-        names: the names of parameters, by the ids of their shards.
+        tree: the summation order of the run.
+        step: the state of the current optimizer step.
+        mesh: the mesh of the processes; parameters are sharded over its last dimension.
+        unit: the module whose gradients are summed.
+        names: the names of the parameters, by the ids of their shards.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class TreeReduceScatter:
         names: Mapping[int, str],
     ) -> None:
         self.gradient_bits: dict[str, Tensor] = {}
-        """Sums of the bits of the gradient of the latest virtual rank that is compared, by name."""
+        """The sums of the bits of each gradient of the latest compared virtual rank, by name."""
         self._names = names
         self._tree = tree
         self._unit = unit
@@ -68,13 +70,13 @@ class TreeReduceScatter:
         self._num_processes = mesh.size()
         self._num_shards = mesh.size(mesh.ndim - 1)
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        self._nodes: list[Tensor] = []
-        """The partial sums of this process's virtual ranks; a stack."""
+        self._partial_sums: list[Tensor] = []
+        """A stack of partial sums over the virtual ranks that this process has computed so far."""
         self._num_pushed = 0
-        """How many virtual ranks of this process have been pushed."""
+        """How many virtual ranks of this process are in the partial sums."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the gradients of the unit, or for a shard of them."""
+        """Allocates memory for the gradients of the unit, or for a shard of them."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -85,58 +87,63 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Takes the gradient of a virtual rank; after the last one writes the sum of the shard.
+        """Adds the gradient of a virtual rank; after the last one, writes the sum of this shard.
 
         Args:
-            output_tensor: becomes the shard of the gradient. Until the last virtual rank of the
-                process it is zero.
-            input_tensor: the gradient of the unit, flat: one chunk for each shard.
-            group: of the processes that have the shards.
-            op: a sum.
-            async_op: False.
+            output_tensor: receives the shard of the gradient. Until the last virtual rank of the
+                process, it is set to zero.
+            input_tensor: the gradient of the unit as a flat tensor, with one chunk for each shard.
+            group: the processes that hold the shards.
+            op: the operation of the reduce-scatter, a sum.
+            async_op: always False.
         """
         micro_batch = self._step.micro_batch
         sums = self._tree.sums(micro_batch.global_samples)
         if micro_batch.virtual_rank is not None and micro_batch.virtual_rank.is_compared:
             self.gradient_bits = self._sum_bits(input_tensor)
-        if has_leaf(micro_batch):
+
+        if counts_in_sum(micro_batch):
             if self._step.extensions.listeners["leaf_gradient"]:
                 self._tell_leaf(input_tensor, micro_batch)
             self._push(input_tensor, micro_batch)
+
         if not micro_batch.last:
             output_tensor.zero_()
             return
-        slices_of_nodes = []
-        for node in self._nodes:
-            chunks = node.chunk(self._num_shards)
-            # The processes that have the same shard get the same chunk.
-            copies = self._num_processes // self._num_shards
-            slices_of_nodes.append(list(chunks) * copies)
+
+        # Each process gets a chunk of each partial sum. Processes with the same shard get the same
+        # chunk.
+        copies = self._num_processes // self._num_shards
+        chunks_of_partial_sums = []
+        for partial_sum in self._partial_sums:
+            chunks = partial_sum.chunk(self._num_shards)
+            chunks_of_partial_sums.append(list(chunks) * copies)
+
         self.forget()
         scale = 1.0 / self._tree.num_virtual_ranks
-        wait = sums.start_reduce_scatter(slices_of_nodes, output_tensor, scale=scale)
+        wait = sums.start_reduce_scatter(chunks_of_partial_sums, output_tensor, scale=scale)
         wait()
         if not self._is_first_copy:
             output_tensor.zero_()
 
     def forget(self) -> None:
-        """Forgets the gradients of a global batch."""
-        self._nodes = []
+        """Drops the partial sums of a global batch."""
+        self._partial_sums = []
         self._num_pushed = 0
 
     def _split_by_parameter(
         self, flat: Tensor, parameters: Sequence[Tensor]
     ) -> tuple[Tensor, ...] | None:
-        """Returns the part of the unit's gradient that belongs to each parameter.
+        """Splits the gradient of the unit into the gradients of its parameters.
 
         Args:
-            flat: the gradient of the unit. It has a chunk for each shard, and a chunk has the rows
-                of each parameter that belong to the shard, filled up with zeros to equal lengths.
-            parameters: the shards of the trained parameters of the unit.
+            flat: the gradient of the unit. It has a chunk for each shard. A chunk has those rows of
+                each parameter that belong to the shard, padded with zeros to equal lengths.
+            parameters: the shards of the unit's trainable parameters.
 
         Returns:
-            For each parameter a tensor of shape `(shards, numbers in a chunk)`. None if not all
-            parameters were used: torch does not say which of them the gradient has.
+            For each parameter a tensor of shape `(shards, elements per chunk)`. None if some
+            parameters were not used, because torch does not tell which ones the gradient contains.
         """
         lengths = []
         for shard in parameters:
@@ -147,15 +154,15 @@ class TreeReduceScatter:
         return torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
 
     def _tell_leaf(self, flat: Tensor, micro_batch: MicroBatch) -> None:
-        """Tells the extensions of the gradients of a virtual rank, one for each parameter.
+        """Passes the gradient of a virtual rank to the extensions, one tensor for each parameter.
 
         Args:
             flat: the gradient of the unit; see `_split_by_parameter`.
-            micro_batch: of the virtual rank.
+            micro_batch: a micro-batch of the virtual rank.
 
         Raises:
-            UsageError: not all parameters were used, so that it is not known which the gradient
-                has.
+            UsageError: some parameters were not used, so it is not known which ones the gradient
+                contains.
         """
         parameters = self._trained_shards()
         rows_of_parameters = self._split_by_parameter(flat, parameters)
@@ -167,13 +174,15 @@ class TreeReduceScatter:
                 "use all parameters; or leave the journal out, and do not compare by bits: "
                 "lockstep verify --float64",
             )
+
         gradients: list[Tensor] = []
         for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
             gradients.append(rows.reshape(-1)[: parameter.numel()].view(parameter.shape))
+
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
 
     def _trained_shards(self) -> list[Tensor]:
-        """Returns the shards of the trained parameters, in the order of the unit's gradient."""
+        """Returns the shards of the trainable parameters, in the order of the unit's gradient."""
         shards: list[Tensor] = []
         for shard in shards_in_reduction_order(self._unit):
             if shard.requires_grad:
@@ -181,10 +190,10 @@ class TreeReduceScatter:
         return shards
 
     def _sum_bits(self, flat: Tensor) -> dict[str, Tensor]:
-        """Returns a sum of the bits of each parameter's gradient, by the name of the parameter.
+        """Returns a sum over the bits of each parameter's gradient, by the name of the parameter.
 
-        If not all parameters were used, torch does not say which of them the gradient has: then
-        there is one sum.
+        If some parameters were not used, torch does not tell which ones the gradient contains, and
+        there is a single sum.
 
         Args:
             flat: the gradient of the unit; see `_split_by_parameter`.
@@ -197,36 +206,41 @@ class TreeReduceScatter:
         return dict(zip(names, gradient_bit_sums(columns_of_parameters), strict=True))
 
     def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
-        """Adds the gradient of a virtual rank to those before it, as far as the tree allows.
+        """Adds the gradient of a virtual rank to the partial sums, as far as the tree allows.
 
-        `_nodes` is a stack of partial sums. A gradient is pushed onto it for each virtual rank of
-        this process, in order: zeros for those that have not used the unit.
+        Zeros are added first for earlier virtual ranks of this process that have not used the unit.
+
+        Args:
+            gradient: the gradient of the unit.
+            micro_batch: a micro-batch of the virtual rank.
 
         Raises:
-            UsageError: virtual ranks have used other parameters.
+            UsageError: virtual ranks have used different parameters.
         """
         assert micro_batch.virtual_rank is not None
         sums = self._tree.sums(micro_batch.global_samples)
-        place = sums.leaves.index(micro_batch.virtual_rank.number)  # among those of this process
-        while self._num_pushed < place:
+        index_of_leaf = sums.leaves.index(micro_batch.virtual_rank.number)  # on this process
+        while self._num_pushed < index_of_leaf:
             self._push_leaf(torch.zeros_like(gradient), sums.merges)
-        if self._nodes and len(self._nodes[-1]) != len(gradient):
+
+        if self._partial_sums and len(self._partial_sums[-1]) != len(gradient):
             raise UsageError(
                 "virtual_ranks under fsdp, with parameters that not all of them use",
                 f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "
                 "unit than those before it",
                 "use all parameters for every sample, or leave virtual_ranks out",
             )
+
         self._push_leaf(gradient, sums.merges)
 
     def _push_leaf(self, gradient: Tensor, merges: Sequence[int]) -> None:
-        """Pushes a gradient, and adds up the topmost partial sums as often as the tree says.
+        """Pushes a gradient onto the stack, and merges the topmost partial sums as the tree says.
 
         Args:
-            gradient: of a virtual rank.
-            merges: for each virtual rank of this process, how many additions follow its gradient.
+            gradient: the gradient of a virtual rank.
+            merges: for each virtual rank of this process, the number of merges after its gradient.
         """
-        push(self._nodes, gradient, merges[self._num_pushed], Tensor.add_)
+        push(self._partial_sums, gradient, merges[self._num_pushed], Tensor.add_)
         self._num_pushed += 1
 
 
@@ -234,10 +248,10 @@ class ShardedVirtualRanks(Extension):
     """Sums the gradients of a sharded module over virtual ranks.
 
     Args:
-        units: the modules that `fully_shard` was applied to.
-        tree: of the run.
-        step: of the run.
-        mesh: of the processes.
+        units: the modules that `fully_shard` was applied to. The last one is the whole model.
+        tree: the summation order of the run.
+        step: the state of the current optimizer step.
+        mesh: the mesh of the processes.
     """
 
     def __init__(
@@ -252,16 +266,17 @@ class ShardedVirtualRanks(Extension):
         self._sums: list[TreeReduceScatter] = []
         unit: Any
         names = {id(shard): name for name, shard in self._root.named_parameters()}
+
         for unit in units:
             reduce_scatter = TreeReduceScatter(tree, step, mesh, unit, names)
             self._sums.append(reduce_scatter)
             unit.set_custom_reduce_scatter(reduce_scatter)
-            # Torch would divide by the number of processes.
+            # By default torch would divide by the number of processes.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Clears what the virtual rank before this one has left in the shards: zeros."""
+        """Removes the zeros that the previous virtual rank has left in the gradients of shards."""
         if micro_batch.first:
             self.clear_gradients()
         elif micro_batch.virtual_rank_begins:
@@ -269,13 +284,13 @@ class ShardedVirtualRanks(Extension):
                 parameter.grad = None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Raises UsageError for what has no place in the tree."""
+        """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
 
     def gradient_bits(self) -> dict[str, Tensor]:
-        """Returns sums of bits of the gradient of the virtual rank whose backward pass has ended.
+        """Returns sums over the bits of the gradients of the virtual rank that has just ended.
 
-        It is called once for each virtual rank that is compared.
+        It is called once for each virtual rank whose gradients are compared.
         """
         sums_of_all_units: dict[str, Tensor] = {}
         for reduce_scatter in self._sums:
@@ -284,6 +299,6 @@ class ShardedVirtualRanks(Extension):
         return sums_of_all_units
 
     def clear_gradients(self) -> None:
-        """Forgets the gradients of a global batch that was broken off."""
+        """Drops the partial sums when the loop has left a global batch early."""
         for reduce_scatter in self._sums:
             reduce_scatter.forget()

@@ -45,6 +45,7 @@ def make_row(x: Tensor, eps: float, *, counts: bool) -> Tensor:
         mean = x.new_zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32))
         invstd = torch.ones_like(mean)  # the kernel that combines all rows divides by it
         num_values = mean.new_zeros(1)
+
     return torch.cat([mean, invstd, num_values])
 
 
@@ -66,8 +67,10 @@ def combine_rows(
     """
     channels = rows.shape[1] // 2
     means, invstds, counts = torch.split(rows, [channels, channels, 1], dim=1)
+
     # For each rank the kernel divides by the number of values up to that rank. It must not be 0.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
+
     # From its first argument the kernel takes the dtype of `counts`, and whether it needs integers
     # of 64 bits. The number of values of all ranks may need them where the input of none does, so
     # this is a tensor with more elements than 32 bits count, all in one place of memory.
@@ -114,6 +117,7 @@ class FusedNormalize(torch.autograd.Function):
         ctx.is_placeholder = is_placeholder
         if not x.numel():
             return torch.empty_like(x)
+
         unused_eps = 0.0
         output: Tensor = torch.batch_norm_elemt(
             x, weight_for_kernel, bias_for_kernel, mean, invstd, unused_eps
@@ -129,6 +133,7 @@ class FusedNormalize(torch.autograd.Function):
         dy = gradients[0]
         if dy.stride() != x.stride():  # the kernels want both in the same memory format
             dy = torch.empty_like(x).copy_(dy)
+
         d_weight = None
         if x.numel() and not ctx.is_placeholder:
             # The sums over this rank's values, per channel, of dy and of dy * (x - mean).
@@ -163,6 +168,7 @@ class FusedNormalize(torch.autograd.Function):
         # are averaged over the ranks later.
         if d_weight is not None:
             d_weight = d_weight.to(ctx.weight_dtype)
+
         d_bias = sum_dy.to(ctx.weight_dtype) if needs_d_bias else None
         return dx, d_weight, d_bias, None, None, None, None, None
 
@@ -177,9 +183,12 @@ def in_dense_format(x: Tensor) -> Tensor:
     formats = [torch.contiguous_format]
     if x.dim() == 4:
         formats.append(torch.channels_last)
+
     if x.dim() == 5:
         formats.append(torch.channels_last_3d)
+
     for memory_format in formats:
         if x.is_contiguous(memory_format=memory_format):
             return x
+
     return x.contiguous()

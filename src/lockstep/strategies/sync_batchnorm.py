@@ -120,18 +120,22 @@ class SyncBatchNorm(BatchNorm):
         """Normalises `x` over the global batch in training, by the running statistics in eval."""
         if not self.training:
             return self._forward_in_eval(x)
+
         has_process_group = dist.is_available() and dist.is_initialized()
         if not has_process_group:
             return super().forward(x)
+
         num_ranks = dist.get_world_size(self.process_group)
         if num_ranks == 1:
             return super().forward(x)
+
         if num_ranks < 1:  # torch's answer to a rank that is not in the group is -1
             raise UsageError(
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
                 "pass a group that holds this rank, or process_group=None for all ranks",
             )
+
         if not torch.is_grad_enabled():
             # In an evaluation some ranks may have fewer batches, and this layer waits for all.
             reason = blocked_reason()
@@ -141,6 +145,7 @@ class SyncBatchNorm(BatchNorm):
                     f"its BatchNorm would wait for all ranks, but {reason}",
                     "call model.eval() first; for update_bn give the loader drop_last=True",
                 )
+
         return self._forward_over_ranks(x, num_ranks)
 
     def _forward_in_eval(self, x: Tensor) -> Tensor:
@@ -164,11 +169,14 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(x)
         if fused_batchnorm.takes(x):
             return self._forward_by_fused_kernels(x, num_ranks)
+
         moments = _global_moments(x, self.process_group)
         if self._no_rank_has_values(x, moments.total, num_ranks):
             return super().forward(x)
+
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
+
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, moments, self.eps, self._sum_over_ranks()
         )
@@ -182,12 +190,14 @@ class SyncBatchNorm(BatchNorm):
         """Normalises `x` by the statistics of all ranks' samples, on a GPU."""
         group = self.process_group
         x = fused_batchnorm.in_dense_format(x)
+
         # Autograd's graph has none of this: `FusedNormalize` knows the gradient through it.
         row = fused_batchnorm.make_row(x.detach(), self.eps, counts=not placeholder.computed)
         rows = _gather_rows(row, group)
         counts = rows[:, -1]
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
             return super().forward(x)
+
         mean, invstd = self._combine_and_track(rows)
         output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
             x,
@@ -209,6 +219,7 @@ class SyncBatchNorm(BatchNorm):
         """
         running_mean = None
         running_var = None
+
         # The kernel updates running statistics of the dtype that it computes in, if their weight is
         # known here: without momentum it depends on a number that is on the device.
         kernel_updates = (
@@ -222,12 +233,14 @@ class SyncBatchNorm(BatchNorm):
             running_var = self.running_var
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
+
         mean, invstd = fused_batchnorm.combine_rows(
             rows, running_mean, running_var, self.momentum or 0.0, self.eps
         )
         if self.track_running_stats and not kernel_updates:
             variance = invstd.double().pow(-2) - self.eps
             update_running_stats(self, mean, variance, rows[:, -1].double().sum())
+
         return mean, invstd
 
     def _no_rank_has_values(self, x: Tensor, total: Tensor, num_ranks: int) -> bool:
@@ -246,12 +259,14 @@ class SyncBatchNorm(BatchNorm):
         """
         if x.numel() > x.shape[1]:
             return False
+
         values_of_all_ranks = int(total)
         if values_of_all_ranks == 1:
             raise one_value_error(
                 f"batch normalisation in training over a global batch on {num_ranks} ranks",
                 f"got input size {x.shape} here and 1 value per channel over all ranks",
             )
+
         return values_of_all_ranks == 0
 
     def _check_input_dim(self, x: Tensor) -> None:
@@ -303,8 +318,10 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
         if layer.momentum is None:  # the running statistics are the mean over all batches
             # A tensor: as a number, the host would wait for the device.
             weight_of_batch = 1.0 / layer.num_batches_tracked.double()
+
     if layer.running_mean is not None:
         _update_running(layer.running_mean, mean, weight_of_batch)
+
     if layer.running_var is not None:
         unbiased = variance * (total / (total - 1))
         _update_running(layer.running_var, unbiased, weight_of_batch)
@@ -359,6 +376,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     """
     channels = x.shape[1]
     centred = None
+
     # A rank sends a row of 1 + 2 C numbers: how many values per channel it has, their C means, and
     # the C sums of their squared deviations from the mean. A rank without samples sends zeros.
     if x.numel() and not placeholder.computed:
@@ -368,10 +386,12 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
         row = torch.cat([count, local.mean, local.sum_of_squares])
     else:
         row = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+
     rows = _gather_rows(row, group)
     counts = rows[:, :1]  # (ranks, 1)
     means = rows[:, 1 : 1 + channels]  # (ranks, C)
     sums_of_squares = rows[:, 1 + channels :]  # (ranks, C)
+
     # With n_r values, mean m_r and sum of squared deviations M2_r on rank r (Chan, Golub, LeVeque):
     #   total = sum n_r,  mean = sum n_r * m_r / total
     #   variance = (sum M2_r + sum n_r * (m_r - mean) ** 2) / total
@@ -380,6 +400,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     squares_within_ranks = add_rows_in_tree(sums_of_squares)
     squares_between_ranks = add_rows_in_tree(counts * (means - mean).square())
     variance = (squares_within_ranks + squares_between_ranks) / total
+
     return _GlobalMoments(mean, variance, total, centred)
 
 
@@ -420,10 +441,12 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     count = x.numel() // x.shape[1]  # values per channel
     centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
     deviations = x - per_channel(centre, x)
+
     # The sums of d and of d * (d - 0) * 1 for the deviations d, both of shape (C,).
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
         deviations, deviations, mean=torch.zeros_like(centre), invstd=torch.ones_like(centre)
     )
+
     # `centre` is the mean, rounded, so the deviations do not add up to exactly 0. What they add up
     # to corrects the mean. In the squares the correction would be of second order.
     mean = centre + sum_of_deviations.double() / count
@@ -447,6 +470,7 @@ def _sum_and_sum_of_products(
     _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
         dy, x, weight, running_mean, running_var, mean, invstd, train, eps, gradients_wanted
     )
+
     return sum_of_dy, sum_of_products
 
 
@@ -484,11 +508,13 @@ class _Normalize(torch.autograd.Function):
         ctx.is_placeholder = placeholder.computed
         if not x.numel():
             return torch.empty_like(x)
+
         if moments.centred is None:
             # A placeholder has no deviations to begin with: torch's kernel computes everything.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
+
         # output = (x - mean) * scale + bias, with scale = invstd * weight. The deviations are from
         # this rank's mean, not from the global one: x - mean = deviations + (centre - mean). So
         #   output = deviations * scale + shift, with shift = (centre - mean) * scale + bias.
@@ -498,6 +524,7 @@ class _Normalize(torch.autograd.Function):
         shift = (centre - moments.mean) * scale
         if bias is not None:
             shift += bias
+
         # In place: nothing else needs the deviations.
         output = deviations.mul_(per_channel(scale.to(dtype), x))
         return output.add_(per_channel(shift.to(dtype), x)).to(x.dtype)
@@ -515,6 +542,7 @@ class _Normalize(torch.autograd.Function):
         dy = gradients[0]
         if dy.stride() != x.stride():  # the kernels are fast if both have the same memory format
             dy = torch.empty_like(x).copy_(dy)
+
         if x.numel() and not ctx.is_placeholder:
             sum_dy, sum_dy_xhat = _sum_and_sum_of_products(dy, x, mean, invstd)
         else:
@@ -547,6 +575,7 @@ class _Normalize(torch.autograd.Function):
         d_bias = None
         if needs_d_bias:
             d_bias = sum_dy if weight is None else sum_dy.to(weight.dtype)
+
         return dx, d_weight, d_bias, None, None, None
 
 
@@ -610,10 +639,12 @@ class BatchNormNames(NamedTuple):
             choices.append(
                 Choice("batchnorm", f"{number} synchronised", f"statistics of {samples}")
             )
+
         if self.left_alone:
             number = len(self.left_alone)
             reason = "they have a forward of their own"
             choices.append(Choice("batchnorm", f"{number} per {computed_by}", reason))
+
         return choices
 
 
@@ -638,21 +669,25 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     for name, layer in module.named_modules():
         if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
+
         if isinstance(layer, LazyModuleMixin):
             raise UsageError(
                 f"conversion to SyncBatchNorm of {name or 'the module'}, {describe_type(layer)}",
                 "it does not know its number of channels before its first input",
                 "run one forward pass of the model on a sample batch first",
             )
+
         if is_plain(layer):
             converted[name] = layer
         else:
             left_alone.append(name)
+
     # Only now, so that nothing is changed if an error was raised above.
     for layer in converted.values():
         # A torch SyncBatchNorm has a process group already, other layers have none.
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
+
     return BatchNormNames(list(converted), left_alone)
 
 

@@ -1,11 +1,12 @@
-"""BatchNorm with virtual ranks: from which samples it takes its statistics.
+"""Decides from which samples BatchNorm takes its statistics in runs with virtual ranks.
 
-Either from the part of each virtual rank, as under DDP without SyncBatchNorm, which is the default;
-or from the whole global batch, with `sync_batchnorm=True` or a SyncBatchNorm in the model. For the
-second, every virtual rank needs the sums of all others in the middle of its forward pass, and again
-in its backward pass. So all of them have to be computed at the same time, each in a process of its
-own. A process that computes several, one after the other, has left the training loop's body for
-the first one before the loop gives it the inputs of the next.
+A *virtual rank* computes a fixed part of every global batch. By default each of them takes
+statistics from its own part, as ranks do under DDP without SyncBatchNorm. With
+`sync_batchnorm=True`, or a SyncBatchNorm in the model, statistics are taken from the whole global
+batch. Every virtual rank then needs the sums of all others in the middle of its forward pass, and
+again in its backward pass. So all of them must be computed at the same time, each in its own
+process. (A process that computes several gets the inputs of the second one only when the training
+loop is done with the first.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from lockstep.wording import count_noun
 
 
 def is_synchronised(module: nn.Module, run: Run) -> bool:
-    """Returns True if BatchNorm layers take statistics of the global batch, with virtual ranks."""
+    """Returns True if BatchNorm layers of a module take statistics of the global batch.
+
+    Args:
+        module: the user's module.
+        run: a run with virtual ranks.
+    """
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             return True
@@ -33,25 +39,30 @@ def is_synchronised(module: nn.Module, run: Run) -> bool:
 
 
 def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> list[Choice]:
-    """Lets BatchNorm layers take their statistics from all virtual ranks, added up in their tree.
+    """Makes BatchNorm layers take their statistics from all virtual ranks, added up in their tree.
 
     Args:
-        module: whose layers `is_synchronised` has found to be so.
-        run: with virtual ranks.
-        statistics_of: describes the samples, for the choices that are returned.
+        module: a module for which `is_synchronised` is True.
+        run: a run with virtual ranks.
+        statistics_of: a description of the samples, for the printed lines.
+
+    Returns:
+        The lines to print.
 
     Raises:
-        SettingError: some process computes several virtual ranks, or devices are checked, or a
-            SyncBatchNorm of the model is for some ranks only.
+        SettingError: a process computes several virtual ranks, devices are checked, or a
+            SyncBatchNorm of the model is restricted to some ranks.
     """
     settings = run.settings
     assert settings.virtual_ranks is not None
     num_ranks = run.topology.size
     was_set = f"virtual_ranks={settings.virtual_ranks} with "
+
     if settings.sync_batchnorm:
         was_set += "sync_batchnorm=True"
     else:
         was_set += "a SyncBatchNorm in the model"
+
     if settings.virtual_ranks != num_ranks:
         raise SettingError(
             was_set,
@@ -61,6 +72,7 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
             "statistics of each virtual rank: sync_batchnorm=False, and no SyncBatchNorm in the "
             "model",
         )
+
     if settings.check_devices is not None:
         raise SettingError(
             f"check_devices={settings.check_devices} and {was_set}",
@@ -69,9 +81,11 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
             "leave check_devices out, or take the statistics of each virtual rank: "
             "sync_batchnorm=False, and no SyncBatchNorm in the model",
         )
+
     for layer in module.modules():
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue
+
         group = layer.process_group
         if group is not None and dist.get_world_size(group) != num_ranks:
             raise SettingError(
@@ -80,13 +94,16 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
                 "all virtual ranks",
                 "build it without process_group",
             )
+
     if settings.synchronises_batchnorm:
         convert(module)
-    # Every rank has one leaf of the tree. One without samples adds zeros.
+
+    # Every rank computes one virtual rank. Those without samples contribute zeros.
     bounds = tuple(range(num_ranks + 1))
     tree_sums = TreeSums((True,) * num_ranks, bounds, run.topology.rank)
     num_synchronised = 0
     num_others = 0
+
     for layer in module.modules():
         if isinstance(layer, nn.SyncBatchNorm):
             convert(layer)
@@ -95,6 +112,7 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
             num_synchronised += 1
         elif isinstance(layer, BatchNorm):
             num_others += 1
+
     reason = f"statistics of {statistics_of}, added up in the tree of virtual ranks"
     choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
     if num_others:
@@ -102,4 +120,5 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
         if settings.synchronises_batchnorm:
             reason = "they have a forward of their own"
         choices.append(Choice("batchnorm", f"{num_others} per virtual rank", reason))
+
     return choices

@@ -1,15 +1,16 @@
-"""The same bits on any number of processes: gradients and buffers of virtual ranks.
+"""Sums the gradients of virtual ranks, with the same bits on any number of processes.
 
-A *virtual rank* has a fixed part of every global batch and computes its gradient in forward and
-backward passes of its own; a process computes several of them, one after the other. Gradients are
-added up over all virtual ranks in the order of a fixed binary tree
-(`communication.summation_tree`), whatever process they come from. So the sum has the same bits on
-any number of processes, unlike the sum of an all-reduce, which adds the gradients of processes.
+A *virtual rank* has a fixed part of every global batch, and computes its gradient in its own
+forward and backward passes. A process computes several virtual ranks, one after the other.
+Gradients are added up over all virtual ranks in the order of a fixed binary tree
+(`communication.summation_tree`), whichever process they come from. So the sum has the same bits on
+any number of processes, unlike the sum of an all-reduce, which adds up the gradients of processes.
 
 The gradient of a virtual rank is a *leaf* of the tree. When the next virtual rank begins, the leaf
-is taken out of `parameter.grad` and added to those before it as far as the tree allows; in the last
-backward pass of the process what is left is summed over the processes. The result, divided by the
-number of virtual ranks, is the gradient of the mean loss over the global batch.
+is taken out of `parameter.grad` and added to the previous partial sums as far as the tree allows
+(each such addition is a *merge*). In the last backward pass of the process, the remaining partial
+sums are summed over the processes. The result, divided by the number of virtual ranks, is the
+gradient of the mean loss over the global batch.
 """
 
 from __future__ import annotations
@@ -36,26 +37,30 @@ from lockstep.strategies.pending_buckets import PendingBuckets
 
 
 class VirtualRankTree:
-    """How the processes of a run sum over its virtual ranks.
+    """The order in which the processes of a run sum over its virtual ranks.
 
     Args:
-        num_virtual_ranks: of the run.
-        shares: one weight a process.
-        process: the number of this one.
+        num_virtual_ranks: the number of virtual ranks in the run.
+        shares: one weight for each process, by which virtual ranks are divided over processes.
+        process: the number of this process.
     """
 
     def __init__(self, num_virtual_ranks: int, shares: tuple[int, ...], process: int) -> None:
         self.num_virtual_ranks = num_virtual_ranks
         self.bounds = virtual_rank_bounds(shares, num_virtual_ranks)
-        """Process p computes the virtual ranks from `bounds[p]` to `bounds[p + 1] - 1`."""
+        """Process p computes the virtual ranks from `bounds[p]` to `bounds[p + 1] - 1`.
+
+        For example,
+        [0, 2, 4] for 4 virtual ranks on 2 processes."""
         self.process = process
         self._sums_of_count: dict[int, TreeSums] = {}
 
     def sums(self, count: int) -> TreeSums:
-        """Returns what sums over the virtual ranks of a global batch.
+        """Returns the object that sums over the virtual ranks of a global batch.
 
         Args:
-            count: samples of the global batch. Virtual ranks without samples have no leaf.
+            count: the number of samples in the global batch. Virtual ranks without samples have no
+                leaf.
         """
         if count not in self._sums_of_count:
             sizes = part_sizes(count, (1,) * self.num_virtual_ranks)
@@ -64,15 +69,19 @@ class VirtualRankTree:
         return self._sums_of_count[count]
 
     def num_merges(self, micro_batch: MicroBatch) -> int:
-        """Returns how many merges follow when the leaf of a micro-batch was pushed."""
+        """Returns how many merges follow after the gradient of a virtual rank was pushed.
+
+        Args:
+            micro_batch: a micro-batch of the virtual rank.
+        """
         assert micro_batch.virtual_rank is not None
         sums = self.sums(micro_batch.global_samples)
-        place = sums.leaves.index(micro_batch.virtual_rank.number)
-        return sums.merges[place]
+        index_of_leaf = sums.leaves.index(micro_batch.virtual_rank.number)  # on this process
+        return sums.merges[index_of_leaf]
 
 
 def make_virtual_rank_tree(run: Run) -> VirtualRankTree:
-    """Returns how the processes of a run sum over its virtual ranks, which it must have."""
+    """Returns the summation order of a run with virtual ranks."""
     settings = run.settings
     assert settings.virtual_ranks is not None
     shares = initial_shares(settings.shares, run.topology.size)
@@ -80,28 +89,29 @@ def make_virtual_rank_tree(run: Run) -> VirtualRankTree:
 
 
 Gradients = list[Tensor | None]
-"""A gradient for each trained parameter; None if it was not used."""
+"""The gradient of each trained parameter; None for one that was not used."""
 
 
 class _ViewsOfBucket(NamedTuple):
-    """The gradients of a bucket of DDP."""
+    """The gradients in a bucket of DDP, with their parameters."""
 
     buffer: Tensor
     views: list[Tensor]
-    """As `gradients_of_bucket` returns them."""
+    """The gradient of each parameter, as returned by `gradients_of_bucket`."""
     parameters: list[Tensor]
-    places: list[int]
-    """Of the parameters, among those of the module."""
+    indices_in_module: list[int]
+    """The index of each of these parameters among all parameters of the module."""
 
 
 class VirtualRankGradients(Extension):
-    """Keeps the gradients of a module's virtual ranks apart, and adds them in the tree.
+    """Keeps the gradients of virtual ranks apart, and sums them in the order of the tree.
 
     Args:
-        parameters: of the module.
-        tree: of the run.
-        step: of the run.
-        single_process: True if there is one process, so that nothing else sums the gradients.
+        parameters: the parameters of the module.
+        tree: the summation order of the run.
+        step: the state of the current optimizer step.
+        single_process: True if there is only one process. Then the sum is completed here, not by
+            DDP.
     """
 
     def __init__(
@@ -116,136 +126,153 @@ class VirtualRankGradients(Extension):
         self.tree = tree
         self._parameters = list(parameters)
         self._step = step
-        self._nodes: list[Gradients] = []
-        """The partial sums of this process's virtual ranks before the present one; a stack."""
-        self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._partial_sums: list[Gradients] = []
+        """A stack of partial sums over the virtual ranks that this process has computed so far."""
+        self._index_in_module = {id(p): index for index, p in enumerate(self._parameters)}
         self._views: dict[int, _ViewsOfBucket] = {}
-        """By the number of the bucket."""
+        """The gradients in each bucket of DDP, by the number of the bucket."""
         self._previous: MicroBatch | None = None
-        """The micro-batch before the present one, if it is of the same global batch."""
+        """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
-        """True if there were gradients when the latest backward pass had ended."""
+        """True if there were gradients at the end of the latest backward pass."""
 
     # Events
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Takes the gradients of the virtual rank before this one out of the parameters."""
-        if micro_batch.virtual_rank is None:  # outside of a loader
+        """Stores the gradients of the previous virtual rank when another one begins."""
+        if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
+
         previous = self._previous
         self._previous = micro_batch
         if micro_batch.first:
-            self._nodes.clear()
+            self._partial_sums.clear()
         elif micro_batch.virtual_rank_begins and previous is not None:
             self._check_not_cleared(previous)
             self._push_gradients(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Raises UsageError for what has no place in the tree."""
+        """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Writes the gradient of the global batch to the parameters, on one process."""
+        """Completes the sum after the last backward pass, if there is only one process."""
         self._backward_left_gradients = self._has_gradients()
         if self._single_process and self._step.micro_batch.last:
             self._sum_on_one_process()
 
     def clear_gradients(self) -> None:
-        """Forgets the gradients of a global batch that was broken off."""
-        self._nodes.clear()
+        """Drops the partial sums when the loop has left a global batch early."""
+        self._partial_sums.clear()
 
     def _has_gradients(self) -> bool:
-        """Returns True if some parameter has a gradient."""
+        """Returns True if any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def _check_not_cleared(self, micro_batch: MicroBatch) -> None:
         """Raises UsageError if the script has cleared the gradients of a virtual rank.
 
-        They are only partial sums, so `zero_grad` of the prepared optimizer keeps them.
+        The gradients are only part of a sum, so `zero_grad` of a prepared optimizer would have kept
+        them.
         """
         was_cleared = self._backward_left_gradients and not self._has_gradients()
-        if was_cleared and has_leaf(micro_batch):
+        if was_cleared and counts_in_sum(micro_batch):
             raise cleared_gradients_error()
 
     # Sums
 
     def _sum_on_one_process(self) -> None:
-        """Writes the gradient of the global batch to the parameters; there is one process."""
+        """Writes the gradient of the global batch to the parameters, if there is one process."""
         self._push_gradients(self._step.micro_batch)
-        if not self._nodes:
+        if not self._partial_sums:
             return
-        (total,) = self._nodes
-        self._nodes.clear()
+
+        (total,) = self._partial_sums
+        self._partial_sums.clear()
         used = [gradient for gradient in total if gradient is not None]
         if used:
             multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
+
         for parameter, gradient in zip(self._parameters, total, strict=True):
             parameter.grad = gradient
 
     def start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
-        """Begins to write the gradient of the global batch to a bucket of DDP.
+        """Starts replacing the gradients in a bucket of DDP by those of the global batch.
 
-        The bucket has this process's gradients of the last backward pass.
+        It is called in the last backward pass of this process, whose gradients are in the bucket.
 
         Returns:
-            A function that waits for it.
+            A function that waits for the result.
         """
         micro_batch = self._step.micro_batch
         sums = self.tree.sums(micro_batch.global_samples)
         total = bucket.buffer()
         scale = 1.0 / self.tree.num_virtual_ranks
-        if not self._nodes and not self._step.extensions.listeners["leaf_gradient"]:
-            # Most often a process has one virtual rank, whose gradient the bucket holds.
-            nodes = [total] if has_leaf(micro_batch) else []
-            return sums.start(nodes, total, scale=scale)
-        _, views, parameters, places = self._views_of_bucket(bucket)
-        # The stack has partial sums over the virtual ranks before the last one of this process, and
-        # the bucket has the gradient of the last one. The partial sums with which the tree merges
-        # it are added to it there. The others stay as they are.
-        unmerged_nodes = self._nodes
-        nodes = []
-        if has_leaf(micro_batch):
+
+        is_only_virtual_rank = not self._partial_sums
+        if is_only_virtual_rank and not self._step.extensions.listeners["leaf_gradient"]:
+            # The usual case: this process has one virtual rank, whose gradient is in the bucket.
+            partial_sums = [total] if counts_in_sum(micro_batch) else []
+            return sums.start(partial_sums, total, scale=scale)
+
+        _, views, parameters, indices = self._views_of_bucket(bucket)
+
+        # The stack has partial sums over all virtual ranks of this process except the last one,
+        # whose gradient is in the bucket. Merge the topmost partial sums into the bucket, as the
+        # tree says.
+        unmerged = self._partial_sums
+        if counts_in_sum(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, parameters, views)
-            num_merges = self.tree.num_merges(micro_batch)
-            unmerged_nodes = self._nodes[: len(self._nodes) - num_merges]
-            merged_nodes = self._nodes[len(unmerged_nodes) :]
-            for node in reversed(merged_nodes):
-                add_gradients(views, [node[place] for place in places])
-            nodes = [total]
-        flat_nodes = []
-        for node in unmerged_nodes:
-            flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
-        return sums.start([*flat_nodes, *nodes], total, scale=scale)
+            num_unmerged = len(self._partial_sums) - self.tree.num_merges(micro_batch)
+            unmerged = self._partial_sums[:num_unmerged]
+            merged = self._partial_sums[num_unmerged:]
+            for partial_sum in reversed(merged):
+                add_gradients(views, [partial_sum[index] for index in indices])
+
+        # All partial sums are passed on in the layout of the bucket.
+        partial_sums = []
+        for partial_sum in unmerged:
+            gradients = [partial_sum[index] for index in indices]
+            partial_sums.append(_like_bucket(total, views, gradients))
+        if counts_in_sum(micro_batch):
+            partial_sums.append(total)
+        return sums.start(partial_sums, total, scale=scale)
 
     def _views_of_bucket(self, bucket: dist.GradBucket) -> _ViewsOfBucket:
-        """Returns the gradients of a bucket, which are found once for each buffer."""
+        """Returns the gradients in a bucket, which are looked up once for each buffer."""
         buffer = bucket.buffer()
         known = self._views.get(bucket.index())
-        if known is None or known.buffer.data_ptr() != buffer.data_ptr():
-            # While the views are kept, no other buffer has this address.
-            if bucket.index() == 0:
-                self._views.clear()  # torch has made other buckets
-            parameters = bucket.parameters()
-            places = [self._place[id(parameter)] for parameter in parameters]
-            known = _ViewsOfBucket(buffer, gradients_of_bucket(bucket), parameters, places)
-            self._views[bucket.index()] = known
-        return known
+        # While the views are stored, the memory of their buffer is not reused.
+        is_same_buffer = known is not None and known.buffer.data_ptr() == buffer.data_ptr()
+        if known is not None and is_same_buffer:
+            return known
+
+        if bucket.index() == 0:
+            self._views.clear()  # torch has made new buckets
+        parameters = bucket.parameters()
+        indices = [self._index_in_module[id(parameter)] for parameter in parameters]
+        views = _ViewsOfBucket(buffer, gradients_of_bucket(bucket), parameters, indices)
+        self._views[bucket.index()] = views
+        return views
 
     def _push_gradients(self, micro_batch: MicroBatch) -> None:
-        """Takes the gradients of a micro-batch's virtual rank, and adds them to those before it.
+        """Moves the gradients of a virtual rank from the parameters to the partial sums.
 
-        Gradients of a micro-batch that does not count are dropped.
+        If the virtual rank does not count, its gradients are dropped.
+
+        Args:
+            micro_batch: the last micro-batch of the virtual rank.
         """
         gradients = self._take_gradients()
-        if has_leaf(micro_batch):
+        if counts_in_sum(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
-            push(self._nodes, gradients, self.tree.num_merges(micro_batch), _merge)
+            push(self._partial_sums, gradients, self.tree.num_merges(micro_batch), _merge)
 
     def _take_gradients(self) -> Gradients:
-        """Takes the gradients out of the parameters, so that the next ones begin anew.
+        """Takes the gradients out of the parameters, whose gradients are then None.
 
         Raises:
-            UsageError: one is sparse.
+            UsageError: a gradient is sparse.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -257,16 +284,15 @@ class VirtualRankGradients(Extension):
 
 
 def _merge(left: Gradients, right: Gradients) -> None:
-    """Adds gradients to others, in place."""
-    for place, gradient in enumerate(right):
-        if left[place] is None and gradient is not None:
-            # As the zeros that DDP has in the place of a gradient that is not there.
-            left[place] = torch.zeros_like(gradient)
+    """Adds the gradients `right` to the gradients `left`, in place."""
+    for index, gradient in enumerate(right):
+        if left[index] is None and gradient is not None:
+            left[index] = torch.zeros_like(gradient)  # DDP also has zeros for missing gradients
     add_gradients(left, right)
 
 
 def sparse_gradients_error() -> UsageError:
-    """Returns the error for sparse gradients, which have no place in the sum."""
+    """Returns the error for sparse gradients, which cannot be part of the sum."""
     return UsageError(
         "sparse gradients with virtual_ranks",
         "they are added up in a fixed order, which needs dense ones",
@@ -275,11 +301,11 @@ def sparse_gradients_error() -> UsageError:
 
 
 def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
-    """Raises UsageError for a backward pass that has no place in the sum over virtual ranks.
+    """Raises UsageError for a backward pass that cannot be part of the sum over virtual ranks.
 
     Args:
-        step: of the run.
-        micro_batch: that the loss comes from.
+        step: the state of the current optimizer step.
+        micro_batch: the micro-batch that the loss comes from.
     """
     if micro_batch.virtual_rank is None:
         raise UsageError(
@@ -288,6 +314,7 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
             "train on a loader that world.prepare or world.loader returned, or leave "
             "virtual_ranks out",
         )
+
     if step.training_pass.num_backwards:
         raise UsageError(
             "several backward passes of a batch with virtual_ranks",
@@ -297,20 +324,25 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
 
 
 _SINGLE_SAMPLE_NOTE = "lockstep: virtual rank"
-"""How the note of `note_single_sample` begins."""
+"""The beginning of the note that `note_single_sample` adds."""
 
 
 def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> None:
-    """Adds a note to torch's error of a BatchNorm layer that has got a single sample.
+    """Explains torch's error about a BatchNorm layer that was called with a single sample.
 
-    It says "Expected more than 1 value per channel when training".
+    The message of that error is "Expected more than 1 value per channel when training".
+
+    Args:
+        error: an uncaught error; None if there was none.
+        micro_batch: the latest micro-batch.
     """
     if not isinstance(error, ValueError) or "value per channel" not in str(error):
         return
-    if isinstance(error, LockstepError):  # of a SyncBatchNorm, about all virtual ranks
+    if isinstance(error, LockstepError):  # an error of SyncBatchNorm, about all virtual ranks
         return
     if micro_batch.virtual_rank is None or micro_batch.local_rows != 1:
         return
+
     add_note_once(
         error,
         _SINGLE_SAMPLE_NOTE,
@@ -321,17 +353,17 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
     )
 
 
-def has_leaf(micro_batch: MicroBatch) -> bool:
-    """Returns True if the gradient of a micro-batch belongs to the sum over virtual ranks."""
+def counts_in_sum(micro_batch: MicroBatch) -> bool:
+    """Returns True if the gradient of a micro-batch is part of the sum over virtual ranks."""
     return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.counts
 
 
 def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-    """Adds gradients to others, in place. A gradient that is None counts as zero.
+    """Adds gradients to totals, in place. A gradient that is None counts as zero.
 
     Args:
-        totals: None only where the gradient is None too.
-        gradients: one for each of them.
+        totals: the tensors to add to. An entry may only be None if the gradient is None as well.
+        gradients: one gradient for each total.
     """
     used_totals = []
     used_gradients = []
@@ -341,19 +373,20 @@ def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | 
             used_gradients.append(gradient)
         elif total is not None:
             total.add_(0.0)  # so that -0.0 becomes 0.0, as in a sum with zeros
+
     if used_totals:
         add_to_each(used_totals, used_gradients)
 
 
 def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
-    """Returns the gradient of each parameter of a bucket, as views of its buffer.
+    """Returns the gradient of each parameter in a bucket, as views of the bucket's buffer.
 
-    DDP stores a gradient in the memory format of its parameter, such as channels last, which
-    `bucket.gradients()` does not know: it has the right places in the buffer and wrong strides.
+    DDP stores a gradient in the memory format of its parameter, such as channels last. The views
+    that `bucket.gradients()` returns have the right offsets, but do not have these strides.
     """
     views: list[Tensor] = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        # It has the strides of the parameter if these leave no gaps, else those of a new tensor.
+        # These are the strides of the parameter if it is dense in memory, else contiguous ones.
         strides = torch.empty_like(parameter, device="meta").stride()
         views.append(gradient.as_strided(parameter.shape, strides, gradient.storage_offset()))
     return views
@@ -362,12 +395,12 @@ def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
 def _like_bucket(
     buffer: Tensor, views: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Tensor:
-    """Returns a flat tensor with gradients in the places that they have in a bucket of DDP.
+    """Returns a flat tensor in which gradients are arranged as in a bucket of DDP.
 
     Args:
-        buffer: of the bucket.
+        buffer: the buffer of the bucket.
         views: the views of the buffer that hold the gradient of each parameter.
-        gradients: one for each of them; None counts as zero.
+        gradients: the gradients to arrange; None counts as zero.
     """
     flat = torch.zeros_like(buffer)
     for view, gradient in zip(views, gradients, strict=True):
@@ -380,10 +413,11 @@ def _like_bucket(
 class BucketTreeSum:
     """A communication hook of DDP that sums gradients over virtual ranks.
 
-    Between machines the hook only starts the sum of a bucket (`pending_buckets`).
+    Between machines, this hook only starts the sum of a bucket, so that several buckets can be
+    under way (`pending_buckets`).
 
     Args:
-        gradients: of the module that DDP wraps.
+        gradients: the gradients of the module that DDP wraps.
     """
 
     def __init__(self, gradients: VirtualRankGradients) -> None:
@@ -391,10 +425,10 @@ class BucketTreeSum:
         self._pending = PendingBuckets()
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sums a bucket; torch calls this in the backward pass.
+        """Starts the sum of a bucket; called by torch in the backward pass.
 
         Returns:
-            A future of the gradient of the global batch.
+            A future that is completed with the gradient of the global batch.
         """
         if bucket.buffer().layout is not torch.strided:
             raise sparse_gradients_error()

@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of virtual ranks that train copies of the model (DiLoCo's replicas).
+"""Saves and loads the states of virtual ranks that train copies of the model (DiLoCo's replicas).
 
-Each virtual rank has weights, buffers and optimizer states of its own. Of each, the first process
-that computes it stores it.
+Each *virtual rank* has its own weights, buffers and optimizer states. If several processes compute
+the same virtual rank, the first of them saves its state.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lockstep.training.optimizer import PreparedOptimizer
 
 
 class VirtualRankStates:
-    """The states of the virtual ranks of a run, as a part of its checkpoints.
+    """The states of a run's virtual ranks, as a part of its checkpoints.
 
     Args:
-        count: number of virtual ranks of the run.
-        stores_shared: True on the rank that stores what all virtual ranks share.
+        count: the number of virtual ranks in the run.
+        stores_shared: True on the rank that saves the state that all virtual ranks share.
         wrapped: all prepared modules; the mapping may still grow.
         optimizers: all prepared optimizers; the list may still grow.
     """
 
     partial = True
-    """Each rank has a part of the state."""
+    """True, because each rank has only a part of the state."""
 
     def __init__(
         self,
@@ -44,20 +44,21 @@ class VirtualRankStates:
 
     @property
     def own(self) -> list[int]:
-        """The virtual ranks that this process computes."""
+        """The numbers of the virtual ranks that this process computes."""
         modules = self._modules()
         return list(modules[0].own) if modules else []
 
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
-        """Returns the state of each virtual rank of this process, and what all ranks share.
+        """Returns the states of this process's virtual ranks, and the shared state.
 
         Args:
-            shared: True if the shared state is to be in it, False if not. None: it is in it on the
-                one rank that stores it in a checkpoint.
+            shared: True to include the shared state, False to leave it out. None to include it only
+                on the rank that saves it.
         """
         modules = self._modules()
         has_shared = self._stores_shared if shared is None else shared
         shared_states = [module.shared_state() for module in modules]
+
         state_by_virtual_rank = {}
         for number in self.own:
             module_states = [module.virtual_rank_state(number) for module in modules]
@@ -68,6 +69,7 @@ class VirtualRankStates:
                 "modules": module_states,
                 "optimizers": optimizer_states,
             }
+
         return {
             "replicas": self.count,
             "shared": shared_states if has_shared else None,
@@ -75,7 +77,7 @@ class VirtualRankStates:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if what was saved is not of such virtual ranks."""
+        """Raises CheckpointError if a saved state has another number of virtual ranks."""
         if state["replicas"] != self.count:
             raise CheckpointError(
                 f"resuming with DiLoCo(replicas={self.count})",
@@ -84,17 +86,19 @@ class VirtualRankStates:
                 "continue with as many, on any number of devices; or begin anew from the shared "
                 "weights: lockstep.load_weights(model, folder)",
             )
+
         for module, shared in zip(self._modules(), state["shared"], strict=True):
             module.check(shared)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads this rank's part of what `state_dict` returned.
+        """Loads this rank's part of a state that `state_dict` returned.
 
         Args:
-            state: None: all virtual ranks begin with the present weights.
+            state: the state. With None, all virtual ranks begin with the present weights.
         """
         if state is None:
             return
+
         saved = state["state"]
         own_states = {number: copy_to_memory(saved[number]) for number in self.own}
         for index, module in enumerate(self._modules()):
@@ -102,12 +106,13 @@ class VirtualRankStates:
             for number, own_state in own_states.items():
                 states_of_module[number] = own_state["modules"][index]
             module.load(copy_to_memory(state["shared"][index]), states_of_module)
+
         for index, optimizer in enumerate(self.optimizers):
             for number, own_state in own_states.items():
                 optimizer.load_virtual_rank_state(number, own_state["optimizers"][index])
 
     def _modules(self) -> list[VirtualRankState]:
-        """Returns, for each prepared module, what holds the states of its virtual ranks."""
+        """Returns the object that holds virtual ranks' states, for each prepared module."""
         states = []
         for wrapped in self._wrapped.values():
             if wrapped.virtual_rank_state is not None:

@@ -52,6 +52,7 @@ class BatchNormOverReplicas:
         if replica is None or not self.uses_batch_statistics:
             self._check_not_recomputed()
             return BatchNorm.forward(layer, x)
+
         layer.met_replicas = True
         sync_batchnorm.check_input(layer, x, self.name)
         output: Tensor = replica.barrier.meet(
@@ -68,6 +69,7 @@ class BatchNormOverReplicas:
         if not in_backward_pass():
             self.layer.met_replicas = False  # this forward pass may be computed again
             return
+
         if self.uses_batch_statistics and self.layer.met_replicas:
             raise UsageError(
                 "activation checkpointing of a block with BatchNorm under strategy 'dp'",
@@ -90,15 +92,18 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
     for name, part in module.named_modules():
         if not isinstance(part, BatchNorm):
             continue
+
         layer: Any = part
         if isinstance(layer, sync_batchnorm.SyncBatchNorm) or sync_batchnorm.is_plain(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.met_replicas = False
+
         # A layer that another DataParallel converted before counts as converted, too.
         if isinstance(vars(layer).get("forward"), BatchNormOverReplicas):
             names.converted.append(name)
         else:
             names.left_alone.append(name)
+
     return names
 
 
@@ -118,6 +123,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     first_layer, x = inputs[0]  # the statistics are on the device of this `x`
     dims = sync_batchnorm.all_but_channels(x)
     dtype = sync_batchnorm.statistics_dtype(x)
+
     # The number n of values per channel, of all replicas.
     num_values = sum(x.numel() for _, x in inputs) // first_layer.num_features
     if num_values == 1:
@@ -125,6 +131,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
             f"batch normalisation over a batch on {len(inputs)} replicas",
             "all replicas together have 1",
         )
+
     # mean = sum(x) / n, variance = sum((x - mean) ** 2) / n, over the replicas: both (C,). They are
     # part of autograd's graph, so gradients come back through them.
     sums = [x.sum(dims, dtype=dtype) for _, x in inputs]
@@ -132,10 +139,12 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     deviations = [x - per_channel(mean, x) for _, x in inputs]
     squares = [deviation.square().sum(dims) for deviation in deviations]
     variance = _sum_on(x.device, squares) / num_values
+
     if first_layer.training and first_layer.track_running_stats:
         # Filled by a kernel. A tensor made of a number would be copied to the GPU, and waited for.
         total = torch.full((), num_values, dtype=torch.float64, device=x.device)
         sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
+
     inverse_std = (variance + first_layer.eps).rsqrt()
 
     # output = (x - mean) / sqrt(variance + eps) * weight + bias
@@ -148,6 +157,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
         if layer.bias is not None:
             output = output + per_channel(layer.bias, x)
         outputs.append(output.to(x.dtype))
+
     return outputs
 
 
