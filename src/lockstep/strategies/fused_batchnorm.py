@@ -1,14 +1,14 @@
-"""The kernels for BatchNorm over several ranks that torch has for CUDA (and ROCm).
+"""BatchNorm over several ranks by torch's kernels for CUDA (and ROCm).
 
-torch's own `SyncBatchNorm` is made of them. They read half-precision inputs without a copy in
-float32, and combine the statistics of all ranks and update the running statistics in one kernel.
-All statistics have the *statistics dtype*: float64 for inputs in float64, else float32.
+torch's own `SyncBatchNorm` consists of these kernels. They read half-precision inputs without a
+copy in float32, and combine the statistics of all ranks and update the running statistics in one
+kernel. All statistics have the *statistics dtype*: float64 for inputs in float64, else float32.
 
-Unlike torch's layer, this one waits for the device in no step: torch removes the rows of ranks
-without samples, whose number only the device knows.
+Unlike torch's layer, this code never waits for the device. torch removes the rows of ranks without
+samples, and only the device knows how many there are.
 
-Each rank sends a row of 2 C + 1 numbers (C: channels): C means, C inverse standard deviations
-`1 / sqrt(variance + eps)`, and the number of values per channel.
+Each rank sends a row of 2 C + 1 numbers (C is the number of channels): C means, C inverse standard
+deviations `1 / sqrt(variance + eps)`, and the number of values per channel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# A count that divides without being 0, and adds nothing to a count of values.
+# Replaces a count of 0 where it is divided by. Adding it to another count changes nothing.
 SMALLEST_COUNT = 1e-30
 
 
 def takes(x: Tensor) -> bool:
-    """Returns True if these kernels are implemented for a tensor."""
+    """Returns True if these kernels support a tensor."""
     return x.is_cuda and x.is_floating_point()
 
 
@@ -33,9 +33,10 @@ def make_row(x: Tensor, eps: float, *, counts: bool) -> Tensor:
     """Returns the row that this rank sends: means, inverse standard deviations and the count.
 
     Args:
-        x: the layer's input.
-        eps: of the layer.
-        counts: False: the samples of `x` count for nothing. So it is, too, if there are none.
+        x: the input of the layer.
+        eps: the small number that the layer adds to the variance.
+        counts: False if the samples of `x` do not count. Then the row is the same as without
+            samples.
     """
     channels = x.shape[1]
     if x.numel() and counts:
@@ -56,24 +57,26 @@ def combine_rows(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the inverse standard deviation, (C,), of the values of all ranks.
+    """Returns the mean and the inverse standard deviation of all ranks' values, shape (C,).
 
     Args:
-        rows: `(ranks, 2 C + 1)`, of `make_row`. They have at least two values together.
-        running_mean: updated in place; None or of the statistics dtype.
-        running_var: likewise.
-        momentum: weight of these values in the running statistics.
-        eps: of the layer.
+        rows: the rows of all ranks, from `make_row`, shape `(ranks, 2 C + 1)`. Together they must
+            have at least two values per channel.
+        running_mean: the running mean, which is updated in place, in the statistics dtype; None to
+            update nothing.
+        running_var: the running variance, likewise.
+        momentum: the weight of these values in the running statistics.
+        eps: the small number that the layer adds to the variance.
     """
     channels = rows.shape[1] // 2
     means, invstds, counts = torch.split(rows, [channels, channels, 1], dim=1)
 
-    # For each rank the kernel divides by the number of values up to that rank. It must not be 0.
+    # For each rank the kernel divides by the number of values up to that rank, so it must not be 0.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
 
-    # From its first argument the kernel takes the dtype of `counts`, and whether it needs integers
-    # of 64 bits. The number of values of all ranks may need them where the input of none does, so
-    # this is a tensor with more elements than 32 bits count, all in one place of memory.
+    # The first argument of the kernel determines the dtype of `counts`, and whether the kernel uses
+    # 64-bit integers. The number of all ranks' values may require these even if the input of no
+    # rank does. So a tensor is passed that has 2**31 elements, all at the same address.
     large = rows.new_empty(()).expand(2**31)
     mean, invstd = torch.batch_norm_gather_stats_with_counts(
         large, means, invstds, running_mean, running_var, momentum, eps, counts
@@ -99,15 +102,15 @@ class FusedNormalize(torch.autograd.Function):
         """Returns `(x - mean) * invstd * weight + bias`.
 
         Args:
-            ctx: what the backward pass needs.
-            x: contiguous, or with the channels last.
-            weight: (C,), or None.
-            bias: (C,), or None.
-            mean: (C,), of all ranks.
-            invstd: (C,), of all ranks.
-            counts: (ranks,), how many values per channel each rank has.
-            sum_over_ranks: returns the sums over all ranks, in the backward pass.
-            is_placeholder: the statistics do not depend on `x`.
+            ctx: stores what the backward pass needs.
+            x: the input, contiguous or with the channels last.
+            weight: the weight, shape (C,), or None.
+            bias: the bias, shape (C,), or None.
+            mean: the mean of all ranks, shape (C,).
+            invstd: the inverse standard deviation of all ranks, shape (C,).
+            counts: the number of values per channel on each rank, shape (ranks,).
+            sum_over_ranks: adds up over all ranks in the backward pass.
+            is_placeholder: True if the statistics do not depend on `x`.
         """
         weight_for_kernel = _for_kernels(weight, mean.dtype)
         bias_for_kernel = _for_kernels(bias, mean.dtype)
@@ -131,7 +134,7 @@ class FusedNormalize(torch.autograd.Function):
         x, weight, mean, invstd, counts = ctx.saved_tensors
         needs_dx, needs_d_weight, needs_d_bias = ctx.needs_input_grad[:3]
         dy = gradients[0]
-        if dy.stride() != x.stride():  # the kernels want both in the same memory format
+        if dy.stride() != x.stride():  # the kernels need both in the same memory format
             dy = torch.empty_like(x).copy_(dy)
 
         d_weight = None
@@ -164,7 +167,7 @@ class FusedNormalize(torch.autograd.Function):
                     dy, x, mean, invstd, weight, total_dy, total_dy_xmu, counts
                 )
 
-        # Like those of every other parameter, these are gradients of this rank's loss alone, which
+        # Like those of every other parameter, these are gradients of only this rank's loss, which
         # are averaged over the ranks later.
         if d_weight is not None:
             d_weight = d_weight.to(ctx.weight_dtype)
@@ -174,12 +177,12 @@ class FusedNormalize(torch.autograd.Function):
 
 
 def _for_kernels(parameter: Tensor | None, statistics_dtype: torch.dtype) -> Tensor | None:
-    """Returns a weight or bias as the kernels take it; some of them read it as one piece."""
+    """Converts a weight or bias to the statistics dtype, contiguous, as the kernels need it."""
     return None if parameter is None else parameter.to(statistics_dtype).contiguous()
 
 
 def in_dense_format(x: Tensor) -> Tensor:
-    """Returns `x` contiguous or with the channels last; copies it if it is neither."""
+    """Returns `x` if it is contiguous or has the channels last, else a contiguous copy."""
     formats = [torch.contiguous_format]
     if x.dim() == 4:
         formats.append(torch.channels_last)

@@ -1,31 +1,32 @@
-"""BatchNorm over the global batch: `SyncBatchNorm` takes statistics of the samples of all ranks.
+"""BatchNorm over the global batch: `SyncBatchNorm` has statistics of the samples of all ranks.
 
-`x` is a layer's input, (N, C, ...), with C *channels*; N differs between ranks and may be 0.
-*Moments* are the mean and variance of a channel. A *placeholder* is a sample that a rank without
-samples computes (`strategies.placeholder`); it counts for nothing.
+The input `x` of a layer has shape (N, C, ...), with C *channels*; N differs between ranks and may
+be 0. The *moments* of a channel are its mean and variance. A *placeholder* is a sample that a rank
+without samples computes (`strategies.placeholder`); it does not count in the statistics.
 
-Forward, in training on more than one rank: every rank takes the count, mean and sum of squared
+Forward pass, in training on several ranks: Every rank computes the count, mean and sum of squared
 deviations (M2) of its own samples. One all-gather of `1 + 2C` float64 numbers brings them together,
 and every rank combines them by the parallel formula of Chan, Golub and LeVeque ("Updating Formulae
 and a Pairwise Algorithm for Computing Sample Variances", 1979). All ranks compute the same bits, so
 the running statistics stay equal without being broadcast.
 
-Backward: one all-reduce of `2C` float64 numbers (the sums of dy and of dy * normalised x), then
-the input gradient of Ioffe and Szegedy ("Batch Normalization", arXiv 1502.03167, section 3).
-It is linear in the ranks' losses: whatever factor each rank's loss has, the sum over ranks of the
-gradients is the gradient of the sum of the scaled losses. The gradients of weight and bias are
-left as local sums, so they are averaged over ranks like those of every other parameter.
+Backward pass: One all-reduce of `2C` float64 numbers (the sums of dy and of dy * normalised x) is
+followed by the input gradient of Ioffe and Szegedy ("Batch Normalization", arXiv 1502.03167,
+section 3). It is linear in the ranks' losses: whatever factor each rank's loss has, the sum over
+ranks of the gradients is the gradient of the sum of the scaled losses. The gradients of weight and
+bias are local sums, which are averaged over ranks later, like those of every other parameter.
 
-So it is on the CPU. On GPUs torch's own kernels do the same in float32, see `fused_batchnorm`.
+This is how it works on the CPU. On GPUs, torch's own kernels do the same in float32
+(`fused_batchnorm`).
 
-The order of the sums: forward, the ranks' moments are added in the binary tree of `summation_tree`
-(on GPUs, torch's kernel adds them in the order of the ranks). Backward, the order is that of the
-all-reduce, which depends on how ranks lie on machines; but with virtual ranks, of which each rank
-computes one, it is the tree again (`SyncBatchNorm.tree_sums`). Then neither order depends on
-machines.
+The order of the sums: In the forward pass, the ranks' moments are added in the binary tree of
+`summation_tree` (on GPUs, torch's kernel adds them in the order of the ranks). In the backward
+pass, the order is that of the all-reduce, which depends on how ranks are placed on machines. With
+virtual ranks, of which each rank computes one, it is the tree instead (`SyncBatchNorm.tree_sums`),
+and neither order depends on machines.
 
-Every rank must run the layer, forward and backward, equally often; a rank without samples takes
-part with an input of shape (0, C, ...).
+Every rank must run the layer the same number of times, forward and backward. A rank without samples
+takes part with an input of shape (0, C, ...).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNo
 
 
 class _PlaceholderState(threading.local):
-    """Says, per thread, whether a placeholder sample is computed: see `strategies.placeholder`."""
+    """Tells, per thread, whether a placeholder sample is computed (`strategies.placeholder`)."""
 
     computed = False
 
@@ -68,34 +69,35 @@ class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the samples of all ranks, on CPU and CUDA.
 
     Takes inputs of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), where N may differ
-    between ranks and may be 0. Returns the same shape, dtype and memory format. Parameters,
+    between ranks and may be 0. The output has the same shape, dtype and memory format. Parameters,
     buffers and `state_dict` keys are those of `torch.nn.BatchNorm2d`.
 
-    Outside training, without a process group and on one rank it is torch's own BatchNorm, bit for
-    bit, and does not communicate. (In eval mode with `track_running_stats=False` that means
-    statistics of the rank's own batch, as in torch.)
+    In evaluation, without a process group and on one rank it is torch's own BatchNorm, bit for bit,
+    and does not communicate. (In eval mode with `track_running_stats=False`, it uses the statistics
+    of the rank's own batch, as in torch.)
 
     Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: weight of the new batch in the running statistics; None averages all batches.
-        affine: learn a weight and a bias per channel.
-        track_running_stats: keep running statistics for eval mode.
-        process_group: the ranks to share statistics with; None is the default group, looked up
-            when the layer runs.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
-        bias: learn a bias (with `affine`).
+        num_features: the number of channels, C.
+        eps: a small number that is added to the variance.
+        momentum: the weight of a new batch in the running statistics; None for the average of all
+            batches.
+        affine: True to learn a weight and a bias per channel.
+        track_running_stats: True to keep running statistics for eval mode.
+        process_group: the ranks to share statistics with; None for the default group, which is
+            looked up when the layer runs.
+        device: the device of parameters and buffers.
+        dtype: the dtype of parameters and buffers.
+        bias: True to learn a bias (with `affine`).
 
     Raises:
-        DataError: at forward, for an input of another shape, or in training when the global batch
-            has one value per channel.
-        UsageError: at forward, on a rank outside `process_group`, or in training mode in an
+        DataError: in forward, if the input has another shape, or in training if the global batch
+            has only one value per channel.
+        UsageError: in forward, on a rank outside of `process_group`, or in training mode in an
             evaluation in which some rank has no samples.
     """
 
     tree_sums: TreeSums | None = None
-    """Adds up over virtual ranks, of which each rank computes one; None: the order of a sum over
+    """Adds up over virtual ranks, of which each rank computes one. None if the order of a sum over
     ranks does not matter."""
 
     def __init__(
@@ -117,7 +119,7 @@ class SyncBatchNorm(BatchNorm):
         self.process_group = process_group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` over the global batch in training, by the running statistics in eval."""
+        """Normalises `x` over the global batch, in eval mode by the running statistics."""
         if not self.training:
             return self._forward_in_eval(x)
 
@@ -129,7 +131,7 @@ class SyncBatchNorm(BatchNorm):
         if num_ranks == 1:
             return super().forward(x)
 
-        if num_ranks < 1:  # torch's answer to a rank that is not in the group is -1
+        if num_ranks < 1:  # torch returns -1 on a rank that is not in the group
             raise UsageError(
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
@@ -137,7 +139,8 @@ class SyncBatchNorm(BatchNorm):
             )
 
         if not torch.is_grad_enabled():
-            # In an evaluation some ranks may have fewer batches, and this layer waits for all.
+            # In an evaluation some ranks may have fewer batches, but this layer waits for all
+            # ranks.
             reason = blocked_reason()
             if reason is not None:
                 raise UsageError(
@@ -151,8 +154,8 @@ class SyncBatchNorm(BatchNorm):
     def _forward_in_eval(self, x: Tensor) -> Tensor:
         """Runs torch's own forward pass.
 
-        `fsdp` gathers weight and bias in half precision, and the running statistics stay in fp32.
-        Torch wants all of them in one dtype.
+        `fsdp` gathers weight and bias in half precision, while the running statistics stay in fp32.
+        Torch requires the same dtype for all of them.
         """
         mean = self.running_mean
         variance = self.running_var
@@ -191,7 +194,7 @@ class SyncBatchNorm(BatchNorm):
         group = self.process_group
         x = fused_batchnorm.in_dense_format(x)
 
-        # Autograd's graph has none of this: `FusedNormalize` knows the gradient through it.
+        # Autograd does not record this, because `FusedNormalize` computes the gradient through it.
         row = fused_batchnorm.make_row(x.detach(), self.eps, counts=not placeholder.computed)
         rows = _gather_rows(row, group)
         counts = rows[:, -1]
@@ -212,16 +215,19 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _combine_and_track(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the mean and 1 / sqrt(variance + eps) of all ranks; updates running statistics.
+        """Combines the statistics of all ranks, and updates the running statistics.
 
         Args:
-            rows: what all ranks have sent.
+            rows: the rows that all ranks have sent.
+
+        Returns:
+            The mean and 1 / sqrt(variance + eps) of all ranks' samples.
         """
         running_mean = None
         running_var = None
 
-        # The kernel updates running statistics of the dtype that it computes in, if their weight is
-        # known here: without momentum it depends on a number that is on the device.
+        # The kernel can update running statistics of the dtype that it computes in, with a weight
+        # that is known on the host. Without momentum, the weight depends on a number on the device.
         kernel_updates = (
             self.track_running_stats
             and self.momentum is not None
@@ -244,18 +250,18 @@ class SyncBatchNorm(BatchNorm):
         return mean, invstd
 
     def _no_rank_has_values(self, x: Tensor, total: Tensor, num_ranks: int) -> bool:
-        """Returns True if there is nothing to do: an empty output, and unchanged statistics.
+        """Returns True if no rank has any values: an empty output, and unchanged statistics.
 
-        Fewer than two values per channel over all ranks are that, or an error. To know it, the host
-        must wait for the device. A rank with two values or more knows without waiting.
+        Knowing the number of values takes waiting for the device. A rank with at least two values
+        per channel knows the answer without waiting.
 
         Args:
-            x: this rank's input.
-            total: (), the number of values per channel of all ranks.
+            x: the input on this rank.
+            total: the number of values per channel on all ranks, shape ().
             num_ranks: the number of ranks.
 
         Raises:
-            DataError: there is one value per channel.
+            DataError: there is only one value per channel.
         """
         if x.numel() > x.shape[1]:
             return False
@@ -274,12 +280,12 @@ class SyncBatchNorm(BatchNorm):
 
 
 def check_input(layer: BatchNorm, x: Tensor, name: str | None = None) -> None:
-    """Raises DataError if `x` does not have the shape that a layer takes.
+    """Raises DataError if the input of a layer does not have the right shape.
 
     Args:
         layer: a BatchNorm layer.
         x: its input.
-        name: the layer's name in the model, if it is known.
+        name: the name of the layer in the model, if it is known.
     """
     channels = layer.num_features
     if not 2 <= x.dim() <= 5 or x.shape[1] != channels:
@@ -294,7 +300,7 @@ def check_input(layer: BatchNorm, x: Tensor, name: str | None = None) -> None:
 
 
 def one_value_error(was_set: str, found: str) -> DataError:
-    """Returns the error of a batch with one value per channel, which has no variance."""
+    """Returns the error for a batch with one value per channel, which has no variance."""
     return DataError(
         was_set,
         f"Expected more than 1 value per channel when training, {found}",
@@ -304,19 +310,19 @@ def one_value_error(was_set: str, found: str) -> DataError:
 
 @torch.no_grad()
 def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-    """Updates a layer's running statistics by those of a batch, as torch's BatchNorm does.
+    """Updates a layer's running statistics with those of a batch, as torch's BatchNorm does.
 
     Args:
-        layer: one of torch's, or a SyncBatchNorm.
-        mean: (C,).
-        variance: (C,), biased.
-        total: (), values per channel, float64.
+        layer: one of torch's BatchNorm layers, or a SyncBatchNorm.
+        mean: the mean of the batch, shape (C,).
+        variance: its biased variance, shape (C,).
+        total: the number of values per channel, float64, shape ().
     """
     weight_of_batch: float | Tensor = layer.momentum or 0.0  # the momentum may be None
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the running statistics are the mean over all batches
-            # A tensor: as a number, the host would wait for the device.
+            # This stays a tensor, because reading the number would wait for the device.
             weight_of_batch = 1.0 / layer.num_batches_tracked.double()
 
     if layer.running_mean is not None:
@@ -335,16 +341,16 @@ def _update_running(running: Tensor, statistic: Tensor, weight: float | Tensor) 
 
 
 class _CentredInput(NamedTuple):
-    """The input minus its mean, which `_two_pass_moments` computes; the output is made of it."""
+    """The input minus its mean, from `_two_pass_moments`; the output is computed from it."""
 
     centre: Tensor
-    """(C,), this rank's mean, rounded to the dtype of the statistics."""
+    """The mean on this rank, rounded to the dtype of the statistics, shape (C,)."""
     deviations: Tensor
     """`x - centre`. The output is computed in its memory."""
 
 
 class _LocalMoments(NamedTuple):
-    """Moments of this rank's values."""
+    """The moments of this rank's values."""
 
     mean: Tensor
     """(C,)"""
@@ -354,7 +360,7 @@ class _LocalMoments(NamedTuple):
 
 
 class _GlobalMoments(NamedTuple):
-    """Moments of the values of all ranks; float64, on the input's device."""
+    """The moments of all ranks' values, in float64, on the device of the input."""
 
     mean: Tensor
     """(C,)"""
@@ -363,22 +369,22 @@ class _GlobalMoments(NamedTuple):
     total: Tensor
     """(), values per channel."""
     centred: _CentredInput | None
-    """This rank's input minus its mean; None if no value of this rank counts."""
+    """This rank's input minus its mean; None if this rank has no values that count."""
 
 
 @torch.no_grad()
 def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoments:
-    """Computes the moments of the inputs of all ranks of a group: one all-gather.
+    """Computes the moments of the inputs of all ranks, with one all-gather.
 
     Args:
-        x: this rank's input. It does not count if it is a placeholder sample.
+        x: the input on this rank. It does not count if it is a placeholder sample.
         group: the ranks.
     """
     channels = x.shape[1]
     centred = None
 
-    # A rank sends a row of 1 + 2 C numbers: how many values per channel it has, their C means, and
-    # the C sums of their squared deviations from the mean. A rank without samples sends zeros.
+    # Every rank sends a row of 1 + 2 C numbers: its number of values per channel, C means, and C
+    # sums of squared deviations from the mean. A rank without samples sends zeros.
     if x.numel() and not placeholder.computed:
         local = _two_pass_moments(x)
         centred = local.centred
@@ -405,7 +411,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
 
 
 def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the rows of all ranks, `(ranks, length)`, on the device of `row`."""
+    """Returns the rows of all ranks, shape `(ranks, length)`, on the device of `row`."""
     sent = row.to(carrier_device(row.device, group))
     rows = sent.new_empty(dist.get_world_size(group), sent.numel())
     routing.all_gather(rows, sent, group)
@@ -415,12 +421,12 @@ def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def sum_over_ranks(
     sums: Tensor, group: dist.ProcessGroup | None, tree_sums: TreeSums | None
 ) -> Tensor:
-    """Returns the sums over all ranks. The argument may be overwritten.
+    """Adds up tensors over all ranks, and returns the sums. May overwrite its argument.
 
     Args:
-        sums: those over the samples of this rank, contiguous.
+        sums: the sums over the samples of this rank, contiguous.
         group: the ranks.
-        tree_sums: adds up in a fixed order; None: the order may depend on the machines.
+        tree_sums: adds up in a fixed order; None if the order may depend on the machines.
     """
     totals = sums.to(carrier_device(sums.device, group))
     if tree_sums is None:
@@ -433,9 +439,9 @@ def sum_over_ranks(
 
 
 def _two_pass_moments(x: Tensor) -> _LocalMoments:
-    """Computes the moments of `x` in two passes: the mean first, then the deviations from it.
+    """Computes the moments of `x` in two passes: first the mean, then the deviations from it.
 
-    On the CPU that is several times as fast as torch's kernel. The deviations are kept, since the
+    On the CPU this is several times as fast as torch's kernel. The deviations are kept, because the
     output can be computed from them.
     """
     count = x.numel() // x.shape[1]  # values per channel
@@ -447,8 +453,8 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
         deviations, deviations, mean=torch.zeros_like(centre), invstd=torch.ones_like(centre)
     )
 
-    # `centre` is the mean, rounded, so the deviations do not add up to exactly 0. What they add up
-    # to corrects the mean. In the squares the correction would be of second order.
+    # `centre` is the rounded mean, so the deviations do not add up to exactly 0. Their sum is used
+    # to correct the mean. For the squares, the correction would be of second order.
     mean = centre + sum_of_deviations.double() / count
     return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
 
@@ -458,8 +464,8 @@ def _sum_and_sum_of_products(
 ) -> tuple[Tensor, Tensor]:
     """Returns, per channel, the sum of `dy` and the sum of `dy * (x - mean) * invstd`.
 
-    torch's kernel for the backward pass takes both sums in one pass, if it is asked for nothing but
-    the gradients of bias and weight. Of the weight, its third argument, it reads only the dtype.
+    torch's kernel for the backward pass computes both sums in one pass, if only the gradients of
+    bias and weight are requested. Of the weight, its third argument, it only reads the dtype.
     """
     weight = invstd
     running_mean = None
@@ -477,8 +483,8 @@ def _sum_and_sum_of_products(
 class _Normalize(torch.autograd.Function):
     """Normalises by moments of the global batch, with the gradient through the moments.
 
-    The names in its formulas are `invstd`: 1 / sqrt(variance + eps), and `xhat`: the normalised
-    input, (x - mean) * invstd.
+    In its formulas, `invstd` is 1 / sqrt(variance + eps), and `xhat` is the normalised input, (x -
+    mean) * invstd.
     """
 
     @staticmethod
@@ -493,10 +499,10 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         """Returns `xhat * weight + bias`, where `xhat` is `(x - mean) / sqrt(variance + eps)`.
 
-        The `moments` of all ranks are float64: `mean` and `variance`, (C,), and `total`, the number
-        of values per channel. `moments.centred` has `deviations`: `x - centre`, where `centre` is
-        the mean of this rank's samples. The output is computed in their memory. The backward pass
-        calls `sum_over_ranks`.
+        `moments` has the float64 moments of all ranks: `mean` and `variance`, of shape (C,), and
+        `total`, the number of values per channel. `moments.centred` has `deviations`, which is `x -
+        centre`, where `centre` is the mean of this rank's samples. The output is computed in their
+        memory. The backward pass calls `sum_over_ranks`.
         """
         dtype = statistics_dtype(x)
         invstd = (moments.variance + eps).rsqrt()
@@ -510,7 +516,7 @@ class _Normalize(torch.autograd.Function):
             return torch.empty_like(x)
 
         if moments.centred is None:
-            # A placeholder has no deviations to begin with: torch's kernel computes everything.
+            # There are no deviations of a placeholder, so torch's kernel computes everything.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
@@ -525,7 +531,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             shift += bias
 
-        # In place: nothing else needs the deviations.
+        # Computed in place, because the deviations are not needed any more.
         output = deviations.mul_(per_channel(scale.to(dtype), x))
         return output.add_(per_channel(shift.to(dtype), x)).to(x.dtype)
 
@@ -534,8 +540,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of `x`, weight and bias; the other arguments have none.
 
-        `xhat` is the normalised input, `(x - mean) * invstd`, and `total` the number of values per
-        channel on all ranks. Sums are taken per channel, so they are of shape (C,).
+        `xhat` is the normalised input, `(x - mean) * invstd`, and `total` is the number of values
+        per channel on all ranks. Sums are taken per channel, and have shape (C,).
         """
         x, weight, mean, variance, invstd, total = ctx.saved_tensors
         needs_dx, needs_d_weight, needs_d_bias = ctx.needs_input_grad[:3]
@@ -553,7 +559,7 @@ class _Normalize(torch.autograd.Function):
         if needs_dx:
             own_sums = torch.stack([sum_dy, sum_dy_xhat]).double()  # (2, C)
             sums = ctx.sum_over_ranks(own_sums)
-            if ctx.is_placeholder:  # the global moments do not depend on it
+            if ctx.is_placeholder:  # the global moments do not depend on a placeholder
                 dx = torch.zeros_like(x)
             else:
                 # With scale = invstd * weight, and the sums over all ranks:
@@ -569,8 +575,8 @@ class _Normalize(torch.autograd.Function):
                     dy, scale.to(invstd.dtype), x, mean, variance, ctx.eps, factor_of_xhat, constant
                 )
 
-        # Like those of every other parameter, these are gradients of this rank's loss alone, which
-        # are averaged over the ranks later. They are zeros on a rank without samples.
+        # Like those of every other parameter, these are gradients of only this rank's loss, which
+        # are averaged over the ranks later. On a rank without samples they are zeros.
         d_weight = sum_dy_xhat.to(weight.dtype) if needs_d_weight else None
         d_bias = None
         if needs_d_bias:
@@ -591,7 +597,7 @@ def _scaled_sum(
 ) -> Tensor:
     """Returns `dy * scale + xhat * factor_of_xhat + constant`, in two passes without a temporary.
 
-    `xhat` is `x`, normalised by `mean` and `variance`. All other vectors are (C,), too.
+    `xhat` is `x`, normalised by `mean` and `variance`. All vectors have shape (C,).
     """
     if not x.numel():
         return torch.zeros_like(x)
@@ -603,35 +609,35 @@ def _scaled_sum(
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which statistics of `x` are taken: at least float32."""
+    """Returns the dtype in which statistics of `x` are computed: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def all_but_channels(x: Tensor) -> list[int]:
-    """Returns the dimensions over which statistics are taken: all but dimension 1."""
+    """Returns the dimensions over which statistics are computed: all except dimension 1."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    """Returns a vector of shape (C,) on the device of `x`, in a shape that broadcasts with it."""
+    """Returns a vector of shape (C,) in a shape that broadcasts with `x`, on its device."""
     ones = [1] * (x.dim() - 2)
     return vector.to(x.device).view(1, -1, *ones)
 
 
 class BatchNormNames(NamedTuple):
-    """Names of the BatchNorm layers of a module, as in `named_modules()` (the root is "")."""
+    """The names of a module's BatchNorm layers, as in `named_modules()` (the root is "")."""
 
     converted: list[str]
-    """Layers that take their statistics over all samples now."""
+    """The layers that now take their statistics over all samples."""
     left_alone: list[str]
-    """Layers that were not converted because they have a forward of their own."""
+    """The layers that were not converted, because they have their own forward."""
 
     def choices(self, *, computed_by: str, samples: str) -> list[Choice]:
-        """Describes both kinds for the block of choices.
+        """Returns the printed lines about both kinds of layers.
 
         Args:
             computed_by: what computes a part of the samples: "rank" or "device".
-            samples: describes all samples, after "statistics of".
+            samples: a description of all samples, to be printed after "statistics of".
         """
         choices: list[Choice] = []
         if self.converted:
@@ -649,20 +655,20 @@ class BatchNormNames(NamedTuple):
 
 
 def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> BatchNormNames:
-    """Turns every torch BatchNorm (and torch SyncBatchNorm) in `module` into a SyncBatchNorm.
+    """Turns every torch BatchNorm (and torch SyncBatchNorm) in a module into a SyncBatchNorm.
 
-    The layers change class in place: parameters, buffers, hooks, flags and sharing stay as they
-    are, and an optimizer that holds the parameters goes on holding them. A layer of a subclass is
-    converted if the subclass defines nothing but a constructor; one with methods of its own is left
-    alone and named in the result.
+    The class of the layers is changed in place: parameters, buffers, hooks and flags stay the same,
+    and an optimizer keeps its parameters. A layer of a subclass is converted if the subclass only
+    defines a constructor. A layer with other methods of its own is left unchanged, and named in the
+    result.
 
     Args:
         module: the model, or a single layer.
-        process_group: the ranks to share statistics with; None is the default group (for a torch
-            SyncBatchNorm: the group it has).
+        process_group: the ranks to share statistics with; None for the default group (or the group
+            that a torch SyncBatchNorm already has).
 
     Raises:
-        UsageError: a lazy BatchNorm has not seen its first input; nothing is changed then.
+        UsageError: a lazy BatchNorm has not seen its first input. Nothing is changed then.
     """
     converted: dict[str, Any] = {}
     left_alone: list[str] = []
@@ -682,7 +688,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         else:
             left_alone.append(name)
 
-    # Only now, so that nothing is changed if an error was raised above.
+    # Done at the end, so that nothing is changed if an error is raised above.
     for layer in converted.values():
         # A torch SyncBatchNorm has a process group already, other layers have none.
         layer.process_group = process_group or vars(layer).get("process_group")
@@ -692,17 +698,17 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 
 def forget_tree_sums(module: nn.Module) -> None:
-    """Lets every SyncBatchNorm in `module` sum over ranks in any order again."""
+    """Removes the fixed order of sums from every SyncBatchNorm in a module."""
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             layer.tree_sums = None
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Returns True if replacing the layer's forward loses nothing that the user has written.
+    """Returns True if replacing the layer's forward loses no code of the user.
 
-    That is so for torch's classes, and for subclasses that define nothing but special methods such
-    as `__init__`.
+    This holds for torch's classes, and for subclasses that only define special methods such as
+    `__init__`.
     """
     if "forward" in vars(layer):
         return False

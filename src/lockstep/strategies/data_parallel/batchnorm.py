@@ -1,13 +1,14 @@
 """BatchNorm over the samples of all replicas of a `DataParallel` module.
 
 The replicas meet at every BatchNorm layer (`parallel_apply.ReplicaBarrier`). One of them computes
-the mean and the variance of all replicas' samples, in two passes over the inputs where they lie, so
-that only C numbers per replica travel between devices (C: channels). All of it is plain
-differentiable torch, so autograd gives the gradient through the statistics (Ioffe and Szegedy,
-"Batch Normalization", arXiv 1502.03167, section 3), for parts of different sizes as well.
+the mean and the variance of all replicas' samples, in two passes over the inputs on their devices,
+so that only C numbers per replica (C is the number of channels) are sent between devices. All of
+this is plain differentiable torch, so autograd computes the gradient through the statistics (Ioffe
+and Szegedy, "Batch Normalization", arXiv 1502.03167, section 3), even for parts of different sizes.
 
 `strategies.sync_batchnorm` does the same over processes, by collectives. Replicas could not meet in
-its backward pass: on the CPU that runs in one thread, whatever the forward pass ran in.
+its backward pass, because on the CPU that runs in a single thread, whichever threads ran the
+forward pass.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from lockstep.strategies.sync_batchnorm import BatchNormNames, per_channel
 
 
 class BatchNormOverReplicas:
-    """The `forward` of a BatchNorm layer, with statistics of the samples of all replicas.
+    """The `forward` of a BatchNorm layer with statistics over the samples of all replicas.
 
-    With one replica, or in a mode that takes no statistics of the batch, it is torch's own
-    BatchNorm, bit for bit. The layer of the first replica updates its running statistics.
+    With one replica, or in a mode without statistics of the batch, it is torch's own BatchNorm, bit
+    for bit. The layer of the first replica updates its running statistics.
     """
 
     def __init__(self, layer: BatchNorm, name: str) -> None:
@@ -45,10 +46,10 @@ class BatchNormOverReplicas:
         """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples.
 
         Raises:
-            UsageError: the layer is computed again in a backward pass, by activation checkpointing.
+            UsageError: activation checkpointing computes the layer again in a backward pass.
         """
         layer = self.layer
-        replica = current_replica.get()  # None: there is one replica, or no forward pass of them
+        replica = current_replica.get()  # None if replicas do not run in parallel
         if replica is None or not self.uses_batch_statistics:
             self._check_not_recomputed()
             return BatchNorm.forward(layer, x)
@@ -61,9 +62,9 @@ class BatchNormOverReplicas:
         return output
 
     def _check_not_recomputed(self) -> None:
-        """Raises UsageError if a forward pass with all replicas is computed again without them.
+        """Raises UsageError if a forward pass with all replicas is computed again by a single one.
 
-        Activation checkpointing calls the layer in the backward pass and expects the result of the
+        In the backward pass, activation checkpointing calls the layer and expects the result of the
         forward pass. But the replicas do not meet there.
         """
         if not in_backward_pass():
@@ -81,12 +82,12 @@ class BatchNormOverReplicas:
 
 
 def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
-    """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
+    """Makes BatchNorm layers in a module take their statistics from the samples of all replicas.
 
-    Layers with a forward of their own are left alone, as `sync_batchnorm.convert` does.
+    As in `sync_batchnorm.convert`, layers with their own forward are left unchanged.
 
     Returns:
-        The names of the layers that were converted, and of those that were left alone.
+        The names of the layers that were converted, and of those that were not.
     """
     names = BatchNormNames([], [])
     for name, part in module.named_modules():
@@ -98,7 +99,7 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.met_replicas = False
 
-        # A layer that another DataParallel converted before counts as converted, too.
+        # A layer that another DataParallel has converted counts as converted, too.
         if isinstance(vars(layer).get("forward"), BatchNormOverReplicas):
             names.converted.append(name)
         else:
@@ -111,7 +112,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     """Normalises the inputs of all replicas by the statistics of all their samples.
 
     Args:
-        inputs: for each replica its copy of the layer, and the layer's input. The layer of the
+        inputs: for each replica, its copy of the layer and the input of the layer. The layer of the
             first replica updates its running statistics.
 
     Returns:
@@ -124,7 +125,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     dims = sync_batchnorm.all_but_channels(x)
     dtype = sync_batchnorm.statistics_dtype(x)
 
-    # The number n of values per channel, of all replicas.
+    # The number n of values per channel on all replicas.
     num_values = sum(x.numel() for _, x in inputs) // first_layer.num_features
     if num_values == 1:
         raise sync_batchnorm.one_value_error(
@@ -141,7 +142,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     variance = _sum_on(x.device, squares) / num_values
 
     if first_layer.training and first_layer.track_running_stats:
-        # Filled by a kernel. A tensor made of a number would be copied to the GPU, and waited for.
+        # A kernel fills this tensor. `torch.tensor(number)` would be copied to the GPU and wait.
         total = torch.full((), num_values, dtype=torch.float64, device=x.device)
         sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
 
@@ -162,5 +163,5 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
 
 
 def _sum_on(device: torch.device, summands: Sequence[Tensor]) -> Tensor:
-    """Returns the sum, on `device`, of tensors of one shape that lie on several devices."""
+    """Returns the sum of tensors on several devices, on the given device."""
     return torch.stack([summand.to(device) for summand in summands]).sum(0)
