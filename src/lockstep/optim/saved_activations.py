@@ -148,7 +148,9 @@ class _Counter:
         """Adds the storage of a tensor to `counted`, unless it belongs to a parameter or buffer."""
         if tensor.layout is not torch.strided:  # other tensors do not have a single storage
             return
+
         storage = tensor.untyped_storage()
+
         # Weak references identify storages: torch returns the same object for a storage while
         # something refers to it, and references to two storages are never equal, even if the second
         # one gets the address of the first.

@@ -175,6 +175,7 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
         divided = ", ".join(str(number) for number in num_per_rank)
         found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
         error = SettingError(error.was_set, found, error.do)
+
     raise error
 
 

@@ -159,6 +159,7 @@ class DDP(base.Strategy):
         device_ids = None
         if run.device.type == "cuda" and not is_on_several_gpus:
             device_ids = [run.device.index]
+
         compress = self._compression(module, run)
         wrapped = ExactDDP(
             module,
@@ -179,6 +180,7 @@ class DDP(base.Strategy):
         reason = "averaged in buckets during backward, in place"
         choices.append(Choice("gradients", format_bytes(num_bytes), reason))
         choices.append(self._bucket_choice(num_bytes))
+
         if compress is not None:
             sent = f"gradients {describe_peers(run.device)}"
             choices.append(

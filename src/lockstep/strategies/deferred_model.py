@@ -354,6 +354,7 @@ class DeferredModel(Extension):
             targets: this rank's part of each tensor, by name. Tied tensors occur several times.
         """
         recordings: dict[int, Recording] = {}  # by their `id`
+
         # For each recording, by its `id`: the tensors whose values are in a piece of recorded
         # memory, by the key of this memory.
         targets_of_recording: dict[int, dict[int, list[tuple[RecordedSource, Tensor]]]] = {}

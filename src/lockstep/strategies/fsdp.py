@@ -252,6 +252,7 @@ class FSDP(Strategy):
         average: str | Sequence[str] = self.average_buffers
         already_equal: Sequence[str] = ()
         gradient_bits = None
+
         if run.settings.virtual_ranks is not None:
             tree = make_virtual_rank_tree(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
@@ -280,6 +281,7 @@ class FSDP(Strategy):
         # Methods of other libraries that expect whole parameters.
         if isinstance(module, AveragedModel):
             average_shards_separately(module)
+
         if callable(getattr(module, "save_pretrained", None)):
             save_pretrained_whole(module, run)
 
@@ -380,6 +382,7 @@ class FSDP(Strategy):
             # Without this option torch keeps only the parameters of the root, with which the
             # backward pass begins.
             options["reshard_after_forward"] = False
+
         fully_shard(
             unit,
             mesh=mesh,

@@ -231,6 +231,7 @@ class ShardedModule(Extension):
         self._end_double_backward()
         self._reshard()
         not_averaged = self._parameters_with_whole_gradient()
+
         if not_averaged:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
@@ -263,6 +264,7 @@ class ShardedModule(Extension):
         for name, parameter in self.whole_parameters.items():
             if parameter.grad is not None or id(parameter) in ids_with_accumulated_gradient:
                 names.append(name)
+
         return names
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:

@@ -114,6 +114,7 @@ class TreeReduceScatter:
         # Each process gets a chunk of each partial sum. Processes with the same shard get the same
         # chunk.
         copies = self._num_processes // self._num_shards
+
         chunks_of_partial_sums = []
         for partial_sum in self._partial_sums:
             chunks = partial_sum.chunk(self._num_shards)

@@ -78,6 +78,7 @@ class GradientAverage:
                     register: Any = parameter.register_post_accumulate_grad_hook
                     handle = register(hook)
                     hooks.callback(handle.remove)
+
             yield
 
         # The remaining buckets hold parameters that got no gradient in this backward pass.
@@ -100,12 +101,14 @@ class GradientAverage:
         for bucket in self._buckets:
             flags.append(int(bucket.has_changed))
             flags += [int(parameter.grad is not None) for parameter in bucket.parameters]
+
         sums_of_flags = torch.tensor(flags, dtype=torch.int32)
         wait_for_flags = routing.start_all_reduce(sums_of_flags, self._group)
 
         # Sums must be waited for in the order in which they were started.
         for bucket in self._buckets:
             bucket.wait()
+
         wait_for_flags()
 
         remaining_flags = iter(sums_of_flags.tolist())

@@ -119,6 +119,7 @@ class MovingBuffers:
             # Without samples, the buffers of this rank have kept their old values. So they must not
             # count in the comparison, and the smallest possible number never is the maximum.
             maxima[1:] = torch.iinfo(torch.int64).min
+
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
         changed_anywhere, largest, negative_smallest = maxima.tolist()
 

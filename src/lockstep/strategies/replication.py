@@ -126,6 +126,7 @@ def _extreme_over_ranks(
     maxima = torch.stack([number, local_norm.isnan().double()])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
     any_is_nan = maxima[1] != 0
+
     return torch.where(any_is_nan, math.nan, sign * maxima[0])
 
 

@@ -53,11 +53,47 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
         SettingError: a process computes several virtual ranks, devices are checked, or a
             SyncBatchNorm of the model is restricted to some ranks.
     """
+    _check_can_synchronise(module, run)
+    if run.settings.synchronises_batchnorm:
+        convert(module)
+
+    # Every rank computes one virtual rank. Those without samples contribute zeros.
+    num_ranks = run.topology.size
+    bounds = tuple(range(num_ranks + 1))
+    tree_sums = TreeSums((True,) * num_ranks, bounds, run.topology.rank)
+    num_synchronised = 0
+    num_others = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            convert(layer)
+        if isinstance(layer, SyncBatchNorm):
+            layer.tree_sums = tree_sums
+            num_synchronised += 1
+        elif isinstance(layer, BatchNorm):
+            num_others += 1
+
+    reason = f"statistics of {statistics_of}, added up in the tree of virtual ranks"
+    choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
+    if num_others:
+        reason = "not a SyncBatchNorm"
+        if run.settings.synchronises_batchnorm:
+            reason = "they have a forward of their own"
+        choices.append(Choice("batchnorm", f"{num_others} per virtual rank", reason))
+
+    return choices
+
+
+def _check_can_synchronise(module: nn.Module, run: Run) -> None:
+    """Raises SettingError if BatchNorm layers cannot take statistics from all virtual ranks.
+
+    Args:
+        module: the user's module.
+        run: a run with virtual ranks.
+    """
     settings = run.settings
     assert settings.virtual_ranks is not None
     num_ranks = run.topology.size
     was_set = f"virtual_ranks={settings.virtual_ranks} with "
-
     if settings.sync_batchnorm:
         was_set += "sync_batchnorm=True"
     else:
@@ -85,7 +121,6 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     for layer in module.modules():
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue
-
         group = layer.process_group
         if group is not None and dist.get_world_size(group) != num_ranks:
             raise SettingError(
@@ -94,31 +129,3 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
                 "all virtual ranks",
                 "build it without process_group",
             )
-
-    if settings.synchronises_batchnorm:
-        convert(module)
-
-    # Every rank computes one virtual rank. Those without samples contribute zeros.
-    bounds = tuple(range(num_ranks + 1))
-    tree_sums = TreeSums((True,) * num_ranks, bounds, run.topology.rank)
-    num_synchronised = 0
-    num_others = 0
-
-    for layer in module.modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            convert(layer)
-        if isinstance(layer, SyncBatchNorm):
-            layer.tree_sums = tree_sums
-            num_synchronised += 1
-        elif isinstance(layer, BatchNorm):
-            num_others += 1
-
-    reason = f"statistics of {statistics_of}, added up in the tree of virtual ranks"
-    choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
-    if num_others:
-        reason = "not a SyncBatchNorm"
-        if settings.synchronises_batchnorm:
-            reason = "they have a forward of their own"
-        choices.append(Choice("batchnorm", f"{num_others} per virtual rank", reason))
-
-    return choices

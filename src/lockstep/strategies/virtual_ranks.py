@@ -234,14 +234,17 @@ class VirtualRankGradients(Extension):
         for partial_sum in unmerged:
             gradients = [partial_sum[index] for index in indices]
             partial_sums.append(_like_bucket(total, views, gradients))
+
         if counts_in_sum(micro_batch):
             partial_sums.append(total)
+
         return sums.start(partial_sums, total, scale=scale)
 
     def _views_of_bucket(self, bucket: dist.GradBucket) -> _ViewsOfBucket:
         """Returns the gradients in a bucket, which are looked up once for each buffer."""
         buffer = bucket.buffer()
         known = self._views.get(bucket.index())
+
         # While the views are stored, the memory of their buffer is not reused.
         is_same_buffer = known is not None and known.buffer.data_ptr() == buffer.data_ptr()
         if known is not None and is_same_buffer:
@@ -249,10 +252,12 @@ class VirtualRankGradients(Extension):
 
         if bucket.index() == 0:
             self._views.clear()  # torch has made new buckets
+
         parameters = bucket.parameters()
         indices = [self._index_in_module[id(parameter)] for parameter in parameters]
         views = _ViewsOfBucket(buffer, gradients_of_bucket(bucket), parameters, indices)
         self._views[bucket.index()] = views
+
         return views
 
     def _push_gradients(self, micro_batch: MicroBatch) -> None:

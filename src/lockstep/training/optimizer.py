@@ -119,6 +119,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         # super().__init__() is not called, because groups, state and hooks are those of `inner`.
         self.inner = inner
         self.modules = modules
+        self.as_extension = _OptimizerEvents(self)
+        self._step = step
+        self._precision = precision
+        self._collectives = collectives
+
         self.stepping = False
         """True while the inner optimizer is in a step that this optimizer has called."""
         self.skipped = False
@@ -132,14 +137,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self.num_parameters_of_groups: list[int] = []
         """If other ranks have some of the parameters: the number of parameters in each group, over
         all ranks."""
-        self.as_extension = _OptimizerEvents(self)
-        self._step = step
-        self._precision = precision
-        self._collectives = collectives
+
         self._step_called_in: StepKey | None = None
         """The optimizer step to which the latest call of `step()` belonged."""
         self._stepped_in: StepKey | None = None
         """The optimizer step in which the inner optimizer stepped last."""
+
         self._early_calls = 0
         """How often `step()` was called in the present global batch before its last micro-batch."""
         self._early_call_at: Location | None = None
@@ -160,6 +163,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._missed_calls = (0, 0)
         """In how many of its micro-batches `step()` was called in the latest global batch with a
         missed step, and how many micro-batches it had."""
+
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
@@ -167,6 +171,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._error_of_closure: Exception | None = None
         """The error that the user's closure raised last."""
         self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
+
         self._active_virtual_rank: int | None = None
         """The virtual rank whose state the inner optimizer holds. None for the state with which all
         virtual ranks begin, and without virtual ranks."""

@@ -579,7 +579,7 @@ class Preparer:
         Raises:
             SettingError: virtual ranks are to share statistics, and cannot.
         """
-        sync_batchnorm.forget_tree_sums(module)  # of an earlier run
+        sync_batchnorm.forget_tree_sums(module)  # which an earlier run may have set
         if self.run.settings.virtual_ranks is None:
             if self.run.settings.synchronises_batchnorm:
                 self._batchnorm_notes.module_is_synchronised()
@@ -701,6 +701,7 @@ class Preparer:
                     numbers_here.append(number)
 
             numbers_of_groups.append(numbers_here)
+
             # The list is changed in place, because LBFGS keeps a reference to it.
             group["params"][:] = parameters_here
 

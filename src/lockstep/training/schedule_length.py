@@ -93,6 +93,7 @@ class ScheduleLengths(Extension):
         for loader in self._loaders:
             if loader in self._compared or loader.trained == 0:
                 continue
+
             if self._num_epochs is not None:
                 self._check_all(loader, self._num_epochs)
 

@@ -135,11 +135,13 @@ class DiLoCoTraining(Extension):
                     "leave the loop where world.is_last_micro_batch is true, or by what changes "
                     "once per global batch, such as world.step",
                 )
+
             self._finish_global_batch()
 
         self._last_virtual_rank_began = micro_batch.last
         if micro_batch.opens:  # the first micro-batch of an optimizer step
             self._stepped_optimizers.clear()
+
         self._put_present_values()
 
     def before_forward(self) -> None:

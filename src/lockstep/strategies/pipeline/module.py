@@ -188,12 +188,14 @@ class PipelinedModule(ModuleWrapper):
         last_stage_here = self.place.stages[-1]
         micro_batch = len(batch.calls) - 1
         forward_pass = Action(forward=True, stage=last_stage_here, micro_batch=micro_batch)
+
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
 
         if self.has_last_stage:
             return output
+
         # On this rank the output consists of shapes.
         return map_tensors(self._make_nan, output)
 

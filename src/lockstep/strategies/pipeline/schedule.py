@@ -232,12 +232,15 @@ def _interleaved_orders(
                     continue
 
                 finished[action] = rank.do(action, tick)
+
                 # A backward pass uses a received gradient, and sends one to the previous stage.
                 if not action.forward and action.stage < last_stage:
                     rank.received_gradients.popleft()
+
                 if not action.forward and action.stage > 0:
                     next_pass = action._replace(stage=action.stage - 1)
                     ranks[next_pass.stage % positions].received_gradients.append(next_pass)
+
                 break
 
         tick += 1

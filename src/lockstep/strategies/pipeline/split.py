@@ -87,6 +87,7 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
     units: list[tuple[str, nn.Module]] = []
     for child_name, child in children:
         units += _find_units(f"{prefix}{child_name}", child, blocks)
+
     return units
 
 

@@ -402,6 +402,7 @@ class Pipeline(Strategy):
         measured = None
         if run.topology.is_main:
             measured = measure(module, names, run.examples)
+
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
 

@@ -56,6 +56,7 @@ def measure(
     modules = [module.get_submodule(name) for name in units]
     parameter_bytes = [float(sum(p.nbytes for p in unit.parameters())) for unit in modules]
     training_modules = [part for part in module.modules() if part.training]
+
     # In evaluation mode running statistics stay the same, and SyncBatchNorm does not communicate.
     module.eval()
 
