@@ -1,8 +1,8 @@
-"""The strategies: their names, and their options classes, to be given as `strategy=`.
+"""The strategies: their names, and the classes with their options, for the argument `strategy=`.
 
-To add a strategy is to add its file and its line in `MODULE_OF_CLASS`; its name is that of the
-class in small letters. Importing this package does not import torch: a class is imported when it is
-first used, since a run needs one of them, and `lockstep run` needs only the names.
+To add a strategy, add its file and a line in `MODULE_OF_CLASS`; its name is the lower-case name of
+the class. Importing this package does not import torch: a class is imported when it is first used,
+because a run needs only one of them, and `lockstep run` needs only their names.
 """
 
 from __future__ import annotations

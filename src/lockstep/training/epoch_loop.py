@@ -45,11 +45,14 @@ def epochs_of_loop() -> int | None:
 
 
 def may_pass_value_on(line: Location) -> bool:
-    """Returns True if a value that a statement computes may be an argument of another call.
+    """Returns True if the value of an expression may become an argument of another call.
 
-    `build(3 * len(loader))` and `return 3 * len(loader)` pass it on, and so does `steps = 3 *
-    len(loader)` if `build(steps)` follows. `print(len(loader))` does not, nor does the head of a
-    loop. False if the source is not known.
+    True for `build(3 * len(loader))`, for `return 3 * len(loader)`, and for `steps = 3 *
+    len(loader)` if `build(steps)` follows. False for `print(len(loader))` and for the head of a
+    loop, and if the source is unknown.
+
+    Args:
+        line: the line of the script that contains the expression.
     """
     file, number = line
     try:
@@ -72,7 +75,7 @@ def may_pass_value_on(line: Location) -> bool:
 
 
 def _calls_more_than_len(statement: ast.stmt) -> bool:
-    """True for `schedule = build(3 * len(loader))`, and not for `steps = 3 * len(loader)`."""
+    """Returns True for `schedule = build(3 * len(loader))`, False for `steps = 3 * len(loader)`."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") != "len":
             return True
@@ -80,7 +83,12 @@ def _calls_more_than_len(statement: ast.stmt) -> bool:
 
 
 def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
-    """True if what is assigned is an argument of a call, perhaps through other variables."""
+    """Returns True if an assigned value is an argument of a call, perhaps through other variables.
+
+    Args:
+        assignment: the statement that assigns the value.
+        statements: all simple statements of the script.
+    """
     names = _names(assignment, stored=True)
     is_growing = True
     while is_growing:
@@ -99,7 +107,12 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
 
 
 def _names(statement: ast.stmt, *, stored: bool) -> set[str]:
-    """Returns the variables and attributes that a statement assigns to, or those that it reads."""
+    """Returns the names of the variables and attributes that a statement assigns to, or reads.
+
+    Args:
+        statement: the statement.
+        stored: True for the names that it assigns to, False for those that it reads.
+    """
     names = set()
     for node in ast.walk(statement):
         if not isinstance(node, ast.Name | ast.Attribute):
@@ -110,7 +123,7 @@ def _names(statement: ast.stmt, *, stored: bool) -> set[str]:
 
 
 def _prints(node: ast.AST) -> bool:
-    """True for `print(...)`, `logger.info(...)` and the values in an f-string."""
+    """Returns True for `print(...)`, `logger.info(...)` and for the values in an f-string."""
     if isinstance(node, ast.JoinedStr):
         return True
     if not isinstance(node, ast.Call):

@@ -55,13 +55,14 @@ FOREACH_MAX_MEAN_ELEMENTS = 2**14
 # "aten.add.Tensor: got mixed torch.Tensor and DTensor".
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
-# `step()` was called in some micro-batches of a global batch, and not in its last. One such batch
-# may be a step that is left out on purpose.
+# The next constants decide when to warn that `step()` was called in some micro-batches of a global
+# batch, but not in the last one. If that happens once, the step may be left out on purpose.
 MAX_BATCHES_BETWEEN_MISSED_STEPS = 10
-"""Two global batches that are no further apart tell, if `step()` was called in only some of the
-micro-batches before the last."""
-# If `step()` was called in all of them, as it always is if it is called and there are two, no step
-# must have been taken for several global batches.
+"""If `step()` was called in only some of the micro-batches before the last one, a warning is given
+when this happens twice within this number of global batches."""
+
+# If `step()` was called in all micro-batches before the last one (with two micro-batches, in the
+# first), a warning is given only if no step was made for several global batches in a row.
 MIN_STEPS_MISSED_AT_END_OF_PASS = 3
 MAX_STEPS_MISSED_IN_A_ROW = 20
 """After so many, the warning does not wait for the end of the pass, which may never come."""
