@@ -50,6 +50,7 @@ def wrap(
             break_long_words=break_long_words,
             break_on_hyphens=False,
         )
+
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
@@ -58,6 +59,7 @@ def wrap(
             line = subsequent_indent
             piece = piece.lstrip()
         line += piece
+
     if line.strip():
         lines.append(line.rstrip())
     return lines
@@ -86,4 +88,5 @@ def _unbreakable_pieces(text: str) -> list[str]:
         if (is_at_space or is_at_wide_char) and not belongs_together:
             pieces.append("")
         pieces[-1] += char
+
     return pieces

@@ -140,6 +140,7 @@ class LockstepError(Exception):
             places.append(self.line)
         if not places:
             return ""
+
         return f"\n{_labelled(in_language('at:'), ', '.join(places))}"
 
 
@@ -374,6 +375,7 @@ def warn(
     is_rank_0 = _rank is None or _rank == 0
     if not is_rank_0 and not on_this_rank:
         return
+
     # If no line of the user's runs, as in a command, there is no file to name.
     file, line = at or user_location() or ("lockstep", 0)
     text = _format_message(was_set, found, do, code, in_english)

@@ -64,14 +64,17 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
             name_before = ""
             masked.append(MASK if hidden else _mask_value(argument))
             continue
+
         name, equals_sign, value = argument.partition("=")
         if equals_sign and re.fullmatch(r"[-+\w.]+", name) and _is_secret(name, value):
             masked.append(f"{name}={MASK}")
             continue
+
         # `--token VALUE`; a word without a dash is no option, and what follows it is not its value.
         is_option = argument.startswith("-") and not equals_sign
         name_before = argument if is_option else ""
         masked.append(_mask_value(argument))
+
     return masked
 
 
@@ -98,6 +101,7 @@ def _is_secret(name: str, value: str) -> bool:
         return False
     if not WORDS_OF_FIELDS.isdisjoint(words[-2:-1]):
         return _RANDOM.fullmatch(value) is not None
+
     return _PLAIN_VALUE.fullmatch(value) is None
 
 
@@ -123,6 +127,7 @@ def _mask_address(match: re.Match[str]) -> str:
     scheme = match["scheme"]
     rest = match["rest"]
     host_and_user = re.split(r"[/?#]", rest, maxsplit=1)[0]
+
     user, colon, after_colon = host_and_user.partition(":")
     if "@" in host_and_user:
         end = host_and_user.rindex("@")
@@ -130,9 +135,11 @@ def _mask_address(match: re.Match[str]) -> str:
         end = rest.rindex("@")  # no port follows the colon, so it is a password with a slash
     else:
         return match[0]
+
     user, colon, _ = rest[:end].partition(":")
     if colon:
         return f"{scheme}://{user}:{MASK}{rest[end:]}"
     if scheme.lower() in ("http", "https") or len(user) >= MIN_TOKEN_AS_USER:
         return f"{scheme}://{MASK}{rest[end:]}"
+
     return match[0]

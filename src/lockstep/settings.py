@@ -187,11 +187,13 @@ def check_precision(precision: Any) -> None:
     """Raises SettingError for an unknown precision, and suggests the one that was meant."""
     if precision in PRECISIONS:
         return
+
     advice = "choose one of them"
     for part, suggested in PRECISION_OF_PART.items():
         if part in str(precision):
             advice = f"did you mean {suggested!r}?"
             break
+
     raise SettingError(
         f"precision={precision!r}", "precisions are " + ", ".join(PRECISIONS), advice
     )
@@ -215,6 +217,7 @@ def check_shares(shares: Any) -> None:
     """Raises SettingError unless shares are `"auto"`, or whole numbers of which one is above 0."""
     if is_auto(shares):
         return
+
     numbers = _whole_numbers(shares)
     do = _advice_on_shares(None, "rank")
     if numbers is None:
@@ -238,10 +241,12 @@ def parse_shares(
     """
     if shares is None:
         return (1,) * size
+
     numbers = _whole_numbers(shares)
     do = _advice_on_shares(size, of)
     if numbers is None:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
+
     if len(numbers) != size:
         given = count_noun(len(numbers), "share")
         if of == "rank":
@@ -249,6 +254,7 @@ def parse_shares(
         else:
             found = f"{given} for {count_noun(size, of)}"
         raise SettingError(f"shares={shares!r}", found, do)
+
     check_shares(shares)
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
@@ -267,6 +273,7 @@ def _advice_on_shares(size: int | None, of: str) -> str:
         return f"give one whole number for each {of}; 1:2 gives the second of two twice as much"
     if size > MAX_SHARES_IN_EXAMPLE:
         return f"give {size} whole numbers, one for each {of}"
+
     example = ":".join(["1"] * (size - 1) + ["2"])
     return f"give {size} whole numbers, one for each {of}, for example {example}"
 
@@ -283,6 +290,7 @@ def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
             numbers.append(number)
     except (TypeError, ValueError):
         return None
+
     return tuple(numbers)
 
 
@@ -488,6 +496,7 @@ def settings_of_ranks(settings: Settings) -> dict[str, object]:
             compared[declaration.name] = getattr(value, "name", value)
         elif declaration.agreement is Agreement.PRESENCE:
             compared[declaration.name] = value is not None
+
     return compared
 
 
@@ -505,6 +514,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             LOCKSTEP_LANG names no language of ours.
     """
     check_language(environ)
+
     # By the name of the argument: what the script has set, then what was set outside of it.
     values = {name: value for name, value in given.items() if value is not None}
     outside = read_variables(environ)
@@ -514,6 +524,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             check_value(declaration, values[name])
         if name not in outside:
             continue
+
         if name not in values:
             values[name] = outside[name]
         elif not _mean_the_same(values[name], outside[name]):
@@ -526,11 +537,14 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
                 "they contradict each other",
                 "set it in one place",
             )
+
     if environ.get(VERIFY_VARIABLE):
         values.update(json.loads(environ[VERIFY_VARIABLE]))
+
         # It compares runs by their micro-batches, of which a check adds some.
         values.pop("check_devices", None)
         values.pop("trace_step", None)  # it keeps no report, either
+
         # To compare bits, `verify` needs virtual ranks; those that the user has set come first.
         if values.get("virtual_ranks") is not None:
             values["virtual_ranks_of_verify"] = None
@@ -539,17 +553,21 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             # Statistics of the global batch would need as many processes; in float64 they are
             # compared.
             values["sync_batchnorm"] = False
+
         # One process that has the whole batch takes its statistics without virtual ranks.
         if values.get("reference_of_verify") and values.get("sync_batchnorm"):
             values["virtual_ranks"] = None
+
     # The fields of these two say their unit, which the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
+
     check_outside(values)
     if "journal_every" in values:
         every = values["journal_every"]
         check_whole_number(f"journal_every={every!r}", every)
+
     check_device_checks(values)
     check_trace_step(values)
     return Settings(**values)
@@ -564,6 +582,7 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
     text = environ.get(declaration.variable)
     if not text or declaration.reader is None:  # not set, or it can only be set in the script
         return None
+
     was_set = f"{declaration.variable}={text}"
     try:
         value = declaration.reader(text)
@@ -571,6 +590,7 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
         # The reader is named after what it reads: "whole number or auto".
         kind = declaration.reader.__name__.replace("_", " ")
         raise SettingError(was_set, f"it is not a valid {kind}", "correct or unset it") from None
+
     check_value(declaration, value, was_set)
     return value
 
@@ -631,8 +651,10 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
     for declaration in DECLARATIONS.values():
         if declaration.option.removeprefix("--") in names:
             texts.append(f"{declaration.name}={environ.get(declaration.variable)}")
+
     if not texts:
         return []
+
     return [Choice("settings", ", ".join(texts), f"from {file}")]
 
 
@@ -642,10 +664,12 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
     for declaration in DECLARATIONS.values():
         if declaration.reader is not None:
             known_names.append(declaration.name.upper())
+
     for variable, value in environ.items():
         name = variable.removeprefix(VARIABLE_PREFIX)
         if name == variable or name in known_names:
             continue
+
         similar = difflib.get_close_matches(name, known_names, n=1, cutoff=SIMILAR_VARIABLE)
         if similar:
             raise SettingError(
@@ -679,6 +703,7 @@ def check_micro_batches(number: Any, size: Any) -> None:
     """
     if number is None:
         return
+
     check_whole_number(f"num_micro_batches={number!r}", number)
     if size is not None:
         raise SettingError(
@@ -698,6 +723,7 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
     number = values.get("virtual_ranks")
     if number is None:
         return
+
     check_whole_number(f"virtual_ranks={number!r}", number)
     for name in ("shares", "micro_batch_size"):
         if is_auto(values.get(name)):
@@ -741,6 +767,7 @@ def check_device_checks(values: Mapping[str, Any]) -> None:
     number = values.get("check_devices")
     if number is None:
         return
+
     check_whole_number(f"check_devices={number!r}", number)
     if values.get("virtual_ranks") is None:
         raise SettingError(
@@ -760,6 +787,7 @@ def check_trace_step(values: Mapping[str, Any]) -> None:
     step = values.get("trace_step")
     if step is None:
         return
+
     check_whole_number(f"trace_step={step!r}", step)
     if values.get("report") is None:
         raise SettingError(

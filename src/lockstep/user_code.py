@@ -82,6 +82,7 @@ def user_call() -> str | None:
         if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
+
     # What the user has called is the outermost one that is public.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
@@ -89,6 +90,7 @@ def user_call() -> str | None:
             return f"{USUAL_VARIABLE_OF_CLASS[class_name]}.{method}()"
         if name in PUBLIC_FUNCTIONS:
             return f"lockstep.{name}()"
+
     return None
 
 
@@ -116,11 +118,13 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
+
     kept = [entry for entry in entries if is_user_file(entry.tb_frame.f_code.co_filename)]
     if not kept:
         for entry in entries:
             if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
                 kept.append(entry)
+
     result = None
     for entry in reversed(kept):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)

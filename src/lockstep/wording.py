@@ -107,7 +107,9 @@ def format_ranges(numbers: Sequence[int], max_ranges: int | None = None) -> str:
             ranges[-1] = (ranges[-1][0], number)
         else:
             ranges.append((number, number))
+
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     if max_ranges is None:
         return ", ".join(texts)
+
     return join_first(texts, max_ranges)

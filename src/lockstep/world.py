@@ -228,15 +228,19 @@ class World:
         self._check_open("prepare")
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
+
         check_unpacking(objects, sys._getframe(1))
         prepared = self._preparer.prepare(objects)
+
         # Models are built with the same random numbers on all ranks. From here on they differ.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)
+
         # Virtual ranks have random streams of their own.
         ranks_draw_differently = self._run.settings.virtual_ranks is None
         if has_module and ranks_draw_differently and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._ranks_have_own_seeds = True
+
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -427,6 +431,7 @@ class World:
             )
         else:
             return
+
         raise UsageError(
             "world.gather(..., gradient=True)",
             found,
@@ -615,6 +620,7 @@ class World:
         """
         if self._closed:
             return
+
         self._closed = True
         global _steps_at_close
         _steps_at_close = self.step
@@ -634,6 +640,7 @@ class World:
         self._preparer.choices = []
         if not choices:
             return
+
         self._run.extensions.choices_made(choices)
         if self.is_main:
             joined = self._run.joined
@@ -766,6 +773,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         choices.insert(0, Choice("strategy", chosen.name, reason))
         choices += choices_from_file(os.environ)
         seed_everything(settings.seed)
+
         if settings.virtual_ranks is not None:
             determinism = Determinism(run.collectives, settings.virtual_ranks)
             run.extensions.add(determinism, Place.OBSERVER)
@@ -776,6 +784,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             if settings.synchronises_batchnorm:
                 reason += "; if the model has BatchNorm, on as many (sync_batchnorm=True)"
             choices.append(Choice("virtual ranks", str(settings.virtual_ranks), reason))
+
         if settings.check_devices is not None:
             choices.append(_choice_of_device_checks(settings.check_devices, run.topology.size))
         return World(run, chosen, plan, choices)

@@ -50,27 +50,33 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     is_stream = type(source) is not Source  # an `IterableSource`
     if collectives.single_process or is_stream:
         return
+
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
     first_reading = _read_on_all_ranks(source, seed, indices, collectives)
+
     differing_samples: list[int] = []  # by their place in `indices`
     for place, digests_of_ranks in enumerate(first_reading):
         # The digest of a sample that a rank cannot read is None.
         was_read = all(found is not None for found in digests_of_ranks)
         if was_read and not all_digests_match(digests_of_ranks):
             differing_samples.append(place)
+
     if not differing_samples:
         return
+
     # A sample that differs from itself when it is read again is random: no reason to complain.
     second_reading = _read_on_all_ranks(source, seed, indices, collectives)
     for place in differing_samples:
         if place >= len(second_reading):  # this time some rank was too slow to read it
             continue
+
         digests_of_ranks = first_reading[place]
         digests_of_ranks_again = second_reading[place]
         is_random = False
         for first, second in zip(digests_of_ranks, digests_of_ranks_again, strict=True):
             if not digests_match(first, second):
                 is_random = True
+
         if not is_random:
             raise RanksDifferError(
                 f"{describe_type(source.dataset)} that is the same on every rank",
@@ -146,9 +152,11 @@ def read_samples(
     if not loader_has_workers:
         with preserve_rng_state():
             return list(reader)
+
     context = source.options["multiprocessing_context"] or multiprocessing
     if context.get_start_method() != "fork":  # starting a worker would take seconds
         return []
+
     worker: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,
@@ -180,9 +188,11 @@ class _DigestReader(IterableDataset[Any]):
             is_late = time.perf_counter() - begin > READ_TIME_LIMIT_S
             if number > 0 and is_late:  # the first sample is read however long it takes
                 return
+
             seed_sample(self.seed, 0, index)  # as the loader does in epoch 0
             try:
                 found = digest(self.dataset[index], file_names=self.file_names)
             except Exception:  # whatever it is, the training loop meets it at its own line
                 found = None
+
             yield found

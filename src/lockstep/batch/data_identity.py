@@ -30,6 +30,7 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     """
     if isinstance(source, IterableSource):
         return None
+
     # The dataset may be a `Subset`, or consist of several: a checksum over the indices of each.
     subset_checksums: list[int] = []
     for indices_of_subset in subset_indices(source.dataset):
@@ -56,12 +57,14 @@ def _read_fixed_parts(source: Source, seed: int) -> dict[int, Parts]:
     second_readings = digests[1::2]
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
+
     # There are fewer readings than indices if time ran out. The reading of a sample that cannot be
     # read is None.
     for index, first, second in zip(indices, first_readings, second_readings, strict=False):
         if first is not None and second is not None:
             parts_by_index[index] = parts_of(first)
             random_parts |= _unequal_parts(parts_of(first), parts_of(second))
+
     # What is drawn in one sample is drawn in all, even where two draws were equal by chance.
     samples: dict[int, Parts] = {}
     for index, parts in parts_by_index.items():
@@ -74,6 +77,7 @@ def _spread_indices(length: int) -> list[int]:
     indices: list[int] = []
     if length == 0:
         return indices
+
     last = length - 1
     for number in range(NUM_SAMPLES):
         # The places 0, 13, 26, 7, 20, ...: each from 0 to 31 once. Place 0 is the first sample of
@@ -82,6 +86,7 @@ def _spread_indices(length: int) -> list[int]:
         index = last * place // (NUM_SAMPLES - 1)
         if index not in indices:  # in a short dataset several places fall on the same sample
             indices.append(index)
+
     return indices
 
 
@@ -111,6 +116,7 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
     difference = compare(before, now)
     if difference is None:
         return
+
     name = type(source.dataset).__name__
     if difference.other_samples:
         raise CheckpointError(
@@ -121,6 +127,7 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
             "random, do so after lockstep.init(seed=...) and before world.prepare, or with a seed "
             "of their own; to train on other data, leave the loader out of the checkpoint",
         )
+
     warn(
         f"resuming a loader of {with_article(name)} of {source.length} samples",
         f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",

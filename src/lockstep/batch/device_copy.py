@@ -71,6 +71,7 @@ def _copy_one_ahead(
                 yield previous_description, copier.finish(previous_copy)
             # Waited for before the next batch is read, which may take the memory of this one.
             previous = description, pinning()
+
         if previous is not None:
             previous_description, previous_copy = previous
             yield previous_description, copier.finish(previous_copy)
@@ -116,6 +117,7 @@ class _Copier:
         if bytes_to_pin(batch) < MIN_BYTES_FOR_THREAD:
             started = self._pin_and_copy(batch)
             return lambda: started
+
         if self._thread is None:
             # The current device is set by thread. Without one, CUDA would open GPU 0 on every rank.
             self._thread = ThreadPoolExecutor(
@@ -124,6 +126,7 @@ class _Copier:
                 initializer=torch.cuda.set_device,
                 initargs=(self._device,),
             )
+
         return self._thread.submit(self._pin_and_copy, batch).result
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
@@ -131,6 +134,7 @@ class _Copier:
         batch = pin(batch)
         if not all_dense(batch):
             return _StartedCopy(batch, copied=None)
+
         with torch.cuda.stream(self._copy_stream):
             batch_on_device = move(batch, self._device)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -60,14 +60,17 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         if value.dtype not in _DTYPES_OF_NUMPY:  # bfloat16, float8
             value = value.to(torch.float32)
         return _digest_array(value.numpy(), max_numbers)
+
     if hasattr(value, "__array_interface__"):  # an array of numpy's, or an image
         return _digest_array(np.asarray(value), max_numbers)
+
     if isinstance(value, str):
         file_name = value.replace("\\", "/").rpartition("/")[2]
         is_path = file_name != value
         if is_path and not file_names:  # any path is taken for the same
             return "path"
         return zlib.crc32(file_name.encode())
+
     if isinstance(value, bytes):
         return zlib.crc32(value)
     if value is None or isinstance(value, bool | int | float):
@@ -79,6 +82,7 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         ]
     if isinstance(value, Sequence):
         return [digest(item, max_numbers, file_names=file_names) for item in value]
+
     return type(value).__name__  # of other objects only their class is compared
 
 
@@ -95,6 +99,7 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     is_numeric = array.dtype.kind in "biufc"  # bool, integers, float, complex
     if not is_numeric:
         return dtype_and_shape
+
     stride = max(1, array.size // max_numbers)
     array = array.reshape(-1)[::stride]
     is_small = array.size <= MAX_NUMBERS_KEPT
@@ -102,9 +107,11 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     is_measured = array.dtype.kind == "f" or may_be_image
     if not is_measured:
         return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(array).tobytes())]
+
     numbers = array.astype(np.float64)
     if is_small:
         return [*dtype_and_shape, *numbers.tolist()]
+
     magnitudes = np.abs(numbers)
     weights = np.linspace(0.5, 1.5, len(numbers))  # so that the order of the numbers counts
     mean = float(magnitudes.mean())

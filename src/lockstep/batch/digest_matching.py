@@ -50,9 +50,11 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
         now: in the second. If one reading has more samples, these are ignored.
     """
     pairs = list(zip(before, now, strict=False))  # of each sample both readings
+
     # This is true of no samples, too: then nothing is known to differ.
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
+
     first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]
@@ -60,6 +62,7 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
         tells_samples_apart = len(pairs) == 1 or not all_digests_match(values_before)
         if tells_samples_apart and _part_is_unchanged(name, pairs):
             return Match.CHANGED
+
     return Match.OTHER
 
 
@@ -114,6 +117,7 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     is_container = isinstance(digest, list) and not _is_array(digest)
     if not is_container or _is_long_list_of_values(digest):  # it is one part
         return {name: digest}
+
     parts: dict[str, Any] = {}
     for place, item in enumerate(digest):
         if _is_pair_of_mapping(item):
@@ -121,6 +125,7 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
             parts |= parts_of(value, f"{name}[{key!r}]")
         else:
             parts |= parts_of(item, f"{name}[{place}]")
+
     return parts
 
 
@@ -157,10 +162,12 @@ def digests_match(one: Any, other: Any) -> bool:
         if len(one) != len(other):
             return False
         return all(digests_match(a, b) for a, b in zip(one, other, strict=True))
+
     if isinstance(one, float) and isinstance(other, float):
         if math.isnan(one) and math.isnan(other):
             return True
         return math.isclose(one, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+
     return bool(one == other)
 
 

@@ -45,7 +45,9 @@ class Epochs:
                 self.present = self.next
                 self._passes_at_begin = None
                 raise
+
             self.present += 1
+
         self._passes_at_begin = None
 
     @property
@@ -81,11 +83,14 @@ class Epochs:
         if not any(loader.trained for loader in self._loaders):
             # The training uses no prepared loader. Then one step in an epoch is enough.
             return self._step.number > self._step_at_begin
+
         trained_in_epoch = []
         for loader in self._loaders:
             # A loader that was prepared inside the epoch had no pass before.
             if loader.trained > passes_before.get(loader, 0):
                 trained_in_epoch.append(loader)
+
         if not trained_in_epoch:
             return False
+
         return all(loader in trained_in_epoch for loader in self._loaders_of_every_epoch)

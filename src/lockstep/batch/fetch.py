@@ -51,6 +51,7 @@ class Fetch(Dataset[Any]):
             return self.tensor_rows.select(indices)
         if not self.sample_rng:
             return self._read_undrawn(indices.tolist())
+
         # The streams of a worker process are used for nothing else, so they are not preserved.
         in_worker = get_worker_info() is not None
         random_state = nullcontext() if in_worker else preserve_rng_state()
@@ -114,9 +115,11 @@ def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
         if whole.row_of_sample is not None:
             rows = whole.row_of_sample[rows]
         return TensorRows(whole.tensors, rows)
+
     if type(dataset) is TensorDataset:
         if all(tensor.device.type == "cpu" for tensor in dataset.tensors):
             return TensorRows(dataset.tensors, row_of_sample=None)
+
     return None
 
 

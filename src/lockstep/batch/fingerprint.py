@@ -79,9 +79,11 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     same_structure = len(before.subsets) == len(now.subsets)
     if same_structure and list(before.subsets) != list(now.subsets):
         return Difference("the indices of its Subset are others", other_samples=True)
+
     compared = sorted(before.samples.keys() & now.samples.keys())  # indices that both have read
     samples_before: list[Parts] = []
     samples_now: list[Parts] = []
+
     differing: list[str] = []  # indices, as text
     for index in compared:
         parts_before, parts_now = _parts_to_compare(before.samples[index], now.samples[index])
@@ -89,9 +91,11 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         samples_now.append(parts_now)
         if not samples_match(parts_before, parts_now):
             differing.append(str(index))
+
     match = match_parts(samples_before, samples_now)
     if match is Match.SAME:
         return None
+
     # Two equal fingerprints of Hugging Face's mean equal data, whatever was read differently.
     hugging_face_says_same = (
         before.hugging_face is not None and before.hugging_face == now.hugging_face

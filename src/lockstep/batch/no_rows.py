@@ -48,11 +48,13 @@ class NoRows(Tensor):
                 result = func(*args, **kwargs)
             except REFUSALS as error:
                 result = call_with_placeholder(func, args, kwargs, error)
+
             # Torch reads attributes such as `grad` and `_base` by calling `func` too. They are the
             # same object each time they are asked for, so they must not be made another one.
             is_attribute = func in get_default_nowrap_functions()
             if isinstance(result, (Tensor, tuple, list)) and not is_attribute:
                 return map_tensors(result, mark_no_rows)
+
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -87,6 +89,7 @@ def call_with_placeholder(
     """
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal  # it was raised for another reason
+
     placeholder = Placeholder(())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
     with preserve_rng_state():
@@ -99,6 +102,7 @@ def call_with_placeholder(
                 result = func(*_zeros_as_ones(args_with_row), **kwargs_with_row)
             except Exception:
                 raise refusal from None
+
     return map_tensors(result, lambda tensor: _fill_with_nan(placeholder.cut_off(tensor)))
 
 
@@ -149,15 +153,19 @@ class Placeholder:
         """
         if not has_no_rows(tensor):
             return tensor
+
         self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
+
         # A row of shape (1, 3, 4) is 1 row, 3 rows after `flatten(0, 1)`, 12 after `flatten()`.
         length = 1
         for size in row.shape:
             length *= size
             self._possible_lengths.add(length)
+
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return row
+
         with_row: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
         return with_row
 
@@ -177,10 +185,12 @@ class Placeholder:
             # `x.flatten(0, 1)`, for example, makes several rows of one.
             if result.shape[0] in self._possible_lengths:
                 return 0
+
         # Otherwise the result has the placeholder in the same dimension as an argument, as one row.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension
+
         return None
 
 
@@ -195,6 +205,7 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
         samples: tensors with at least one row.
     """
     shape = [max(1, size) for size in tensor.shape]
+
     # Where in the storage the last element of the row is: offset + sum of (size - 1) * stride.
     last_element = tensor.storage_offset()
     for size, stride in zip(shape, tensor.stride(), strict=True):
@@ -203,14 +214,18 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     if last_element < num_stored:  # the tensor is a view of memory that has the row
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
+
     for sample in samples:
         if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
             return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
+
     if tensor.dtype == torch.bool:  # as a padding mask, say, False hides nothing
         return tensor.new_zeros(shape)
     if not tensor.is_floating_point():  # as a length, 0 may be refused
         return tensor.new_ones(shape)
+
     count = torch.Size(shape).numel()
+
     # The numbers differ: the standard deviation of equal ones is 0, and its derivative infinite.
     return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
 
@@ -241,8 +256,10 @@ class _CutRows(torch.autograd.Function):
         ctx.shape = tensor.shape
         if dimension is None:
             return tensor.clone()
+
         shape = list(tensor.shape)
         shape[dimension] = 0
+
         # It has the same memory, where `placeholder_of` finds the row if a later function refuses
         # this result. It is no view for autograd, as `tensor[:0]` is, so that it may be changed in
         # place: autograd forbids that for views made here.

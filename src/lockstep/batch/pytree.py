@@ -45,13 +45,16 @@ def map_tensors(
     """
     if isinstance(batch, Tensor):
         return change(batch)
+
     walk_opaque = opaque is None
     children = children_of(batch, opaque_too=walk_opaque)
     if children is not None:  # it is a container
         changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
         return _rebuild(batch, changed)
+
     if opaque is not None and is_opaque(batch):
         return opaque(batch)
+
     return batch
 
 
@@ -100,6 +103,7 @@ def storages(batch: Any) -> list[StorageReference]:
         elif is_opaque(leaf):
             with suppress(TypeError):  # not every class allows weak references
                 references.append(_ObjectReference(leaf))
+
     return references
 
 
@@ -169,15 +173,18 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
         return batch[:rows].copy()
     if is_opaque(batch):
         raise _cannot_be_cut_error(type(batch).__name__)
+
     children = children_of(batch)
     if children is None:
         return batch
+
     child_per_sample = is_list_of_plain_data(batch)
     if not child_per_sample and isinstance(batch, list | tuple):
         child_per_sample = has_item_per_sample(batch, count)
     if child_per_sample:  # `children` is keyed by position here
         first_children = dict(list(children.items())[:rows])
         return _rebuild(batch, first_children)
+
     # The children are fields of the batch, each with all samples.
     cut_children = {}
     for key, child in children.items():
@@ -231,6 +238,7 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     first_children = children_of(trees[0])
     if first_children is None:  # it is a leaf
         return join(list(trees))
+
     # A leaf where the first tree has a container counts as an empty container.
     children_of_trees = [children_of(tree) or {} for tree in trees]
     if any(children.keys() != first_children.keys() for children in children_of_trees):
@@ -243,10 +251,12 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
             "return containers of the same length and keys whatever the samples are; what differs "
             "from sample to sample belongs into tensors with one row a sample",
         )
+
     joined_children = {}
     for key in first_children:
         children_at_key = [children[key] for children in children_of_trees]
         joined_children[key] = join_trees(children_at_key, join)
+
     return _rebuild(trees[0], joined_children)
 
 
@@ -266,6 +276,7 @@ def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | Non
         return dict(batch)
     if isinstance(batch, list | tuple):
         return dict(enumerate(batch))
+
     is_instance = not isinstance(batch, type)  # `is_dataclass` is true of the class too
     if is_dataclass(batch) and is_instance:
         children = {}
@@ -273,6 +284,7 @@ def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | Non
             if hasattr(batch, field.name):  # a field with init=False may not have been set
                 children[field.name] = getattr(batch, field.name)
         return children
+
     return None
 
 
@@ -305,17 +317,21 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """
     if len(sequence) != count:
         return False
+
     kinds = {_kind_of_item(item) for item in sequence}
     if len(kinds) > 1:  # samples are alike, fields need not be
         return False
+
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
             return False  # this item has a value of each sample, so the items are fields
+
     # A tensor of a field has a row for each sample. A tensor with another number of rows is of a
     # single sample, so the items are samples. Without such a tensor they are taken for fields.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True
+
     return False
 
 
@@ -373,6 +389,7 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
         return list(children.values())
     if not isinstance(batch, Mapping | list | tuple):
         return _rebuild_dataclass(batch, children)
+
     try:
         if isinstance(batch, Mapping):
             return _rebuild_mapping(batch, children)
@@ -420,5 +437,6 @@ def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
         for key, value in children.items():
             rebuilt[key] = value
         return rebuilt
+
     mapping_class: Any = type(batch)
     return mapping_class(children)

@@ -100,6 +100,7 @@ class RowCounter:
         """
         if self._warned:
             return
+
         self._warned = True
         warn(
             "a collate function that leaves samples out, or adds rows",
@@ -119,6 +120,7 @@ class RowCounter:
         """
         if self._warned:
             return
+
         self._warned = True
         warn(
             "a collate function whose batches do not show how many rows they have",
@@ -146,14 +148,18 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
         if batch.ndim:
             yield Shape(batch.shape[0], batch.shape[1] if batch.ndim > 1 else None)
         return
+
     children = children_of(batch)
     if children is None:
         return
+
     if isinstance(batch, list | tuple) and batch:
         if is_list_of_plain_data(batch):
             yield Shape(len(batch), None)
             return
+
         lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
+
         # Tensors without rows are the fields of a batch of which all samples were left out, even
         # if there are as many fields as there were samples.
         all_are_empty = lengths == {0}
@@ -164,5 +170,6 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             else:
                 yield Shape(len(batch), None)
             return
+
     for child in children.values():
         yield from shapes_in(child, planned)

@@ -90,10 +90,12 @@ def first_micro_batch(
             samples_of_rank = min(samples_of_rank, most)
         num_samples = min(count, samples_of_rank * sum(equal_shares))
         split = split_batch(num_samples, equal_shares)
+
     size_of_rank = split_sizes(split)[0]
     for size, share in zip(size_of_rank, shares, strict=True):
         if share > 0 and size == 0:
             return None
+
     return split
 
 
@@ -112,6 +114,7 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
     """
     fitting = min(known, most)  # the largest size that is known to fit
     too_large = most + 1  # the smallest size that is known not to fit; so far there is none
+
     # Double the size until one does not fit.
     while fitting < most and too_large > most:
         size = min(2 * fitting, most)
@@ -119,6 +122,7 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
             fitting = size
         else:
             too_large = size
+
     # If one did not fit, halve the range between the two, until it is a tenth of what fits.
     while too_large <= most and too_large - fitting > max(1, fitting // 10):
         size = (fitting + too_large) // 2
@@ -126,6 +130,7 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
             fitting = size
         else:
             too_large = size
+
     return fitting
 
 
@@ -142,10 +147,12 @@ def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
         return True
     if num_times < MIN_TIMES:
         return False
+
     # They are sufficient if they are steady on every rank: half of them near the shortest.
     for times_of_rank in times:
         if np.median(times_of_rank) > STEADY_RATIO * min(times_of_rank):
             return False
+
     return True
 
 
@@ -208,10 +215,12 @@ def confirm_shares(
         best = last
     else:  # it was given up before
         best = min(seconds, key=seconds.__getitem__)
+
     if seconds[best] == math.inf:  # no shares that were tried fit into memory; `last` may fit
         return last
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial
+
     return best
 
 
@@ -265,6 +274,7 @@ def choose_shares(
             f"fewer samples fit into memory: {', '.join(fitting)}",
             "set micro_batch_size='auto' too: the batch is then computed in micro-batches",
         )
+
     ideal = _ideal_division(seconds, room, batch_size)
     step_seconds_by_shares: dict[tuple[int, ...], float] = {}
     for shares in _candidates(ideal, present, room):
@@ -275,17 +285,21 @@ def choose_shares(
             # has as many samples as its share. This is scaled to `batch_size`.
             seconds_per_sample = _slowest(shares, seconds) / sum(shares)
             step_seconds_by_shares[shares] = seconds_per_sample * batch_size
+
     ideal_seconds = _slowest(ideal, seconds)
+
     # The current shares are kept if no others can be much faster. They are not in the table if they
     # do not fit into memory.
     present_seconds = step_seconds_by_shares.get(present, math.inf)
     if present_seconds <= ideal_seconds * MIN_SPEEDUP:
         return present
+
     # Otherwise the first shares that are nearly ideal are taken, since the table begins with those
     # of small numbers. If none are, the fastest ones are taken.
     for shares, seconds_of_step in step_seconds_by_shares.items():
         if seconds_of_step <= ideal_seconds * NEARLY_IDEAL_RATIO:
             return shares
+
     return min(step_seconds_by_shares, key=step_seconds_by_shares.__getitem__)
 
 
@@ -302,6 +316,7 @@ def _candidates(
     """
     num_ranks = len(present)
     candidates = [present]
+
     # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`. `parse_shares`
     # divides them by their common divisor.
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
@@ -331,6 +346,7 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
         batch_size: samples of the global batch.
     """
     samples = [0.0] * len(room)
+
     # The batch is divided over the open ranks, in proportion to their speeds. Ranks that would get
     # more than they have room for are filled and closed. What is left is divided anew over the
     # others, until no rank gets too much.
@@ -338,18 +354,21 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
     remaining_samples = float(batch_size)
     while open_ranks:
         samples_per_second = sum(1 / seconds[rank] for rank in open_ranks)
+
         # A rank gets remaining_samples * (1 / seconds) / (sum of 1 / seconds over the open ranks).
         full_ranks = set()
         for rank in open_ranks:
             samples[rank] = remaining_samples / seconds[rank] / samples_per_second
             if samples[rank] > room[rank]:
                 full_ranks.add(rank)
+
         if not full_ranks:
             break
         for rank in full_ranks:
             samples[rank] = float(room[rank])
         remaining_samples -= sum(samples[rank] for rank in full_ranks)
         open_ranks -= full_ranks
+
     return samples
 
 
@@ -360,9 +379,11 @@ def _rounded_division(ideal: Sequence[float], total: int) -> list[int]:
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
+
     # What was lost by rounding down goes, one by one, to the rank that is furthest below its exact
     # number. If small numbers were raised to 1, the sum may have reached `total` already.
     for _ in range(total - int(numbers.sum())):
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1
+
     return [int(number) for number in numbers]

@@ -90,6 +90,7 @@ def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
     """
     places = np.arange(begin, end, dtype=np.uint64)
     indices = _move_cells(places, length, keys)
+
     # The table may have some more cells than there are indices. A place that was moved to one of
     # these is moved again, until it arrives at an index ("cycle walking").
     while True:
@@ -115,6 +116,7 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
     """
     num_columns = math.isqrt(length - 1) + 1  # the square root of `length`, rounded up
     num_rows = ceil_div(length, num_columns)
+
     # In each round one coordinate of a cell moves, by a distance that depends on the other one.
     # At first `moving` is the column and `fixed` the row of each cell; then they change places.
     moving_size = np.uint64(num_columns)
@@ -122,6 +124,7 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
     fixed = cells // moving_size
     moving = cells - fixed * moving_size
     distance = np.empty_like(cells)
+
     scratch = np.empty_like(cells)
     for key in keys:
         # SplitMix64, computed in place: output number `fixed` of the generator with seed `key`.
@@ -132,11 +135,13 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
         distance ^= np.right_shift(distance, _SHIFT_2, out=scratch)
         distance *= _MULTIPLIER_2
         distance ^= np.right_shift(distance, _SHIFT_3, out=scratch)
+
         # Of these 64 bits the upper 32, scaled to a number from 0 to before `moving_size`:
         # (distance >> 32) * moving_size >> 32.
         distance >>= _HALF_WORD
         distance *= moving_size
         distance >>= _HALF_WORD
+
         # moving = (moving + distance) % moving_size, without a division. The sum is below twice
         # `moving_size`. If it is below `moving_size` already, the difference is negative, which
         # wraps round to a very large number, so that the minimum is the sum itself.
@@ -145,5 +150,6 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
         np.minimum(moving, scratch, out=moving)
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size
+
     # After an even number of rounds `moving` is the column again, and `fixed` the row.
     return fixed * moving_size + moving

@@ -84,12 +84,14 @@ def _check_same_samples(
     """
     num_read = [len(digests) for digests in digests_by_rank]  # on each rank
     num_compared = min(num_read)
+
     found = ""  # says how they differ
     for place in range(num_compared):
         digests_of_ranks = [digests[place] for digests in digests_by_rank]
         if not all_digests_match(digests_of_ranks):
             found = describe_difference(first + place, digests_of_ranks)
             break
+
     # What all ranks have read is equal. On some of them the stream may have ended there.
     if not found and len(set(num_read)) > 1:
         ended_on = [str(rank) for rank, number in enumerate(num_read) if number == num_compared]
@@ -97,8 +99,10 @@ def _check_same_samples(
             f"on rank {', '.join(ended_on)} it ends before sample {first + num_compared}, "
             "elsewhere it goes on"
         )
+
     if not found:
         return
+
     raise RanksDifferError(
         f"the stream {type(source.dataset).__name__}, read whole by every rank (epoch {epoch})",
         found,
@@ -125,18 +129,22 @@ def _check_other_samples(
         # is the same everywhere. This is also true if the rank has no samples.
         if all_digests_match(digests):
             continue
+
         ranks_with_same = []
         for rank, other in enumerate(digests_by_rank):
             if digests_match(digests, other):
                 ranks_with_same.append(str(rank))
+
         if len(ranks_with_same) == 1:  # the rank that they are of, and no other
             continue
+
         if source.shard is False:
             shard = "False"
             advice = "leave shard=False out: every rank then keeps its part of the stream"
         else:
             shard = "a function"
             advice = "let the function give the samples start, start + step, ... of the stream"
+
         raise RanksDifferError(
             f"shard={shard}, for a stream split over the ranks",
             f"ranks {', '.join(ranks_with_same)} were given the same samples (epoch {epoch}, from "
@@ -167,10 +175,12 @@ def _check_ends(epoch: int, found_by_rank: Sequence[Any]) -> None:
     all_equal = all(found == found_by_rank[0] for found in found_by_rank)
     if not some_ended or all_equal:
         return
+
     ends = []
     for rank, found in enumerate(found_by_rank):
         end = f"after {found} samples" if isinstance(found, int) else "not yet"
         ends.append(f"{end} on rank {rank}")
+
     raise RanksDifferError(
         f"a stream that every rank reads (epoch {epoch})",
         "it ends " + ", ".join(ends),
@@ -252,6 +262,7 @@ class WorkerComparison:
         if self._first_end is None:  # this worker is the first at the end
             self._first_end = (worker, num_samples)
             return
+
         other_worker, other_num_samples = self._first_end
         if other_num_samples != num_samples:
             self._raise_error(

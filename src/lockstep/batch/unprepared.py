@@ -64,6 +64,7 @@ class UnpreparedLoaders:
         # A prepared loader reads with a DataLoader, too, over a dataset of Lockstep's.
         if type(dataset).__module__.startswith("lockstep."):
             return
+
         if batch is END_OF_PASS:
             self.dataset_in_use = None
             ended_pass = self._open_passes.pop(iterator, None)
@@ -71,6 +72,7 @@ class UnpreparedLoaders:
             if ended_pass is not None and ended_pass.samples:
                 self._ended(ended_pass)
             return
+
         # Any other sampler may have chosen a part of the dataset for this rank.
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
@@ -91,6 +93,7 @@ def checksum(batch: Any) -> ReadPass:
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:
         return ReadPass(samples=0, checksum=0)
+
     total = 0
     for tensor in summed:
         rows = tensor.detach().reshape(len(tensor), -1)  # one for each sample
@@ -100,6 +103,7 @@ def checksum(batch: Any) -> ReadPass:
         # integers does not depend on the order, while one of floating-point numbers does.
         bits = numbers.view(_INTEGER_DTYPES[numbers.itemsize])
         total += int(bits.sum(dtype=torch.int64))
+
     return ReadPass(samples=len(summed[0]), checksum=total & CHECKSUM_MASK)
 
 

@@ -46,18 +46,23 @@ class Workers:
             for key in keys:
                 yield fetch[key]
             return
+
         keys = iter(keys)
         first_key = next(keys, None)
         if first_key is None:  # there are no keys
             return
+
         keys = chain([first_key], keys)
+
         # A pass inside another one, such as an evaluation, finds the persistent workers busy. It
         # gets workers that live for this pass alone.
         if self._persistent_are_busy or not self._options["persistent_workers"]:
             options = {**self._options, "persistent_workers": False}
             yield from self._start(fetch, keys, options)
             return
+
         self._persistent_are_busy = True
+
         # `_persistent_keys` is the sampler of the persistent workers. It iterates these keys now.
         self._persistent_keys.keys = keys
         try:

@@ -1,9 +1,9 @@
 """A communication hook for DDP that sends gradients compressed.
 
-A *unit* is a fixed set of gradients that are sent together. Each unit has a *sum* of its own
-(`QuantizedSum` or `LowRankSum`), which sends their values and keeps what compression has lost in
-one step for the next. DDP's buckets are not always the same: DDP makes them anew after the first
-step, and in a run that is resumed.
+Gradients are sent in *units*: fixed sets of gradients that travel together. Each unit has its own
+*sum* (`QuantizedSum` or `LowRankSum`), which sends the values of its gradients and carries the
+compression error of one step over to the next. DDP's own buckets cannot serve as units, because DDP
+rebuilds them after the first step and when a run is resumed.
 
 Torch has hooks of this kind (`torch.distributed.algorithms.ddp_comm_hooks`). With Gloo those for
 bf16 are refused, that for PowerSGD hung with many buckets (its callbacks wait in Gloo's own
@@ -33,23 +33,23 @@ MIN_UNIT_BYTES = 2**17
 MAX_UNIT_BYTES = 2**23
 
 
-class _Place(NamedTuple):
-    """The place of a gradient among those that are sent."""
+class _GradientSlot(NamedTuple):
+    """Where the gradient of a parameter is stored while it is sent."""
 
     unit: int
     """The number of its unit."""
     values: Tensor
-    """The part of the unit's sum that belongs to the gradient: a view in its shape."""
+    """The gradient's part of the values of the unit's sum: a view in the gradient's shape."""
 
 
 class CompressedMeans:
     """Replaces the gradients in DDP's buckets by their means over the ranks.
 
     Args:
-        parameters: those that DDP trains, in its order.
-        method: how the gradients are sent.
+        parameters: the parameters that DDP trains, in DDP's order.
+        method: how the gradients are compressed.
         rank: number of columns of PowerSGD's narrow matrices.
-        start: how many steps are sent uncompressed before PowerSGD begins.
+        start: number of steps whose gradients are sent uncompressed before PowerSGD begins.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class CompressedMeans:
         self._scale = 1.0 / dist.get_world_size()
         units = _divide_into_units(parameters)
         self.sums: list[QuantizedSum | LowRankSum] = []
+
         for number, unit in enumerate(units):
             if method == "powersgd":
                 shapes = [parameter.shape for parameter in unit]
@@ -65,58 +66,65 @@ class CompressedMeans:
             else:
                 length = sum(parameter.numel() for parameter in unit)
                 self.sums.append(QuantizedSum(length, unit[0], method))
-        self._place_of_parameter: dict[Tensor, _Place] = {}
+
+        self._slot_of_parameter: dict[Tensor, _GradientSlot] = {}
         for number, unit in enumerate(units):
             sizes = [parameter.numel() for parameter in unit]
             parts = torch.split(self.sums[number].values, sizes)
             for parameter, part in zip(unit, parts, strict=True):
-                self._place_of_parameter[parameter] = _Place(number, part.view(parameter.shape))
+                self._slot_of_parameter[parameter] = _GradientSlot(
+                    number, part.view(parameter.shape)
+                )
+
         self._gradients_of_units = [len(unit) for unit in units]
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        """Begins anew, with no gradient of the backward pass there yet."""
+        """Resets the state of a backward pass: no gradient has arrived yet."""
         self._missing_gradients = list(self._gradients_of_units)
-        """For each unit the number of gradients that have not come yet."""
+        """For each unit, the number of gradients that have not arrived yet."""
         self._started_sums: list[QuantizedSum | LowRankSum] = []
         self._finish_buckets: list[Callable[[], None]] = []
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Takes a bucket of gradients; DDP calls it for each bucket of a backward pass.
+        """Averages the gradients of a bucket. DDP calls this for each bucket of a backward pass.
 
-        The gradients are copied into the sums of their units. A unit's sum is started as soon as
-        all of its gradients have come. The last bucket waits for all sums, and then the means are
-        copied back into all buckets.
+        1. The gradients are copied into the sums of their units.
+        2. As soon as all gradients of a unit have arrived, its sum starts to send them.
+        3. The last bucket waits for all sums, and copies the means back into all buckets.
 
         Returns:
-            The future of the bucket's buffer with the means; it is done when the last bucket of the
-            backward pass has come.
+            A future of the bucket's buffer, which then holds the means. It completes when the last
+            bucket of the backward pass has been processed.
         """
         if bucket.index() == 0:
-            self._begin_backward()  # an earlier backward pass may have raised
+            # If an earlier backward pass raised an error, its state is still there.
+            self._begin_backward()
         buffer = bucket.buffer()
         gradients = bucket.gradients()  # views of the buffer
-        places = [self._place_of_parameter[parameter] for parameter in bucket.parameters()]
+        slots = [self._slot_of_parameter[parameter] for parameter in bucket.parameters()]
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         means = torch.futures.Future[Tensor](devices=devices)
-        for gradient, place in zip(gradients, places, strict=True):
+
+        for gradient, slot in zip(gradients, slots, strict=True):
             # Divided by the number of ranks here, so the sum over the ranks is their mean.
-            torch.mul(gradient.to(place.values.dtype), self._scale, out=place.values)
-            self._missing_gradients[place.unit] -= 1
-            if self._missing_gradients[place.unit] == 0:
-                self.sums[place.unit].start()
-                self._started_sums.append(self.sums[place.unit])
+            torch.mul(gradient.to(slot.values.dtype), self._scale, out=slot.values)
+            self._missing_gradients[slot.unit] -= 1
+            if self._missing_gradients[slot.unit] == 0:
+                unit_sum = self.sums[slot.unit]
+                unit_sum.start()
+                self._started_sums.append(unit_sum)
 
         def finish_bucket() -> None:
             """Copies the means back into the bucket."""
-            for gradient, place in zip(gradients, places, strict=True):
-                gradient.copy_(place.values)
+            for gradient, slot in zip(gradients, slots, strict=True):
+                gradient.copy_(slot.values)
             means.set_result(buffer)
 
         self._finish_buckets.append(finish_bucket)
         if bucket.is_last():
-            # All sums go through one step before any goes through the next, so that each is on its
-            # way while another one is computed.
+            # All sums complete one phase before any begins the next, so that one is sent while
+            # another is computed.
             for started_sum in self._started_sums:
                 started_sum.advance()
             for started_sum in self._started_sums:
@@ -124,10 +132,11 @@ class CompressedMeans:
             for finish in self._finish_buckets:
                 finish()
             self._begin_backward()
+
         return means
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns what a checkpoint must hold of this rank: the sums' state, as `UNIT.NAME`."""
+        """Returns this rank's state for a checkpoint: the tensors of each sum, by `UNIT.NAME`."""
         state: dict[str, Tensor] = {}
         for number, unit_sum in enumerate(self.sums):
             for name, tensor in unit_sum.state.items():
@@ -135,15 +144,16 @@ class CompressedMeans:
         return state
 
     def load_state_dict(self, own: State, states_of_ranks: Sequence[State]) -> bool:
-        """Loads what `state_dict` returned in the run that is resumed.
+        """Loads the state dicts of the run that is resumed.
 
         Args:
-            own: what it returned on this rank.
-            states_of_ranks: what it returned on every rank of that run.
+            own: the state dict that this rank returned in that run.
+            states_of_ranks: the state dicts that all ranks of that run returned.
 
         Returns:
-            False if something is lost. A quantized sum, for example, can take up its state only if
-            the same ranks or machines send to each other as in that run.
+            True if everything was loaded. False if some state had to be dropped: a quantized sum,
+            for example, can only use its state if the same ranks or machines exchange data as in
+            that run.
         """
         everything_fits = True
         for number, unit_sum in enumerate(self.sums):
@@ -155,11 +165,11 @@ class CompressedMeans:
 
 
 def _state_of_unit(state: State, number: int) -> dict[str, Tensor]:
-    """Returns the state of a unit's sum.
+    """Extracts the state of one unit's sum, e.g. `{"2.residual": ...} -> {"residual": ...}`.
 
     Args:
-        state: what `CompressedMeans.state_dict` returned: tensors by `UNIT.NAME`.
-        number: of the unit.
+        state: the result of `CompressedMeans.state_dict`: tensors by `UNIT.NAME`.
+        number: number of the unit.
     """
     prefix = f"{number}."
     unit_state: dict[str, Tensor] = {}
@@ -172,27 +182,35 @@ def _state_of_unit(state: State, number: int) -> dict[str, Tensor]:
 def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Divides parameters into units whose gradients are sent together.
 
-    The units are in about the order in which a backward pass comes to them; each has parameters of
-    one dtype and device.
+    All parameters of a unit have the same dtype and device. The units are in about the order in
+    which a backward pass computes their gradients.
     """
     trained = list(parameters)
+
+    # A unit is full when it has this number of bytes.
     total_bytes = sum(parameter.nbytes for parameter in trained)
-    # A unit is full when it has so many bytes.
+
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
-    # A kind is a dtype and a device. New parameters go into the last unit of their kind.
+
+    # Parameters are grouped by their *kind*, the dtype and the device. Each parameter is added to
+    # the last unit of its kind.
     units_of_kind: dict[Any, list[list[Tensor]]] = {}
     bytes_of_last_unit: dict[Any, int] = {}
-    for parameter in reversed(trained):  # a backward pass comes to the last ones first
+    for parameter in reversed(trained):  # a backward pass reaches the last layers first
         kind = (parameter.dtype, parameter.device)
         if kind not in units_of_kind:
             units_of_kind[kind] = [[]]
             bytes_of_last_unit[kind] = 0
+
         units = units_of_kind[kind]
-        if bytes_of_last_unit[kind] >= unit_bytes:  # it is full
+        last_unit_is_full = bytes_of_last_unit[kind] >= unit_bytes
+        if last_unit_is_full:
             units.append([])
             bytes_of_last_unit[kind] = 0
+
         units[-1].append(parameter)
         bytes_of_last_unit[kind] += parameter.nbytes
+
     all_units: list[list[Tensor]] = []
     for units in units_of_kind.values():
         all_units += units

@@ -1,7 +1,8 @@
-"""Encodes numbers as fewer bytes, and decodes them.
+"""Encodes floating-point numbers in fewer bytes, and decodes them.
 
-`bf16` rounds. `int8` and `int4` are whole numbers, the *codes*, with one scale for every *block* of
-128 of them (block-wise quantization, Dettmers et al., arXiv 2110.02861).
+`bf16` rounds each number. `int8` and `int4` replace each number by a small integer, its *code*, and
+store one scale for every *block* of 128 numbers, with `number = code * scale` (block-wise
+quantization, Dettmers et al., arXiv 2110.02861).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ Method = Literal["bf16", "int8", "int4"]
 """How numbers are quantized."""
 
 BLOCK = 128
-"""Values that have one scale."""
+"""Number of values that share one scale."""
 LARGEST_CODE = {"int8": 127, "int4": 7}
 SCALE_BYTES = 4
-# A processor encodes this many values at a time, and finds them in its cache from one operation to
-# the next: 11 million values then take 23 ms instead of 115.
+# A CPU encodes this many values at a time, so that they stay in its cache from one operation to the
+# next: 11 million values then take 23 ms instead of 115.
 VALUES_IN_CACHE = 2**18
 
 
@@ -32,23 +33,25 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     """Encodes rows of numbers as rows of bytes.
 
     Args:
-        values: `(rows, n)`, contiguous; n is a multiple of `BLOCK`, and not 0.
+        values: contiguous tensor of shape `(rows, n)`, where n is a positive multiple of `BLOCK`.
         method: how the numbers are quantized.
-        lost: like `values`. It is filled with the rounding errors, finite everywhere. Not for bf16.
+        lost: tensor like `values`, which is filled with the rounding errors (0 where an error is
+            not finite). It is not written for bf16.
 
     Returns:
-        A tensor of dtype uint8: `(rows, 2 n)` for bf16, `(rows, n + 4 n / BLOCK)` for int8, and
-        with half of the first term for int4. A block with a value that is not finite has only
-        values that are not finite when it is decoded.
+        A tensor of dtype uint8, of shape `(rows, 2 n)` for bf16, `(rows, n + 4 n / BLOCK)` for
+        int8 and `(rows, n / 2 + 4 n / BLOCK)` for int4. If a value is NaN or infinite, its whole
+        block is decoded as values that are NaN or infinite.
     """
     if method == "bf16":
         return values.to(torch.bfloat16).view(torch.uint8)
-    # For each block, with the whole numbers -L to L as codes:
+
+    # For each block, with integers from -L to L as codes:
     #     scale = max(abs(values)) / L
     #     code = round(value / scale)
     #     lost = value - code * scale
-    # The result consists of the codes and the scales. They are written into views of these tensors
-    # in which each block is a row.
+    # `codes` and `scales` make up the result. They are filled through views in which each block is
+    # a row.
     num_rows, length = values.shape
     codes = values.new_empty(num_rows, length, dtype=torch.int8)
     scales = values.new_empty(num_rows, length // BLOCK, dtype=torch.float32)
@@ -57,53 +60,61 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     scale_of_block = scales.view(-1, 1)
     lost_blocks = None if lost is None else lost.view(-1, BLOCK)
     num_blocks = len(blocks)
-    # A GPU encodes all blocks at once, a processor as many as its cache holds.
+
+    # A GPU encodes all blocks at once, a CPU as many as fit into its cache.
     blocks_at_once = num_blocks if values.is_cuda else VALUES_IN_CACHE // BLOCK
     buffer = torch.empty_like(blocks[:blocks_at_once], dtype=wide_dtype(values.dtype))
     for begin in range(0, num_blocks, blocks_at_once):
         chosen_blocks = slice(begin, begin + blocks_at_once)
         wide = blocks[chosen_blocks].to(buffer.dtype)
-        result = buffer[: len(wide)]  # of each operation below, one after the other
+        result = buffer[: len(wide)]  # overwritten by each operation below
         scale = scale_of_block[chosen_blocks]
+
         # `aminmax` over a short axis takes twenty times as long as `amax` of the absolute values.
         torch.abs(wide, out=result)
         scale.copy_(result.amax(dim=1, keepdim=True)).div_(LARGEST_CODE[method])
-        scale.clamp_(min=torch.finfo(torch.float32).tiny)  # above 0, because it divides
+        scale.clamp_(min=torch.finfo(torch.float32).tiny)  # avoids a division by 0
         torch.div(wide, scale, out=result)
         result.round_()
         code_blocks[chosen_blocks].copy_(result)
+
         if lost_blocks is not None:
             errors = lost_blocks[chosen_blocks]
             result.mul_(scale)  # the values that `decode` will return
             torch.sub(wide, result, out=errors)
-            # A value that is not finite shows in the sum, and must not come back in every step.
+            # A NaN shows in the sum of this step, but must not be added to all later steps.
             errors.nan_to_num_(0.0, 0.0, 0.0)
+
     if method == "int4":
-        # Two codes in one byte: of the first half of the row in the low four bits, of the second
-        # half in the high ones.
+        # Each byte holds two codes: one from the first half of the row in its low four bits, and
+        # one from the second half in its high four bits.
         first_half, second_half = codes.tensor_split(2, dim=1)
         codes = (first_half & 15) | (second_half << 4)
+
     return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
 
 def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
-    """Fills a tensor with the numbers of which `encode` made bytes, and returns it.
+    """Decodes the result of `encode` into `out`, and returns `out`.
 
     Args:
-        encoded: as `encode` has returned it: a row has its codes, then a scale for each block.
-        method: as it was given to `encode`.
-        out: the tensor, `(rows, n)`.
+        encoded: the result of `encode`: each row holds its codes, then a scale for each block.
+        method: the method that was passed to `encode`.
+        out: tensor of shape `(rows, n)` that the numbers are written to.
     """
     if method == "bf16":
         return out.copy_(encoded.view(torch.bfloat16))
+
     code_bytes_of_block = BLOCK if method == "int8" else BLOCK // 2
     num_blocks = encoded.shape[1] // (code_bytes_of_block + SCALE_BYTES)
     num_code_bytes = num_blocks * code_bytes_of_block
+
     codes = encoded[:, :num_code_bytes].view(torch.int8)
     if method == "int4":
-        # The low four bits of a byte are a code of the first half of the row, the high four one of
-        # the second half. Shifting left and back extends the sign of a code of four bits.
+        # The low four bits of each byte are a code from the first half of the row, the high four
+        # bits one from the second half. Shifting left and back restores the sign of a 4-bit code.
         codes = torch.cat([(codes << 4) >> 4, codes >> 4], dim=1)
+
     scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)
     scales = scales.to(wide_dtype(out.dtype))  # (rows, blocks)
     code_blocks = codes.view(len(encoded), -1, BLOCK)  # (rows, blocks, values of a block)

@@ -1,12 +1,13 @@
-"""The sum over all ranks of one vector, sent quantized, again and again.
+"""Sums a vector over all ranks in every step, and sends it quantized.
 
-A *peer* is who sends: a machine if its ranks sum up in shared memory first, else a rank. As in
-other all-reduces each peer sums up one chunk of the vector, over the peers in their order, and all
-take its sum. What is sent, once to that peer and once by it, is quantized.
+A *peer* takes part in the exchange: a machine, if its ranks add up their vectors in shared memory
+first, and otherwise a rank. The vector is cut into one *chunk* for each peer. As in any all-reduce,
+each peer receives its chunk from all others, adds them up in the order of the peers, and sends the
+sum back to all. Everything that is sent is quantized.
 
-Except for bf16 there is error feedback (Karimireddy et al., arXiv 1901.09847): the rounding
-errors, the *residual*, are added to what is sent the next time. They, and so the numbers of a
-training, depend on the number of peers.
+All methods except bf16 use error feedback (Karimireddy et al., arXiv 1901.09847): the rounding
+errors of a step, the *residual*, are added to what is sent in the next step. They depend on the
+number of peers, and so do the results of a training.
 """
 
 from __future__ import annotations
@@ -26,29 +27,34 @@ State = Mapping[str, Tensor]
 
 
 class Peers(NamedTuple):
-    """Who sends to whom."""
+    """The peers that exchange data, and this rank's place among them."""
 
     size: int
     """Number of peers."""
     number: int
-    """The number of this rank's peer."""
+    """The number of the peer that this rank belongs to."""
     shared: SharedMemory | None = None
-    """The memory in which the ranks of a peer sum up before it sends."""
+    """If a peer is a machine, the memory in which its ranks add up their vectors first."""
     local_size: int = 1
-    """Ranks of each peer."""
+    """Number of ranks in each peer."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """One rank of each peer; None: all ranks. It is not kept here, so it ends with the run."""
+        """The process group that has one rank of each peer; None for all ranks.
+
+        It is looked up each time, so that this object does not keep the group alive.
+        """
         return None if self.shared is None else self.shared.across
 
 
 def find_peers(device: torch.device) -> Peers:
-    """Returns who sends tensors of a device to whom."""
+    """Returns the peers that exchange tensors of a device."""
     shared = routing.shared_memory() if device.type == "cpu" else None
-    if shared is None or shared.across is None:  # no shared memory, or all ranks on one machine
+    if shared is None or shared.across is None:
+        # There is no shared memory, or only one machine: every rank is a peer.
         return Peers(size=dist.get_world_size(), number=dist.get_rank())
-    # The group `across` has one rank of each machine.
+
+    # Every machine is a peer. The group `across` has one rank of each machine.
     num_machines = dist.get_world_size(shared.across)
     return Peers(
         size=num_machines,
@@ -59,77 +65,84 @@ def find_peers(device: torch.device) -> Peers:
 
 
 def describe_peers(device: torch.device) -> str:
-    """Says between whom tensors of a device are compressed, such as `between 2 machines`."""
+    """Describes which peers compress tensors of a device, e.g. `between 2 machines`."""
     peers = find_peers(device)
     kind = "ranks" if peers.shared is None else "machines"
     return f"between {peers.size} {kind}"
 
 
 def have_same_shapes(state: State, other: State) -> bool:
-    """Returns True if two states have tensors of the same names and shapes."""
+    """Returns True if two states have tensors with the same names and shapes."""
     shapes = {name: tensor.shape for name, tensor in state.items()}
     return shapes == {name: tensor.shape for name, tensor in other.items()}
 
 
 class QuantizedSum:
-    """The sum over all ranks of one vector. All ranks get the same bits.
+    """Sums a vector over all ranks, with the same bits on every rank.
+
+    Call `start`, `advance` and `end` in every step.
 
     Args:
-        length: of the vector.
-        like: a tensor whose device the sum has, and whose dtype if it has at least 32 bits.
+        length: number of elements in the vector.
+        like: tensor whose device and dtype the sum has. A dtype of fewer than 32 bits is replaced
+            by float32.
         method: how the vector is quantized.
     """
 
     def __init__(self, length: int, like: Tensor, method: Method) -> None:
         self._method = method
         self._peers = find_peers(like.device)
-        # Every chunk of a peer, and every rank's shard of it, consists of whole blocks.
+
+        # The length is rounded up so that every peer's chunk, and every rank's shard of it, has
+        # whole blocks. Even an empty vector gets one such multiple.
         multiple = BLOCK * self._peers.size * self._peers.local_size
-        # The length is rounded up to that; an empty vector gets one multiple, too.
         num_multiples = max(1, (length + multiple - 1) // multiple)
         dtype = wide_dtype(like.dtype)
         self._padded = torch.zeros(num_multiples * multiple, dtype=dtype, device=like.device)
         self.values = self._padded[:length]
-        """What this rank gives, before `start`; the sum over all ranks, after `end`."""
+        """Before `start`, the vector of this rank; after `end`, the sum over all ranks."""
         self.state: dict[str, Tensor] = {}
-        """What a checkpoint must hold of this rank alone."""
+        """The state of this rank, which belongs in a checkpoint."""
+
         if method != "bf16":
             peers = self._peers
             self.state["peers"] = torch.tensor((peers.size, peers.local_size, peers.number))
             self.state["residual"] = torch.zeros(
                 len(self._padded) // peers.local_size, dtype=dtype, device=like.device
             )
+
         self._finish: Callable[[], None] = do_nothing
         self._wait_for_exchange: Callable[[], None]
         self._received: Tensor
-        """What the peers send, (peers, bytes): first their parts of this peer's chunk, then the sum
-        of each peer's chunk."""
+        """The received bytes, `(peers, bytes)`: after `start` every peer's values of this peer's
+        chunk, after `advance` the sum of each peer's chunk."""
         self._chunks: Tensor
-        """This rank's shard of its peer's vector, (peers, values): the chunk of each peer."""
+        """This rank's shard of its peer's vector, `(peers, values)`: one chunk for each peer."""
 
     def start(self) -> None:
         """Begins to send `values`.
 
-        `advance` and `end` follow; those of other sums may come between them. All ranks call all of
-        them in the same order.
+        Call `advance` and `end` next. Calls for other sums may come in between, as long as all
+        ranks make all calls in the same order.
         """
-        # The padding after the vector is set to 0 again. The last sum has written to it: NaN, if
-        # there was a NaN in its block, of which the vector's last values are a part.
+        # The last sum may have written NaN to the padding, because the padding shares a block with
+        # the last values of the vector.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
             self._finish = self._start_exchange(self._padded)
         else:
-            # The ranks of this machine sum up in their memory, each a part of the vector. `between`
-            # is called with the part of this rank, and sums it up over the machines.
+            # The ranks of this machine add up their vectors in shared memory, each a part of it.
+            # Then `between` is called with this rank's part, and sums it over the machines.
             self._finish = shared.start_all_reduce(self._padded, between=self._start_exchange)
 
     def advance(self) -> None:
-        """Waits for what the other peers have sent of this peer's chunk, and sends them its sum."""
+        """Waits for the other peers' values of this peer's chunk, adds them, and sends the sum."""
         peers = self._peers
         self._wait_for_exchange()
-        # `_received` has a row for each peer: its part of this peer's chunk, encoded. The parts are
-        # added in the order of the peers; this peer's own part is not quantized.
+
+        # `_received` has a row for each peer: the encoded values that it sent. They are added in
+        # the order of the peers; this peer's own values are not quantized.
         total = torch.zeros_like(self._chunks[:1])  # (1, values)
         decoded = torch.empty_like(self._chunks[:1])
         for peer, encoded in enumerate(torch.split(self._received, 1)):
@@ -137,11 +150,13 @@ class QuantizedSum:
                 total += self._chunks[peer]
             else:
                 total += decode(encoded, self._method, decoded)
-        # `encode` also writes what it rounds off to the residual of this peer's chunk.
+
+        # `encode` also writes its rounding errors to the residual of this peer's chunk.
         own_chunk = slice(peers.number, peers.number + 1)
         encoded_total = encode(total, self._method, self._residual_of_chunks(own_chunk))
-        # Every peer is sent the same: the sum of this peer's chunk. From now on `_received` has the
-        # sum of each peer's chunk.
+
+        # Send the sum of this peer's chunk to every peer. The new `_received` is filled with the
+        # sums of all chunks.
         sent = encoded_total.expand(peers.size, -1)
         self._received = encoded_total.new_empty(peers.size, encoded_total.numel())
         self._wait_for_exchange = routing.start_all_to_all(self._received, sent, peers.group)
@@ -152,14 +167,14 @@ class QuantizedSum:
         self._finish = do_nothing
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
-        """Loads what this rank's `state` was in the run that is resumed.
+        """Loads the state of the run that is resumed.
 
         Args:
-            own: what `state` was on this rank.
-            states_of_ranks: what it was on every rank; used by `LowRankSum.load` alone.
+            own: the `state` of this rank in that run.
+            states_of_ranks: not used; `LowRankSum.load` needs the states of all ranks.
 
         Returns:
-            False if there were other peers; then the state is not loaded.
+            False if that run had other peers; nothing is loaded then.
         """
         if not self.state:  # with bf16 there is nothing to load
             return True
@@ -167,25 +182,27 @@ class QuantizedSum:
             return False
         if not torch.equal(own["peers"], self.state["peers"]):
             return False
+
         self.state["residual"].copy_(own["residual"])
         return True
 
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
-        """Begins to send this rank's shard of its peer's vector, a chunk to each peer.
+        """Begins to send this rank's shard of its peer's vector, one chunk to each peer.
 
         Args:
-            shard: the whole vector; or the part of it that this rank has summed up over the ranks
-                of its machine.
+            shard: if the peer is a rank, its whole vector. If it is a machine, the part of the
+                vector that this rank has summed over the ranks of the machine.
 
         Returns:
-            A function that waits for the sums, and writes them to the shard.
+            A function that waits for the sums and writes them to `shard`.
         """
         peers = self._peers
         self._chunks = shard.view(peers.size, -1)  # (peers, values): a view
         if "residual" in self.state:  # not with bf16
             shard += self.state["residual"]
-        # `encode` writes what it rounds off to the residual. This peer's own chunk is not sent
-        # here; its residual is written again by `advance`, when the sum of the chunk is sent.
+
+        # `encode` writes its rounding errors to the residual. The residual of this peer's own chunk
+        # is overwritten by `advance`, which sends the sum of that chunk.
         all_chunks = slice(None)
         encoded = encode(self._chunks, self._method, self._residual_of_chunks(all_chunks))
         self._received = torch.empty_like(encoded)
@@ -198,9 +215,9 @@ class QuantizedSum:
         decode(self._received, self._method, self._chunks)
 
     def _residual_of_chunks(self, chunks: slice) -> Tensor | None:
-        """Returns a view of the residual of some peers' chunks, `(chunks, values)`.
+        """Returns a view of the residual of the given chunks, of shape `(chunks, values)`.
 
-        Without error feedback (with bf16) it returns None.
+        Returns None with bf16, which has no error feedback.
         """
         residual = self.state.get("residual")
         if residual is None:
@@ -209,4 +226,4 @@ class QuantizedSum:
 
 
 def do_nothing() -> None:
-    """Stands for waiting where there is nothing to wait for."""
+    """Does nothing: the function to call where there is nothing to wait for."""

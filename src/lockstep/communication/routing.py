@@ -1,8 +1,9 @@
-"""Chooses the way that a collective takes: shared memory on one machine, else torch.distributed.
+"""Collectives that use shared memory where possible, and torch.distributed otherwise.
 
-The group of all ranks, and groups of all ranks of one machine, communicate through shared memory if
-`use_shared_memory` was called and the tensor is on the CPU. In all functions `group=None` is the
-group of all ranks. `traffic.block` and `traffic.wait` make a call and count the time that it takes.
+Shared memory carries CPU tensors between the ranks of one machine, once `use_shared_memory` was
+called. Everything else goes through the backend, such as Gloo or NCCL. In all functions
+`group=None` is the group of all ranks. `traffic.block` and `traffic.wait` call a function and
+measure how long it takes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch import Tensor
 from lockstep.communication.shared_memory import SharedMemory
 from lockstep.communication.traffic import all_reduce_bytes, traffic
 
-# The tag of what `start_all_to_all` sends, so that it is not taken for what a user's program sends.
+# The tag of the messages of `start_all_to_all`, which keeps them apart from those of user scripts.
 ALL_TO_ALL_TAG = 1_047_113
-# Backends all-gather in a ring, in which each rank waits for one after the other. If there are more
-# ranks than this, a small tensor on the CPU goes to the group's first rank, and from there on in a
-# tree.
+# Backends all-gather in a ring, where data passes through all ranks one after the other. With more
+# ranks than this, the group's first rank gathers a small CPU tensor and broadcasts the result.
 MAX_RING_RANKS = 8
 MAX_SMALL_BYTES = 2**12
 
@@ -35,7 +35,7 @@ def shared_memory() -> SharedMemory | None:
 
 
 def use_shared_memory(shared: SharedMemory | None) -> None:
-    """Lets the ranks communicate through shared memory from now on; None: by the backend again."""
+    """Sets the shared memory that collectives use from now on; None to use only the backend."""
     global _shared_memory
     if _shared_memory is not None:
         _shared_memory.close()
@@ -50,9 +50,9 @@ def all_reduce(
     """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does.
 
     Args:
-        tensor: is replaced by the result.
-        op: SUM, MAX, MIN, or what else the backend can do.
-        group: the ranks.
+        tensor: this rank's values, which are replaced by the result.
+        op: SUM, MAX, MIN, or any other operation that the backend supports.
+        group: the process group; None for all ranks.
     """
     shared = _shared_memory
     if shared is not None and shared.takes(tensor, op):
@@ -60,19 +60,21 @@ def all_reduce(
         if group is None:
             shared.all_reduce(tensor, op)
             return
+
         # The ranks of this machine alone: nothing goes between machines.
         if _is_group_of_machine(group, shared):
             wait = shared.start_all_reduce(tensor, op, between=_no_other_machines)
             wait()
             return
+
     traffic.block(partial(dist.all_reduce, tensor, op, group))
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
-    """Begins to sum up a tensor over a group, in place.
+    """Begins to sum a tensor over a group, in place.
 
-    Other sums may be started before this one is waited for; all are to be waited for in the order
-    in which they were started.
+    Several sums may be under way at once. They must be waited for in the order in which they were
+    started.
 
     Returns:
         A function that waits for the sum.
@@ -85,26 +87,30 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         # The ranks of this machine alone: nothing goes between machines.
         if _is_group_of_machine(group, shared):
             return shared.start_all_reduce(tensor, between=_no_other_machines)
+
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
 
 
 def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Returns where a tensor must be to be sent: NCCL sends from the GPU, others from the CPU.
+    """Returns the device from which the backend can send a tensor.
+
+    NCCL sends from the GPU. Other backends send from the CPU, so the tensor must be copied there.
 
     Args:
-        device: where the tensor is.
-        group: the process group that sends it; None: the default group.
+        device: device of the tensor.
+        group: the process group that sends the tensor; None for the default group.
     """
     if device.type == "cpu":
         return device
-    # The configuration is text such as "cpu:gloo,cuda:nccl". If it has no NCCL for this type of
-    # device, Gloo or MPI serves it, and they send from the CPU.
+
+    # The configuration is text such as "cpu:gloo,cuda:nccl".
     for part in dist.get_backend_config(group).split(","):
         device_type, backend = part.split(":")
         if device_type == device.type and backend == "nccl":
             return device
+
     return torch.device("cpu")
 
 
@@ -116,31 +122,34 @@ def start_all_to_all(
     """Begins to send the tensor `sent[r]` to rank r of the group, for every rank.
 
     Args:
-        received: tensors, one for each rank, or their rows: `received[r]` is as large as what rank
-            r sends to this rank. They may differ in size.
-        sent: contiguous tensors, one for each rank.
-        group: None for all ranks.
+        received: a tensor for each rank, or one tensor with a row for each rank. `received[r]` is
+            filled with the tensor that rank r sends to this rank, and must have its size.
+        sent: contiguous tensors, one for each rank. Their sizes may differ.
+        group: the process group; None for all ranks.
 
     Returns:
-        A function that waits until `received[r]` has what rank r has sent to this rank.
+        A function that waits until all tensors have been received.
     """
     own_rank = dist.get_rank(group)
     num_ranks = len(sent)
     traffic.sent += sum(tensor.nbytes for tensor in sent) - sent[own_rank].nbytes
+
     works: list[dist.Work | None]
     if sent[0].is_cuda:
         works = [dist.all_to_all(list(received), list(sent), group=group, async_op=True)]
     else:
-        # Not Gloo's own all_to_all: in it each rank sends before it receives. Its message that it
-        # is ready to receive then waits behind the data that it sends. So only one side sends at a
-        # time, and a slow link is half idle.
+        # Gloo's own all_to_all is not used, because there each rank sends before it receives. Its
+        # message that it is ready to receive waits behind the data that it sends, so only one side
+        # sends at a time, and a slow link is idle in one direction.
         received[own_rank].copy_(sent[own_rank])
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
+
         works = []
         for rank in other_ranks:
             if received[rank].numel():
-                row = received[rank]  # it is written to
+                row = received[rank]
                 works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
+
         for rank in other_ranks:
             if sent[rank].numel():
                 row = sent[rank]
@@ -148,7 +157,7 @@ def start_all_to_all(
 
     # `run.watch.stacks` knows this function by its name.
     def exchange() -> None:
-        """Waits for everything that was started."""
+        """Waits for all sends and receives."""
         for work in works:  # torch gives None only to ranks that are not in the group
             traffic.wait(cast(dist.Work, work).wait)
 
@@ -156,32 +165,33 @@ def start_all_to_all(
 
 
 def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills a tensor with the tensors of all ranks of the group.
+    """Gathers the tensors of all ranks of a group into the rows of one tensor.
 
     Args:
-        rows: `(ranks, *)`; row r is filled with the tensor of rank r.
-        tensor: this rank's, `(*)`.
-        group: the ranks.
+        rows: output tensor of shape `(ranks, *)`; row r is filled with the tensor of rank r.
+        tensor: the tensor of this rank, of shape `(*)`.
+        group: the process group; None for all ranks.
     """
-    # Shared memory carries contiguous tensors of the CPU. Both what this rank gives and what it
-    # receives must be such tensors.
     shared = _memory_of_group(group)
     if shared is not None and shared.takes(tensor) and shared.takes(rows):
         shared.all_gather(rows, tensor)
         return
-    # Many ranks, and not much to send: not in a ring, in which each rank waits for the one before.
+
+    # A small tensor takes long in a ring of many ranks, so the first rank gathers it.
     if len(rows) > MAX_RING_RANKS and _is_small(tensor):
         traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
         return
+
     if _gathers_into_one_tensor(rows, group):
-        # Given a list, NCCL gathers into a tensor of its own, and then copies row after row.
+        # With a list of rows, NCCL would gather into a temporary tensor and copy each row from it.
         traffic.block(partial(_all_gather_into_one_tensor, rows, tensor, group))
         return
+
     traffic.block(partial(dist.all_gather, list(rows), tensor, group))
 
 
 def _gathers_into_one_tensor(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Returns True if NCCL sends tensors like `rows`, and they are one piece of memory."""
+    """Returns True if NCCL gathers the rows, and they are contiguous in memory."""
     is_on_gpu = rows.device.type != "cpu"
     return is_on_gpu and rows.is_contiguous() and carrier_device(rows.device, group) == rows.device
 
@@ -194,12 +204,12 @@ def _all_gather_into_one_tensor(
         gather = dist.all_gather_single
     else:
         gather = dist.all_gather_into_tensor  # its name before torch 2.13
-    # One after the other, not stacked: all backends can do that.
+    # The output is flat, because not all backends can gather into stacked rows.
     gather(rows.view(-1), tensor.reshape(-1), group=group)
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Returns True if the first rank may gather a tensor; Gloo gathers no complex numbers."""
+    """Returns True for a small CPU tensor that Gloo can gather; it gathers no complex numbers."""
     is_on_cpu = tensor.device.type == "cpu"
     return is_on_cpu and tensor.nbytes <= MAX_SMALL_BYTES and not tensor.is_complex()
 
@@ -208,19 +218,21 @@ def _all_gather_by_first_rank(
     rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> None:
     """Gathers the tensors on the group's first rank, which sends all of them to every rank."""
-    gathered = list(rows) if dist.get_rank(group) == 0 else None  # `dist.gather` wants None there
+    is_first_rank = dist.get_rank(group) == 0
+    gathered = list(rows) if is_first_rank else None
     dist.gather(tensor, gathered, group=group, group_dst=0)
     dist.broadcast(rows, group=group, group_src=0)
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copies the tensor of a rank of the group to the others, as `torch.distributed.broadcast`.
+    """Copies a tensor from one rank of a group to the others, as `torch.distributed.broadcast`.
 
     Args:
-        tensor: what is sent by rank `source`, and is written to on the others. It has one dtype and
-            shape on all ranks, and is contiguous on all or none, so that all go the same way.
-        source: the number of the rank in the group.
-        group: the ranks.
+        tensor: the values to send on rank `source`; overwritten on the other ranks. All ranks must
+            pass the same dtype and shape, and all or none a contiguous tensor, so that all of them
+            choose between shared memory and the backend in the same way.
+        source: number of the sending rank within the group.
+        group: the process group; None for all ranks.
     """
     shared = _memory_of_group(group)
     if shared is not None and shared.takes(tensor):
@@ -230,7 +242,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None =
 
 
 def _memory_of_group(group: dist.ProcessGroup | None) -> SharedMemory | None:
-    """Returns the memory that all ranks of a group share; None: they do not share any."""
+    """Returns the memory that all ranks of a group share, or None if they share none."""
     if _shared_memory is not None and _is_group_of_machine(group, _shared_memory):
         return _shared_memory
     return None
@@ -240,14 +252,14 @@ def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) 
     """Returns True if a group consists of all ranks that share the memory.
 
     Args:
-        group: the group; None: all ranks of the run.
+        group: the process group; None for all ranks.
         shared: the memory of the ranks of this machine.
     """
-    if group is None:  # then there must be one machine, and so no group across machines
-        return shared.across is None
+    if group is None:
+        return shared.across is None  # True if this is the only machine
     return dist.get_process_group_ranks(group) == shared.ranks
 
 
 def _no_other_machines(shard: Tensor) -> Callable[[], None]:
-    """Stands for the exchange with other machines, in a sum over one machine."""
+    """Replaces the exchange with other machines in a sum over a single machine: does nothing."""
     return lambda: None

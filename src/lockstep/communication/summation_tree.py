@@ -1,19 +1,17 @@
-"""The fixed binary tree in which numbers of virtual ranks are added up.
+"""Plans in which order the values of virtual ranks are added, so that sums have the same bits.
 
-Floating-point addition is not associative: which numbers are added first decides the last bits of a
-sum. So the order is fixed by a binary tree whose *leaves* are the virtual ranks. Its shape depends
-on their number alone, and not on how many processes compute them. A *node* is a range of leaves
-`(begin, end)`; its value is the value of its left child plus that of its right child. A leaf may be
-absent, if a virtual rank has no samples of a short global batch: its parent then has the value of
-the other child.
+The result of a floating-point sum depends on the order of the additions. A fixed binary tree
+decides it. Its *leaves* are the virtual ranks, however many processes compute them. A *node* is a
+range of leaves; its value is the sum of its two children. A sum is computed with a stack: values
+are pushed from left to right, and a *merge* replaces the two topmost values by their sum.
 
-A process that has the leaves of a range adds up all nodes that lie in it, and hands the largest of
-them on. A range of `n` leaves has at most `2 log2 n` of these. The order in which the children of a
-node are added does not matter: addition is commutative, in floating point too.
+For 3 leaves the tree is `(0 + 1) + 2`. The values are pushed in order, followed by 0, 1 and 1
+merges. This module computes these numbers of merges.
 
-Sums are computed with a stack. The values are pushed in the order of their leaves; after each push
-a number of *merges* follows, in which the two topmost values are replaced by their sum. These
-numbers are what this module computes.
+A leaf is absent if its virtual rank has no samples in a short global batch. Its parent then has the
+value of the other child. A process that has a range of leaves computes the largest nodes within the
+range, and passes their values on; `n` leaves have at most `2 log2 n` of them. The two children of a
+node may be added in either order, because floating-point addition is commutative.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ class Node(NamedTuple):
     end: int
 
     def children(self) -> tuple[Node, Node]:
-        """Returns the left and the right child of a node that is no leaf.
+        """Returns the left and the right child of a node that is not a leaf.
 
-        The left one has the largest power of two of leaves that is less than those of this node, so
-        it is a complete tree.
+        The left child is a complete tree: it has the largest power of two that is less than the
+        number of leaves, e.g. `(0, 5) -> (0, 4), (4, 5)`.
         """
         size = self.end - self.begin
         size_of_left = 1 << (size - 1).bit_length() - 1
@@ -47,13 +45,13 @@ class Node(NamedTuple):
 def push(
     stack: list[Value], value: Value, num_merges: int, add: Callable[[Value, Value], object]
 ) -> None:
-    """Pushes a value onto a stack of partial sums, and makes the merges that follow it.
+    """Pushes a value onto a stack of partial sums, then merges the topmost values.
 
     Args:
         stack: the partial sums.
-        value: of the next leaf, or of the next node.
+        value: value of the next leaf or node.
         num_merges: how often the two topmost values are replaced by their sum.
-        add: adds its second argument to its first one, in place.
+        add: function that adds its second argument to its first one, in place.
     """
     stack.append(value)
     for _ in range(num_merges):
@@ -62,43 +60,48 @@ def push(
 
 
 class RankSums(NamedTuple):
-    """How a tree is summed by several ranks, each of which has the leaves of a range."""
+    """How ranks sum a tree: each rank first sums its own leaves, then the results are summed."""
 
     leaves_of_rank: tuple[tuple[int, ...], ...]
-    """The leaves that are present, for each rank."""
+    """For each rank, its leaves that are present."""
     merges_of_rank: tuple[tuple[int, ...], ...]
-    """For each rank, and each of these leaves: how many merges follow when it was pushed."""
+    """For each rank and each of these leaves, how many merges follow its push."""
     nodes_of_rank: tuple[int, ...]
-    """How many values a rank has on its stack at the end."""
+    """For each rank, how many values are left on its stack: it passes them on."""
     merges: tuple[int, ...]
-    """For each of these values, in the order of the ranks: how many merges follow when it was
-    pushed. One value is left: the sum."""
+    """For each value that is passed on, in the order of the ranks, how many merges follow its push.
+    After the last one only the sum is left."""
 
 
 @lru_cache(maxsize=256)
 def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     """Plans how ranks sum a tree.
 
-    Each rank first adds up its own leaves, which gives the values of one or more nodes. Then the
-    nodes of all ranks are added up.
+    Each rank first sums its own leaves, which gives the values of one or more nodes. Then these
+    nodes of all ranks are summed.
 
     Args:
-        present: for each leaf, whether it has a value.
+        present: whether each leaf has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
     leaves_of_rank = []
     merges_of_rank = []
-    nodes_of_ranks = _nodes_of_ranges(present, bounds)  # what each rank hands on
+    nodes_of_ranks = _nodes_of_ranges(present, bounds)  # the values that each rank passes on
+
     nodes_of_all_ranks: list[Node] = []
     for rank, nodes in enumerate(nodes_of_ranks):
-        leaves = [leaf for leaf in range(bounds[rank], bounds[rank + 1]) if present[leaf]]
+        leaves_in_range = range(bounds[rank], bounds[rank + 1])
+        leaves = [leaf for leaf in leaves_in_range if present[leaf]]
         pushed = [Node(leaf, leaf + 1) for leaf in leaves]
+
         merges: list[int] = []
         for node in nodes:
             merges += count_merges(node, pushed)
+
         leaves_of_rank.append(tuple(leaves))
         merges_of_rank.append(tuple(merges))
         nodes_of_all_ranks += nodes
+
     return RankSums(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
@@ -108,19 +111,16 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
 
 
 class MachineSums(NamedTuple):
-    """How a tree is summed by several machines, each of which sums the leaves of its ranks first.
-
-    `RankSums` of the machines say how their sums are added up.
-    """
+    """How machines sum a tree: each first sums the values of its ranks."""
 
     nodes_of_rank: tuple[int, ...]
-    """For each rank of this machine: how many values it has."""
+    """For each rank of this machine, how many values it passes on."""
     merges: tuple[int, ...]
-    """For each of these values, in the order of the ranks: how many merges follow when it was
-    pushed. The values that are left are those of the machine's nodes."""
+    """For each of these values, in the order of the ranks, how many merges follow its push."""
     num_nodes: int
-    """How many values are left."""
+    """How many values are left then: the machine passes them on."""
     between_machines: RankSums
+    """How the values of the machines are summed, with each machine in the place of a rank."""
 
 
 @lru_cache(maxsize=256)
@@ -132,22 +132,24 @@ def plan_sums_of_machines(
     Args:
         present: see `plan_sums`.
         bounds: see `plan_sums`.
-        ranks_per_machine: every machine has this number of neighbouring ranks.
-        machine: the number of this one.
+        ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
+        machine: number of this machine.
     """
-    # What each rank of this machine has: the values that are pushed.
+    # The nodes whose values are pushed: those that the ranks of this machine pass on.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
     pushed: list[Node] = []
     for nodes in nodes_of_ranks:
         pushed += nodes
-    # What the machine hands on: the values to which these are added up.
+
+    # They are merged into the nodes that the machine passes on.
     bounds_of_machines = bounds[::ranks_per_machine]
     nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
     merges: list[int] = []
     for node in nodes_of_machine:
         merges += count_merges(node, pushed)
+
     return MachineSums(
         nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
         merges=tuple(merges),
@@ -160,7 +162,7 @@ def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list
     """Returns, for each range of leaves, its largest nodes that have a value.
 
     Args:
-        present: for each leaf, whether it has a value.
+        present: whether each leaf has a value.
         bounds: range r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
     whole = Node(0, len(present))
@@ -171,45 +173,69 @@ def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list
             if any(present[node.begin : node.end]):
                 nodes.append(node)
         nodes_of_ranges.append(nodes)
+
     return nodes_of_ranges
 
 
 def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:
-    """Returns the largest nodes at or below a node that lie in a range of leaves, in order."""
-    if end <= node.begin or node.end <= begin:  # the node has no leaf of the range
+    """Returns the largest nodes within a range of leaves, from left to right.
+
+    In the tree of 4 leaves, the leaves 1 to 3 have the largest nodes `(1, 2), (2, 4)`.
+
+    Args:
+        node: the node at and below which nodes are searched.
+        begin: first leaf of the range.
+        end: the leaf after the last one of the range.
+    """
+    is_outside = end <= node.begin or node.end <= begin
+    if is_outside:
         return []
-    if begin <= node.begin and node.end <= end:
+
+    lies_within = begin <= node.begin and node.end <= end
+    if lies_within:
         return [node]
+
     left, right = node.children()
     return largest_nodes(left, begin, end) + largest_nodes(right, begin, end)
 
 
 def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
-    """Returns the number of merges after each push, if the value of a node is computed.
+    """Returns how many merges follow each push when the value of a node is computed.
+
+    For the root `(0, 4)` and its four leaves the result is `[0, 1, 0, 2]`: after the second push
+    leaves 0 and 1 are merged, after the last one leaves 2 and 3, and then the two sums.
 
     Args:
         root: the node whose value is computed.
-        pushed: the nodes whose values are pushed, in order. None lies within another. Those that
-            are not at or below the root are ignored.
+        pushed: the nodes whose values are pushed, from left to right. They do not overlap. Nodes
+            outside of the root are ignored.
 
     Returns:
-        A number for each pushed node at or below the root.
+        The number of merges for each pushed node within the root.
     """
     merges: list[int] = []
-    nodes = set(pushed)
+    pushed_nodes = set(pushed)
 
     def visit(node: Node) -> bool:
-        """Appends to `merges` for each pushed node at or below a node; returns True if any is."""
-        if node in nodes:
+        """Appends a number to `merges` for each pushed node within `node`.
+
+        Returns:
+            True if there is any, so that `node` has a value.
+        """
+        if node in pushed_nodes:
             merges.append(0)
             return True
-        if node.end - node.begin == 1:  # an absent leaf
+
+        is_absent_leaf = node.end - node.begin == 1
+        if is_absent_leaf:
             return False
+
         left, right = node.children()
         left_has_value = visit(left)
         right_has_value = visit(right)
         if left_has_value and right_has_value:
-            merges[-1] += 1  # they are merged after the last push, which was below the right child
+            # They are merged after the last push so far, which was within the right child.
+            merges[-1] += 1
         return left_has_value or right_has_value
 
     visit(root)

@@ -7,24 +7,27 @@ from collections.abc import Callable
 
 
 class Traffic:
-    """What this rank has moved since the run began. Only what Lockstep moves itself is counted."""
+    """Bytes that this rank has sent, and seconds that it has waited, since the run began.
+
+    Only communication that Lockstep itself makes is counted.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Counts from 0 again."""
+        """Sets all counts to 0."""
         self.sent = 0
-        """Bytes sent by the backend to other ranks, without the headers of packets."""
+        """Bytes sent to other ranks through the backend, without the headers of packets."""
         self.shared = 0
-        """Bytes written into memory that the ranks of a machine share."""
+        """Bytes written to the memory that the ranks of a machine share."""
         self.waited_s = 0.0
-        """Seconds of waiting for what other ranks were to send by the backend."""
+        """Seconds spent waiting for data that was sent through the backend."""
         self.blocked_s = 0.0
-        """Seconds of waiting for other ranks in any way, those of the same machine included."""
+        """Seconds spent waiting for other ranks in any way, through shared memory as well."""
 
     def wait(self, work: Callable[[], object]) -> None:
-        """Calls `work`, which returns when other ranks have sent something by the backend."""
+        """Calls `work`, which waits for data of other ranks, and adds its time to both counts."""
         begin_s = time.perf_counter()
         work()
         seconds = time.perf_counter() - begin_s
@@ -32,10 +35,7 @@ class Traffic:
         self.blocked_s += seconds
 
     def block(self, work: Callable[[], object]) -> None:
-        """Calls `work`, a collective of the backend that returns when other ranks have come.
-
-        Its time is counted in `blocked_s` alone.
-        """
+        """Calls `work`, a blocking collective of the backend, and adds its time to `blocked_s`."""
         begin_s = time.perf_counter()
         work()
         self.blocked_s += time.perf_counter() - begin_s
@@ -46,9 +46,9 @@ traffic = Traffic()
 
 
 def all_reduce_bytes(nbytes: int, num_ranks: int) -> int:
-    """Returns the bytes that each rank sends for the all-reduce of a tensor of `nbytes`.
+    """Returns how many bytes each rank sends in an all-reduce of a tensor of `nbytes`.
 
-    Gloo's ring divides the tensor into one chunk per rank. A rank sends all chunks except one, once
-    to be summed up and once as a sum.
+    Gloo's ring divides the tensor into one chunk per rank. A rank sends all chunks but one twice:
+    first its values, which are summed, and then the sum.
     """
     return 2 * nbytes * (num_ranks - 1) // num_ranks

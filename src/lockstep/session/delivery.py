@@ -1,8 +1,8 @@
-"""What a loader has handed out: passes over a loader, and the deliveries of each.
+"""Records which micro-batches a loader has handed out to a training loop.
 
 A *pass* is one iteration of a training loop over a loader. A *delivery* is one micro-batch that the
-loop gets in a pass. `session.step` finds out which delivery a loss comes from; this module has the
-records that it keeps, and the errors that it raises where that is not known.
+loop gets in a pass. `session.step` finds out which delivery a loss comes from. This module defines
+the records that it keeps for this, and the errors that it raises if it cannot tell.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 optimizer_steps_at = attrgetter("opens", "closes", "virtual_rank_number")
-"""When the optimizer steps. Two loaders that are trained on at a time must agree on it."""
+"""When the optimizer steps. Two loaders that are trained on at the same time must agree on it."""
 weight_in_backward = attrgetter("scale", "opens", "closes", "plain", "virtual_rank_number")
-"""Micro-batches that agree on this can be taken for one another in a backward pass."""
+"""What a backward pass uses of a micro-batch. If two micro-batches have equal values, it does not
+matter which of them a loss is taken to come from."""
 
 
 class StorageReference(Protocol):
@@ -31,17 +32,17 @@ class StorageReference(Protocol):
     def __eq__(self, other: object, /) -> bool: ...
 
     def expired(self) -> bool:
-        """Returns True when the storage is freed."""
+        """Returns True once the storage has been freed."""
 
 
 class Delivery:
     """A micro-batch that a loader has handed out to be trained on.
 
     Args:
-        training_pass: the pass that it belongs to.
-        micro_batch: how it weighs.
-        storages: of its tensors.
-        on_begin: called with the micro-batch each time that training on it begins.
+        training_pass: the pass in which it is handed out.
+        micro_batch: the micro-batch, which says how its loss is weighted.
+        storages: references to the storages of its tensors.
+        on_begin: function that is called with the micro-batch each time training on it begins.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Delivery:
         self.on_begin = on_begin
         training_pass.num_deliveries += 1
         self.place = training_pass.num_deliveries
-        """Its number among the deliveries of its pass, from 1."""
+        """The number of this delivery in its pass, from 1."""
         if micro_batch.first:
             training_pass.num_delivered_global_batches += 1
         self.global_batch = training_pass.num_delivered_global_batches
-        """The number of its global batch in its pass, from 1."""
+        """The number of its global batch in the pass, from 1."""
 
     @property
     def is_referenced(self) -> bool:
-        """True while the script, or what it computes, holds a tensor of the batch."""
+        """True while the script, or an autograd graph, holds a tensor of the batch."""
         for storage in self.storages:
             if storage.expired():
                 return False
@@ -77,66 +78,71 @@ class TrainingPass:
 
     def __init__(self) -> None:
         self.micro_batch = MicroBatch()
-        """The micro-batch that is trained."""
+        """The micro-batch that is being trained."""
         self.number = 0
-        """Global batches begun."""
+        """The number of global batches that have begun."""
         self.num_parts = 0
-        """Parts begun that an optimizer steps for: global batches, or those of virtual ranks."""
+        """The number of parts that have begun for which an optimizer steps: global batches, or
+        virtual ranks that have their own optimizer step."""
         self.num_backwards = 0
-        """Calls of `World.backward` for the current micro-batch."""
+        """The number of calls of `World.backward` for the current micro-batch."""
         self.loss: Tensor | float = 0.0
-        """Sum of the weighted losses of the current global batch on this rank."""
+        """The sum of the weighted losses of the current global batch on this rank."""
         self.loss_before: Tensor | float | None = None
-        """The same of the global batch before; None: no backward pass has followed its last
+        """The loss of the previous global batch; None if no backward pass has followed its last
         micro-batch."""
         self.loss_of_virtual_rank: dict[int, Tensor] = {}
-        """The same for each virtual rank of this process, if they train one model."""
+        """The loss of each virtual rank of this process, if all train one model."""
         self.accumulated = False
         """True if earlier micro-batches of the current global batch have left gradients."""
         self.stepped = False
         """True if an optimizer has stepped for the current global batch."""
         self.ever_stepped = False
-        """True if an optimizer has stepped in this pass. A pass without is an evaluation, even one
-        with gradients enabled."""
+        """True if an optimizer has stepped in this pass. A pass in which none has stepped is taken
+        for an evaluation, even if gradients are enabled."""
         self.step_left_out = False
-        """True if no optimizer had stepped for the micro-batch before the current one."""
+        """True if no optimizer has stepped for the previous micro-batch."""
         self.num_deliveries = 0
         self.num_delivered_global_batches = 0
         self.active: Delivery | None = None
-        """The delivery whose micro-batch is trained."""
+        """The delivery whose micro-batch is being trained."""
         self.in_use: Delivery | None = None
-        """The delivery that the loop computes on: the last one that a forward or a backward pass
-        was seen of. In a loop that fetches nothing ahead it is the last one handed out."""
+        """The delivery that the loop computes on: the last one for which a forward or a backward
+        pass was seen. In a loop that fetches nothing ahead, it is the last one handed out."""
         self.untrained: list[Delivery] = []
-        """Deliveries that no backward pass is known to have followed, in order."""
+        """Deliveries for which no backward pass is known yet, in order."""
         self.ended = False
-        """True if the loader was left. The loop may still train on batches that it holds."""
+        """True if the loop has left the loader. It may still train on batches that it holds."""
         self.source_is_known = True
-        """False if the next loss may come from any of `untrained`, not from `active` alone."""
+        """True if the next loss comes from `active`; False if it may come from any of
+        `untrained`."""
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Notes that training on a micro-batch of the pass begins."""
-        was_trained = self.num_backwards > 0  # a backward pass followed the micro-batch before
+        """Updates the state of the pass when training on a micro-batch begins."""
+        was_trained = self.num_backwards > 0  # the previous micro-batch had a backward pass
         self.step_left_out = was_trained and not self.stepped
-        if micro_batch.first:  # a global batch begins
+
+        if micro_batch.first:  # a new global batch begins
             if was_trained:
                 self.loss_before = self.loss if self.micro_batch.last else None
             self.number += 1
             self.stepped = False
             self.accumulated = False
             self.loss = 0.0
-        elif was_trained:  # its gradients are added to
+        elif was_trained:  # the new gradients are added to those of the previous micro-batch
             self.accumulated = True
-        if micro_batch.opens:  # it is the first of those that the next optimizer step is for
+
+        if micro_batch.opens:  # it is the first micro-batch of the next optimizer step
             self.num_parts += 1
+
         self.micro_batch = micro_batch
         self.num_backwards = 0
 
     def leaves_gradients(self, *, exhausted: bool) -> bool:
-        """Returns True if the pass, which is over, leaves gradients of an unfinished global batch.
+        """Returns True if the pass has ended in the middle of a global batch and left gradients.
 
         Args:
-            exhausted: True if the loader has nothing more; False if the loop was left before.
+            exhausted: True if the loader has no more batches; False if the loop was left early.
         """
         has_gradients = self.accumulated or self.num_backwards > 0
         is_unfinished = has_gradients and not self.micro_batch.last
@@ -146,7 +152,7 @@ class TrainingPass:
 
 
 def weigh_the_same(deliveries: Sequence[Delivery]) -> bool:
-    """Returns True if all deliveries count the same in a backward pass."""
+    """Returns True if a loss is weighted in the same way for all deliveries."""
     weights = {weight_in_backward(delivery.micro_batch) for delivery in deliveries}
     return len(weights) <= 1
 
@@ -157,11 +163,12 @@ def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
 
 
 def next_trained(training_pass: TrainingPass) -> list[Delivery]:
-    """Returns the delivery that a loss of this pass comes from, or one that weighs the same.
+    """Returns the delivery that the next loss of this pass is taken to come from.
 
     Returns:
-        A list of one delivery; an empty one if nothing was handed out yet.
+        A list with that delivery; empty if nothing was handed out yet.
     """
+    # If the loop has fetched ahead, the deliveries are taken in their order.
     if not training_pass.source_is_known and training_pass.untrained:
         first_untrained = training_pass.untrained[0]
         return [first_untrained]
@@ -174,18 +181,20 @@ def check_order(delivery: Delivery) -> None:
     """Raises UsageError if the micro-batches of a global batch are not trained in order.
 
     Args:
-        delivery: whose training is about to begin.
+        delivery: the delivery on which training is about to begin.
     """
     training_pass = delivery.training_pass
     active = training_pass.active
     if active is None:
         return
+
     if delivery.micro_batch.first:
-        # A global batch may begin when the one before is complete, or has not been trained at all.
+        # A global batch may begin if the previous one is complete, or was not trained at all.
         in_order = training_pass.micro_batch.last or not training_pass.num_backwards
     else:
         follows = delivery.place > active.place
         in_order = follows and delivery.global_batch == active.global_batch
+
     if not in_order:
         raise UsageError(
             "training on batches in another order than the loader gave them",
@@ -196,7 +205,7 @@ def check_order(delivery: Delivery) -> None:
 
 
 def two_loaders_error() -> UsageError:
-    """Returns the error of a loop over two loaders whose optimizer steps do not coincide."""
+    """Returns the error for a loop over two loaders whose optimizer steps do not coincide."""
     return UsageError(
         "training on two prepared loaders at a time",
         "their global batches are computed in different numbers of micro-batches, so "
@@ -211,12 +220,12 @@ TRAIN_APART = (
     "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
     "number of ranks divides, with drop_last=True"
 )
-"""What to do if batches of two loaders weigh differently."""
+"""Advice if the losses of two loaders' batches are weighted differently."""
 FETCH_LATER = (
     "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the loader "
     "read ahead without a change to the loop)"
 )
-"""What to do if a loop fetches batches ahead."""
+"""Advice if a loop fetches batches ahead."""
 
 
 def cleared_gradients_error() -> UsageError:
@@ -231,12 +240,12 @@ def cleared_gradients_error() -> UsageError:
 def unknown_source_error(
     possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER
 ) -> UsageError:
-    """Returns the error of a loss that may have come from any of several batches.
+    """Returns the error for a loss that may come from any of several batches.
 
     Args:
-        possible: the batches.
-        which: describes them, after "several batches".
-        instead: what to do.
+        possible: the batches that the loss may come from.
+        which: description of these batches, which follows "several batches" in the message.
+        instead: the advice.
     """
     batches = "several batches" if len(possible) > 1 else "a batch"
     return UsageError(
@@ -251,7 +260,7 @@ def unknown_source_error(
 
 
 def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
-    """Returns the error of a loss that came from several batches of different weight."""
+    """Returns the error for a loss that comes from several batches of different weight."""
     return UsageError(
         "one world.backward(loss) for batches that weigh differently",
         f"the loss comes from {len(deliveries)} batches, of which this rank has "
@@ -262,7 +271,7 @@ def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
 
 
 def describe_parts(deliveries: Sequence[Delivery]) -> str:
-    """Describes this rank's parts of up to four deliveries, such as `3 of 8 and 2 of 8`."""
+    """Describes how many samples this rank has of up to four deliveries: `3 of 8 and 2 of 8`."""
     parts: list[str] = []
     for delivery in deliveries:
         part = f"{delivery.micro_batch.local_rows} of {delivery.micro_batch.global_samples}"

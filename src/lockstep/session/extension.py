@@ -1,12 +1,12 @@
-"""The one way to take part in a training: an `Extension`, in the ordered list of the run.
+"""Defines `Extension`, the base class of everything that takes part in a training step.
 
-Strategies, checks and observers (the report, the ledger, `lockstep verify`) are all extensions. The
-run tells them of each event in this order:
+Strategies, checks and observers (the report, the ledger, `lockstep verify`) are all extensions. A
+run has one ordered list of them, and calls their methods at each event of a step in this order:
 
 1. `PREPARED_OBJECT`: the prepared optimizers;
 2. `STRATEGY`: the part of a strategy that belongs to one prepared module;
-3. `CHECK`: the checks, which raise an error where a training goes wrong;
-4. `OBSERVER`: what only looks on.
+3. `CHECK`: the checks, which raise an error if a training goes wrong;
+4. `OBSERVER`: extensions that only observe the training.
 
 The order matters. Each line names the test that fails if two of them change places:
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 PHASES = (
     "data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other"
 )  # fmt: skip
-"""What a rank spends the time of a step on. `communication` is waiting for other ranks, whatever it
-is for; `forward` ends where `World.backward` begins, or the optimizer's step; `other` is what
-follows that step, up to the next batch."""
+"""What a rank spends the time of a step on. `communication` is any waiting for other ranks;
+`forward` ends when `World.backward` or the optimizer's step begins; `other` is everything between
+that step and the next batch."""
 
 
 class Place(IntEnum):
-    """The place of an extension in the order in which all are notified of events."""
+    """The place of an extension in the order in which events are handled."""
 
     PREPARED_OBJECT = 0
     STRATEGY = 1
@@ -54,7 +54,7 @@ class Place(IntEnum):
 
 
 class DeliveredBatch(NamedTuple):
-    """A micro-batch that a training loop gets from a loader, on this rank."""
+    """A micro-batch that a training loop gets from a loader on this rank."""
 
     loader: Any
     epoch: int
@@ -64,18 +64,18 @@ class DeliveredBatch(NamedTuple):
     """The indices of its samples in the dataset."""
     micro_batch: MicroBatch
     batch: Any
-    """What the training loop gets."""
+    """The batch as the training loop gets it."""
     counts: bool
-    """True if the samples are to be counted on this rank. Under a pipeline several ranks get the
-    same micro-batch, and only one of them counts it. A micro-batch that is repeated to check a
-    device does not count."""
+    """True if this rank counts the samples. In a pipeline several ranks get the same micro-batch,
+    and only one of them counts it. A micro-batch that is repeated to check a device is not
+    counted."""
 
 
 class Extension:
-    """Takes part in a training. Every method does nothing until a subclass overrides it.
+    """Takes part in a training. Every method handles one event, and does nothing by default.
 
-    Methods may communicate unless their description says otherwise: all ranks call them at the same
-    places.
+    All ranks call the methods at the same points of a training, so they may communicate unless
+    their description says otherwise.
     """
 
     def module_prepared(self, wrapped: Any) -> None:
@@ -85,13 +85,13 @@ class Extension:
         """`World.prepare` has made a `PreparedOptimizer` of an optimizer of these modules."""
 
     def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
-        """The run has decided something: names, values and reasons."""
+        """The run has made decisions; each has a name, a value and a reason."""
 
     def batches_fetched_ahead(self) -> None:
-        """For the first time a loop holds batches that it has not trained yet."""
+        """A loop has fetched a batch before it has trained the previous one; called once."""
 
     def part_is_empty(self) -> None:
-        """For the first time this rank is about to get a micro-batch without samples."""
+        """This rank is about to get a micro-batch without samples; called once."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Training on a micro-batch begins."""
@@ -108,15 +108,15 @@ class Extension:
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """The backward pass of a loss is about to run.
 
-        The mean over ranks of the sums over micro-batches of these losses is the loss of the global
-        batch. A loss whose `micro_batch.scale` is 0 counts as 0; its value may be NaN.
+        The loss of the global batch is the mean over ranks of their sums of these losses. A loss
+        whose `micro_batch.scale` is 0 counts as 0, even if its value is NaN.
         """
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """The backward pass has run; strategies release what it needed."""
+        """The backward pass has run; strategies release the memory that it needed."""
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """The backward pass has run and counts as one. Must not communicate."""
+        """The backward pass has run and was counted. Must not communicate."""
 
     def leaf_gradient(
         self,
@@ -124,22 +124,26 @@ class Extension:
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """The gradients of a virtual rank are complete, and not added to those of others yet.
+        """Some gradients of a virtual rank are complete, and not yet added to those of others.
 
-        Told only if virtual ranks train one model, once for each parameter, some at a time; not of
-        parameters of a unit of FSDP that the virtual rank has not used. May be called during a
-        backward pass. Must neither communicate nor keep the gradients, which are changed later.
+        Called only if all virtual ranks train one model, and perhaps during a backward pass. The
+        calls together cover each parameter once, except for those of FSDP units that the virtual
+        rank has not used. Must neither communicate nor keep the gradients, which change later.
 
         Args:
-            micro_batch: the last one of the virtual rank.
-            parameters: of a prepared module; under FSDP the shards that the optimizer has.
-            gradients: the whole gradient of each; None or zeros for one that was not used.
+            micro_batch: the last micro-batch of the virtual rank.
+            parameters: parameters of a prepared module; under FSDP the optimizer's shards.
+            gradients: the full gradient of each parameter; None or zeros if it was not used.
         """
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """An optimizer is about to step; `modules` are the prepared ones whose parameters it has.
+        """An optimizer is about to step.
 
         May raise UsageError if the gradients are not those of the global batch.
+
+        Args:
+            optimizer: the optimizer.
+            modules: the prepared modules whose parameters it updates.
         """
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -152,47 +156,52 @@ class Extension:
         """An optimizer has stepped for a whole global batch, and `after_step` was called."""
 
     def batch_is_done(self) -> None:
-        """A training loop asks a loader for its next micro-batch, or for a pass: it has done all
-        that it does with the micro-batch before.
-        """
+        """A training loop asks for its next micro-batch, so it is done with the previous one."""
 
     def pass_ended(self) -> None:
         """A training loop has left a loader."""
 
     def clear_gradients(self) -> None:
-        """Gradients of a global batch that was broken off in the middle are to be cleared."""
+        """A global batch was left in the middle, and its gradients must be cleared."""
 
     def phase_entered(self, phase: str) -> None:
-        """This rank begins to spend its time on something else, one of `PHASES`."""
+        """This rank enters another phase of its step, one of `PHASES`."""
 
     def values_logged(self, sums: Any, open_pass: Any) -> None:
-        """A pass in which `World.log` was called is over, or it was called outside of any loop.
+        """Values of `World.log` are complete: their pass is over, or they belong to no loop.
 
-        May be called while an error goes up the stack. Must not communicate, nor wait for a device.
+        May be called while an exception propagates. Must neither communicate nor wait for a device.
 
         Args:
-            sums: the `WeightedSums` of the values of this rank.
+            sums: the `WeightedSums` of this rank's values.
             open_pass: the `session.step.OpenPass`; None outside of any loop.
         """
 
     def settle(self) -> None:
-        """The state is about to be saved, or the run has ended well: raises what it still holds
-        back. Must not communicate.
+        """The state is about to be saved, or the run has ended without an error.
+
+        Raises errors that were deferred until now. Must not communicate.
         """
 
     def saving_begins(self) -> None:
-        """The state is copied until `saving_ended`, perhaps in the middle of a global batch, which
-        a resumed run begins anew: what a part of it has changed is put back. Must not communicate.
+        """The state is about to be copied for a checkpoint, until `saving_ended` is called.
+
+        In the middle of a global batch, state that the first micro-batches have changed is put
+        back, because a resumed run computes the whole global batch. Must not communicate.
         """
 
     def saving_ended(self) -> None:
         """The state was copied, and the training goes on. Must not communicate."""
 
     def release(self) -> None:
-        """The run ends: references to process groups are to be dropped. Must not communicate."""
+        """The run ends: references to process groups must be dropped. Must not communicate."""
 
     def close(self, failed: bool) -> None:
-        """The run ends; process groups are still open. `failed`: this process had an error."""
+        """The run ends; process groups are still open.
+
+        Args:
+            failed: True if this process had an error.
+        """
 
 
 EVENTS = tuple(name for name in vars(Extension) if not name.startswith("_"))
@@ -206,7 +215,7 @@ def add_to_every_run(extension: Extension) -> None:
 
 
 class Extensions(Extension):
-    """The extensions of a run. Telling this of an event tells each of them, in their order.
+    """The extensions of a run. Calling a method calls that method of each extension, in order.
 
     A method that an extension does not override costs nothing.
     """
@@ -214,7 +223,7 @@ class Extensions(Extension):
     def __init__(self) -> None:
         self._extensions: list[tuple[Place, Extension]] = []
         self.listeners: dict[str, list[Callable[..., None]]] = {}
-        """The methods to be called, by the name of the event."""
+        """The methods to call, by the name of the event."""
         self._observers_are_notified = True
         for extension in _extensions_of_every_run:
             self.add(extension, Place.OBSERVER)
@@ -223,11 +232,12 @@ class Extensions(Extension):
     def add(self, extension: Extension, place: Place) -> None:
         """Adds an extension after the others of the same place."""
         self._extensions.append((place, extension))
-        self._extensions.sort(key=lambda entry: entry[0])  # by place; those of one place stay
+        # The sort is stable: extensions of the same place stay in the order of their addition.
+        self._extensions.sort(key=lambda entry: entry[0])
         self._update()
 
     def remove(self, extension: Extension) -> None:
-        """Removes an extension, which is not notified of events any more."""
+        """Removes an extension, so that its methods are no longer called."""
         self._extensions = [entry for entry in self._extensions if entry[1] is not extension]
         self._update()
 
@@ -240,7 +250,7 @@ class Extensions(Extension):
 
     @contextmanager
     def observers_muted(self) -> Iterator[None]:
-        """Observers are not notified of what happens inside."""
+        """Returns a context in which observers are not notified of events."""
         self._observers_are_notified = False
         self._update()
         try:
@@ -260,6 +270,7 @@ class Extensions(Extension):
                 is_overridden = getattr(type(extension), event) is not default_method
                 if is_overridden:
                     listeners.append(getattr(extension, event))
+
             self.listeners[event] = listeners
 
     def module_prepared(self, wrapped: Any) -> None:
@@ -368,6 +379,7 @@ class Extensions(Extension):
             tell()
 
     def close(self, failed: bool) -> None:
-        with ExitStack() as stack:  # it calls all of them, last first, whatever one raises
+        # The stack calls all of them, the last one first, even if one raises an error.
+        with ExitStack() as stack:
             for tell in reversed(self.listeners["close"]):
                 stack.callback(tell, failed)
