@@ -140,6 +140,10 @@ def test_without_system_locks_the_text_of_the_file_decides(
         else:
             lock.acquire()
             lock.release()
+    removed_meanwhile = tmp_path / "gone"
+    assert not locks._seems_alive(
+        json.dumps({**own, "host": "elsewhere"}).encode(), removed_meanwhile
+    )
     lock = Lock(tmp_path)
     lock.acquire()
     file.write_text(json.dumps({**own, "host": "elsewhere", "run": "abc"}))

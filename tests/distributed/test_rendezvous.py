@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import lockstep
-from lockstep.distributed import rendezvous
+from lockstep.distributed import init_file, rendezvous
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import (
@@ -454,6 +454,13 @@ def test_an_old_file_that_says_nothing(tmp_path: Path) -> None:
     outcomes = run_ranks(try_to_join, 2, f"file://{path}", 600, environment=by_hand(2))
     same(outcomes, StaleInitFileError, "last changed 3 days ago", "before this process was started")
     assert path.read_bytes() == b"something"
+
+
+def test_an_old_refusal_is_not_read_as_that_of_this_run() -> None:
+    """The processes that wrote the file may be of other machines, so they are not known to end."""
+    refusal = init_file.ERROR_MARK.encode() + b"rank 1 has another version"
+    assert "before this process" in init_file._reason_file_is_stale(refusal, 3 * 86400, 600)
+    assert init_file._reason_file_is_stale(refusal, 1, 600) == ""
 
 
 def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:

@@ -214,6 +214,8 @@ def _seems_alive(text: bytes, path: Path) -> bool:
         is_same_process = difference_s < MAX_CLOCK_CHANGE_S
         is_this_process = process.pid == os.getpid()
         return bool(is_same_process) and not is_this_process
+    except FileNotFoundError:  # the run has removed its lock file just now
+        return False
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 

@@ -105,11 +105,11 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
 
-    # Rank 0 of this run has decided that the run cannot start, and some ranks have read this and
-    # ended already. This process must read it too.
-    started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
+    # Rank 0 of this run may have decided that the run cannot start, and some ranks may have read
+    # this and ended already. Then this process must read it too.
     cannot_start = ERROR_MARK.encode() in content
-    if cannot_start and started_together:
+    started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
+    if cannot_start and ended and started_together:
         return ""
 
     if ended:
