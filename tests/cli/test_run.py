@@ -83,6 +83,8 @@ def test_every_strategy_can_be_asked_for() -> None:
         ("dp:device_ids=0:1,dim=1", strategies.DP(device_ids=[0, 1], dim=1)),
         ("ddp:bucket_cap_mb=2.5,compress=bf16", strategies.DDP(bucket_cap_mb=2.5, compress="bf16")),
         ("ddp:static_graph=true", strategies.DDP(static_graph=True)),
+        ("ddp:average_buffers=mean", strategies.DDP(average_buffers="mean")),
+        ("ddp:average_buffers=mean:*.var", strategies.DDP(average_buffers=["mean", "*.var"])),
         ("fsdp:blocks=layers.*", strategies.FSDP(blocks="layers.*")),
         ("hsdp:shard_size=2,reshard_after_forward=false",
          strategies.HSDP(shard_size=2, reshard_after_forward=False)),

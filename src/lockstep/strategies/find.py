@@ -92,10 +92,14 @@ def parse_option(text: str, annotation: Any) -> Any:
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
 
-    # A list, from an annotation such as `Sequence[int]` or `Sequence[int] | None`.
-    if typing.get_origin(alternatives[0]) is Sequence:
-        (type_of_part,) = typing.get_args(alternatives[0])
-        return [parse_option(part, type_of_part) for part in text.split(":")]
+    # A list, from an annotation such as `Sequence[int] | None`. If a single text is allowed as
+    # well (`str | Sequence[str]`), only a text with a colon is a list.
+    for alternative in alternatives:
+        is_list = typing.get_origin(alternative) is Sequence
+        may_be_one_text = str in alternatives
+        if is_list and (":" in text or not may_be_one_text):
+            (type_of_part,) = typing.get_args(alternative)
+            return [parse_option(part, type_of_part) for part in text.split(":")]
 
     # The first of int, float and bool that the annotation allows.
     for kind, description in DESCRIPTION_OF_TYPE.items():
