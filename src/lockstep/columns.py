@@ -1,7 +1,7 @@
-"""Fits texts into the columns of a terminal, where a Chinese character takes two.
+"""Fits text into the columns of a terminal, where a Chinese character is two columns wide.
 
-`textwrap` counts characters, and breaks lines at spaces alone, of which Chinese has none. A text
-without wide characters is left to it.
+Python's `textwrap` counts characters instead of columns, and breaks lines only at spaces, which
+Chinese does not use. It is only used for text without wide characters.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ NO_LINE_ENDS_WITH = "（「『《“[("
 
 
 def width_of(text: str) -> int:
-    """Returns how many columns a text takes."""
+    """Returns the number of columns that a text takes."""
     return sum(_width_of_char(char) for char in text)
 
 
 def pad(text: str, width: int) -> str:
-    """Returns a text with spaces behind it, so that it takes at least `width` columns."""
+    """Appends spaces to a text so that it takes at least `width` columns."""
     return text + " " * (width - width_of(text))
 
 
 def join_label(label: str, text: str) -> str:
-    """Puts a label, which ends in a colon, before a text. A Chinese colon takes two columns, and
-    no space follows it.
+    """Puts a label that ends in a colon before a text: `"found:", "x" -> "found: x"`.
+
+    A Chinese colon is two columns wide, and no space follows it.
     """
     return f"{label} {text}" if label.endswith(":") else f"{label}{text}"
 
@@ -37,10 +38,10 @@ def wrap(
 
     Args:
         text: one paragraph.
-        width: of a line; a word that is longer has a line of its own if it is in a Chinese text.
-        subsequent_indent: what goes before all lines but the first.
-        break_long_words: whether a word that is longer than a line is broken, in a text without
-            wide characters.
+        width: maximum number of columns in a line.
+        subsequent_indent: text before all lines but the first.
+        break_long_words: True to break a word that is longer than a line. In a text with wide
+            characters such a word is never broken, and exceeds its line.
     """
     if text.isascii() or width_of(text) == len(text):
         return textwrap.wrap(
@@ -51,6 +52,7 @@ def wrap(
             break_on_hyphens=False,
         )
 
+    # The text has wide characters: add one piece after the other to the line while it fits.
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
@@ -72,9 +74,10 @@ def _width_of_char(char: str) -> int:
 
 
 def _unbreakable_pieces(text: str) -> list[str]:
-    """Cuts a text where a line may end: behind spaces, and before and behind wide characters.
+    """Splits a text where a line may end: after spaces, and before and after wide characters.
 
-    Punctuation stays with what it belongs to.
+    Punctuation stays with the character before or after it: `"你好，ok (x)"` gives `"你"`,
+    `"好，"`, `"ok "` and `"(x)"`.
     """
     pieces = [""]
     for char in text:

@@ -23,17 +23,16 @@
         └── TokenDiffersError       3
 
 Every message says what was set, what was found and what to do. It ends with the rank and the line
-of the user's script. `warn` gives a message of the same form if the numbers are right here but may
-be wrong elsewhere. A code, such as LS303, names an entry of the catalogue
+of the user's script. `warn` prints a message of the same form if the numbers are right here but may
+be wrong elsewhere. A code such as LS303 names an entry of the catalogue
 (`lockstep.verify.catalogue`), which `lockstep explain` prints.
 
-What an error says of itself (`text`, `found`, ...) is English, for programs and other ranks.
-`str(error)`, which a traceback shows, is in the language of `lockstep.language`.
+The attributes of an error (`text`, `found`, ...) are in English, for programs and other ranks.
+`str(error)`, which a traceback shows, is in the user's language (`lockstep.language`).
 
-`lockstep run` ends with 0, or with the code of what failed first: the exit code of that rank's
-script (1 for an exception of Python's, the codes above for ours), `EXIT_DEADLOCK`,
-`EXIT_LOST_RANK`, or 128 + N if signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from
-outside.
+`lockstep run` exits with 0, or with a code for the first failure: the exit code of that rank's
+script (1 for a Python exception, the codes above for ours), `EXIT_DEADLOCK`, `EXIT_LOST_RANK`, or
+128 + N if signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _rank: int | None = None
 
 
 def set_rank(rank: int | None) -> None:
-    """Sets the rank that this process's errors name; None: it has joined no run."""
+    """Sets the rank that the errors of this process name; None if it has joined no run."""
     global _rank
     _rank = rank
 
@@ -78,15 +77,15 @@ class LockstepError(Exception):
         was_set: what the user asked for, in the user's own terms.
         found: what is wrong with it.
         do: what to change.
-        code: of the entry in the catalogue (`lockstep.verify.catalogue`), if there is one.
-        may_pass: for an error that differs in this from others of its class.
-        of_rank: the rank that has failed, if this rank is only told of it.
+        code: code of the entry in the catalogue (`lockstep.verify.catalogue`), if there is one.
+        may_pass: replaces the class attribute `may_pass` for this error.
+        of_rank: the rank that has failed, if this rank only reports the failure of another one.
     """
 
     exit_code = 1
     may_pass = True
-    """False if the same command on the same machines fails with it each time. `lockstep run
-    --max-restarts` does not start the ranks again after such an error."""
+    """False if the same command on the same machines would always fail with this error. Then
+    `lockstep run --max-restarts` does not start the ranks again."""
 
     def __init__(
         self,
@@ -128,11 +127,14 @@ class LockstepError(Exception):
         return _format_message(self.was_set, self.found, self.do, self.code, translate)
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that IPython and notebooks print: they call the method by its name."""
+        """Returns the lines that IPython and notebooks print; they look for this method's name."""
         return format_for_user(self).splitlines()
 
     def _place(self, in_language: InLanguage) -> str:
-        """Returns the rank and the line, in a line of their own; empty if neither is known."""
+        """Returns the last line of the message, with the rank and the line of the user's script.
+
+        It is empty if neither is known.
+        """
         places = []
         if self.rank is not None:
             places.append(f"rank {self.rank}")
@@ -165,7 +167,7 @@ class NotOnStageError(UsageError, AttributeError):
 
 
 class UnknownNameError(UsageError, AttributeError):
-    """A name of another library that Lockstep does not have, although it has what is meant.
+    """A name of another library, for which Lockstep has a different name.
 
     It is also an AttributeError, so that `hasattr()` returns False.
     """
@@ -245,17 +247,17 @@ class RankFailedError(LockstepError, RuntimeError):
 
     Attributes:
         rank: the rank that failed first.
-        remote_traceback: its traceback; empty if it died without one.
+        remote_traceback: the traceback of that rank; empty if it died without one.
 
     Args:
         was_set: the call of `launch`.
         found: what has failed.
         do: what to change.
         rank: the rank that failed first.
-        remote_traceback: its traceback.
-        is_told: True if `found` says what the traceback says, which the message then leaves out.
-        found_for_people: `found` in the language of this process. It quotes what the script has
-            printed, which stays as it is.
+        remote_traceback: the traceback of that rank.
+        is_told: True to leave the traceback out of the message, because `found` says the same.
+        found_for_people: `found` in the user's language, with quotes of the script's output left as
+            they are.
     """
 
     def __init__(
@@ -303,20 +305,20 @@ class RecordingFailedError(LockstepError):
 
 
 DEBUG_VARIABLE = "LOCKSTEP_DEBUG"
-"""Variable with which tracebacks of our errors have all frames, those of Lockstep as well."""
+"""Environment variable that makes tracebacks of our errors include the frames of Lockstep."""
 
 told_by_launcher: Callable[[LockstepError], bool] | None = None
-"""Called with an error that ends this process; returns True if the launcher prints it. None: this
-process has no launcher of ours."""
+"""Function that passes an error which ends this process on to the launcher, and returns True if
+the launcher prints it. None if this process was not started by Lockstep's launcher."""
 
 
 def shows_all_frames() -> bool:
-    """Returns True if LOCKSTEP_DEBUG asks for the frames of Lockstep, too."""
+    """Returns True if LOCKSTEP_DEBUG asks for the frames of Lockstep in tracebacks."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
 def format_for_user(error: BaseException) -> str:
-    """Returns an exception as Python prints it; of our errors, with the user's own frames alone."""
+    """Formats an exception as Python prints it; for our errors, with only the user's own frames."""
     trace = error.__traceback__
     if isinstance(error, LockstepError) and not shows_all_frames():
         trace = user_traceback(trace)
@@ -324,27 +326,32 @@ def format_for_user(error: BaseException) -> str:
 
 
 def install_excepthook() -> None:
-    """Has our errors printed with the user's own frames alone, if nobody catches them.
+    """Makes Python print our uncaught errors with only the user's own frames.
 
-    All other exceptions, and errors that the launcher prints, are left to the hook that was
-    installed before, or to the launcher.
+    If the launcher prints an error, this process prints nothing. All other exceptions are passed to
+    the previous hook unchanged.
     """
     previous_hook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, LockstepError) and not shows_all_frames():
-            if told_by_launcher is not None and told_by_launcher(error):
-                return
-            # Python prints the frames of `error.__traceback__`, whatever its hook is given.
-            trace = user_traceback(trace)
-            error = error.with_traceback(trace)
-        previous_hook(kind, error, trace)
+        """Prints an uncaught exception; Python calls this as `sys.excepthook`."""
+        if not isinstance(error, LockstepError) or shows_all_frames():
+            previous_hook(kind, error, trace)
+            return
+
+        is_printed_by_launcher = told_by_launcher is not None and told_by_launcher(error)
+        if is_printed_by_launcher:
+            return
+
+        # Python's own hook prints `error.__traceback__`, and ignores its argument `trace`.
+        user_trace = user_traceback(trace)
+        previous_hook(kind, error.with_traceback(user_trace), user_trace)
 
     sys.excepthook = show
 
 
 class LockstepWarning(UserWarning):
-    """The numbers are right here and may be wrong elsewhere; given by `warn`."""
+    """Warns that numbers which are right here may be wrong elsewhere; issued by `warn`."""
 
 
 on_warning: list[Callable[[str], None]] = []
@@ -360,39 +367,40 @@ def warn(
     at: Location | None = None,
     on_this_rank: bool = False,
 ) -> None:
-    """Gives a warning at the user's own line, on rank 0 only.
+    """Issues a warning at the user's own line, on rank 0 only.
 
-    The functions of `on_warning` are called with its text first.
+    The functions in `on_warning` are called with its English text first.
 
     Args:
         was_set: what the user asked for, in the user's own terms.
         found: what may be wrong with it.
         do: what to change.
-        code: of the entry in the catalogue, if there is one.
-        at: the line of the user's script; default: the line that runs now.
-        on_this_rank: warn on this rank, whichever it is, because rank 0 does not know of it.
+        code: code of the entry in the catalogue, if there is one.
+        at: the line of the user's script; by default the line that is running.
+        on_this_rank: True to warn on this rank even if it is not rank 0, which cannot know of it.
     """
     is_rank_0 = _rank is None or _rank == 0
     if not is_rank_0 and not on_this_rank:
         return
 
-    # If no line of the user's runs, as in a command, there is no file to name.
+    # In a command of Lockstep no line of the user's is running, so there is no file to name.
     file, line = at or user_location() or ("lockstep", 0)
     text = _format_message(was_set, found, do, code, in_english)
     for function in on_warning:
         function(text)
+
     shown = _format_message(was_set, found, do, code, translate)
     warnings.warn_explicit(shown, LockstepWarning, file, line)
 
 
 def warn_about(error: LockstepError) -> None:
-    """Gives a warning with the text of an error, which must have a code."""
+    """Issues a warning with the text of an error, which must have a code."""
     assert error.code is not None
     warn(error.was_set, error.found, error.do, code=error.code)
 
 
 def add_note_once(error: BaseException, beginning: str, rest: str) -> None:
-    """Adds the note `beginning + rest` to an error, unless a note of it begins so already."""
+    """Adds the note `beginning + rest` to an error, unless it has a note with that beginning."""
     for note in getattr(error, "__notes__", ()):
         if note.startswith(beginning):
             return
@@ -400,19 +408,19 @@ def add_note_once(error: BaseException, beginning: str, rest: str) -> None:
 
 
 def explain_hint(code: str) -> str:
-    """Returns the hint after a message that has an entry in the catalogue."""
+    """Returns the hint for a message with an entry in the catalogue: how to print the entry."""
     return f"[{code}: lockstep explain {code}]"
 
 
 def unknown_choice_error(
     was_set: str, word: object, what: str, known_words: Collection[str]
 ) -> SettingError:
-    """Returns the error for a word that is none of the known ones.
+    """Returns the error for a word that is not one of the known words.
 
     Args:
         was_set: the setting as the user wrote it.
         word: the unknown word.
-        what: the noun for the known words, in the plural: "strategies".
+        what: plural noun for the known words, e.g. "strategies".
         known_words: the words that could have been meant.
     """
     # There are few words to choose from, so they need not be very similar.
@@ -430,7 +438,7 @@ def check_language(environ: Mapping[str, str]) -> None:
 def _format_message(
     was_set: str, found: str, do: str, code: str | None, in_language: InLanguage
 ) -> str:
-    """Returns a message without its place."""
+    """Returns a message in a language, without the rank and the line at its end."""
     lines = [
         was_set,
         _labelled(in_language("found:"), in_language(found)),
@@ -442,4 +450,5 @@ def _format_message(
 
 
 def _labelled(label: str, text: str) -> str:
+    """Returns one line of a message, e.g. `"  do:    use fewer ranks"`."""
     return f"  {pad(label, 7)}{text}"

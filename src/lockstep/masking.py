@@ -1,9 +1,9 @@
-"""Hides passwords and access tokens in a command line, before it is written down or shown.
+"""Hides passwords and access tokens in a command line before it is stored or shown.
 
-Records of runs and pages made of them are handed on to others. An argument is hidden if its option
-is called like a secret (`--api-key`, `hub.token=`), or if it looks like one (`hf_...`, `sk-...`, a
-password in an address or in JSON). What is left of it is `***`. This is a precaution: a secret
-under another name that looks like any other word stays.
+Records of runs, and pages made from them, are passed on to others. A value is replaced by `***` if
+its option is named like a secret (`--api-key`, `hub.token=`), or if it looks like a secret
+(`hf_...`, `sk-...`, a password in an address or in JSON). This is only a precaution: a secret
+without a telling name that looks like any other word is not hidden.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SECRET_WORDS = frozenset(
     | {"credential", "credentials", "apikey", "bearer", "auth"}
 )
 """The last word of an option that takes a secret: `--hf-token`, `wandb.api_key`, `--db.password`.
-`--tokenizer`, `--max-tokens` and `--token-file` take none."""
+The options `--tokenizer`, `--max-tokens` and `--token-file` do not take a secret."""
 WORDS_OF_FIELDS = frozenset(
     {"sort", "group", "image", "label", "text", "input", "output", "target", "metric", "monitor"}
     | {"dict", "column", "data", "feature", "state", "query", "join", "index", "primary", "foreign"}
     | {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "stop", "start", "end", "per"}
     | {"max", "min", "num", "n", "first", "second", "last", "one", "two", "single", "forward"}
 )
-"""Before a secret word they name something else: `--sort-key name`, `--pad-token 0`, `--num-pass`.
-Then only what looks like a random number is hidden."""
+"""Words before a secret word that give it another meaning: `--sort-key name`, `--pad-token 0`,
+`--num-pass`. Then only a value that looks random is hidden."""
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}")
 """Long hexadecimal and base64 texts."""
 _PLAIN_VALUE = re.compile(r"-?[0-9]{0,3}(?:\.[0-9]+)?|true|false|none|null|yes|no", re.IGNORECASE)
-"""Small numbers and switches, which are no secrets: `--pass 2`, `--use-auth-token true`."""
+"""Small numbers and switches, which are not secrets: `--pass 2`, `--use-auth-token true`."""
 # Words of camel case: `hfToken`, `apiKey`.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Tokens of well-known services begin alike. A JSON Web Token is base64 of `{"`.
@@ -47,30 +47,34 @@ _TEXT_IN_JSON = re.compile(
     r"""(?P<mark>["'])(?P<value>(?:\\.|(?!(?P=mark)).)*)(?P=mark)"""
 )
 MIN_TOKEN_AS_USER = 20
-"""A name before `@` in an address, without a password, that is so long is a token."""
+"""A user name of at least this length in an address, without a password, is taken for a token."""
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
-    """Returns a command line in which passwords and access tokens are replaced by `***`.
+    """Replaces passwords and access tokens in a command line by `***`.
+
+    For example, `["train.py", "--token", "hf_abc"]` becomes `["train.py", "--token", "***"]`.
 
     Args:
-        arguments: the words of the command line, such as `["train.py", "--token", "hf_abc"]`.
+        arguments: the words of the command line.
     """
     masked = []
-    name_before = ""
+    name_before = ""  # the previous argument, if it is an option that may take a value
     for argument in arguments:
+        # `--token VALUE`
         if name_before and not argument.startswith("--"):
             hidden = _is_secret(name_before, argument)
             name_before = ""
             masked.append(MASK if hidden else _mask_value(argument))
             continue
 
+        # `--token=VALUE`
         name, equals_sign, value = argument.partition("=")
         if equals_sign and re.fullmatch(r"[-+\w.]+", name) and _is_secret(name, value):
             masked.append(f"{name}={MASK}")
             continue
 
-        # `--token VALUE`; a word without a dash is no option, and what follows it is not its value.
+        # Only an option, which begins with a dash, may have a value in the next argument.
         is_option = argument.startswith("-") and not equals_sign
         name_before = argument if is_option else ""
         masked.append(_mask_value(argument))
@@ -79,9 +83,9 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def digest_of_secrets(arguments: Sequence[str]) -> str:
-    """Returns four digits by which ranks see whether they were given the same secrets.
+    """Returns four hexadecimal digits that show whether ranks were given the same secrets.
 
-    They are too few to tell which secrets. The text is empty if there are none.
+    They are too few to reveal the secrets. Returns an empty text if there are none.
     """
     secrets = []
     for argument, masked in zip(arguments, mask_secrets(arguments), strict=True):
@@ -93,12 +97,14 @@ def digest_of_secrets(arguments: Sequence[str]) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """True if the name of an option says that its value is a secret, and the value may be one."""
+    """Returns True if an option is named like a secret, and its value may be one."""
     words = re.split(r"[-_.]", _CAMEL_CASE.sub("-", name.lstrip("-+")).lower())
     if words[-1] == "id" and words[-2:-1] == ["key"]:  # such as `--access-key-id`
         words = words[:-1]
     if words[-1] not in SECRET_WORDS or not value:
         return False
+
+    # The word before gives the name another meaning, as in `--sort-key`.
     if not WORDS_OF_FIELDS.isdisjoint(words[-2:-1]):
         return _RANDOM.fullmatch(value) is not None
 
@@ -106,7 +112,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _mask_value(argument: str) -> str:
-    """Replaces what looks like a token or is called so in JSON, and passwords in addresses."""
+    """Replaces tokens, secrets in JSON and passwords in addresses within an argument."""
     masked = _SECRET_VALUE.sub(MASK, argument)
     masked = _BEARER.sub(MASK, masked)
     masked = _TEXT_IN_JSON.sub(_mask_text_in_json, masked)
@@ -122,12 +128,13 @@ def _mask_text_in_json(match: re.Match[str]) -> str:
 def _mask_address(match: re.Match[str]) -> str:
     """Replaces the password of `scheme://user:password@host`, and the token of `https://token@host`.
 
-    A password may contain `@` and `/`, which should have been written as `%40` and `%2F`.
+    A password may contain `@` and `/`, although they should be written as `%40` and `%2F`.
     """
     scheme = match["scheme"]
     rest = match["rest"]
     host_and_user = re.split(r"[/?#]", rest, maxsplit=1)[0]
 
+    # Find the `@` that ends the user name and the password.
     user, colon, after_colon = host_and_user.partition(":")
     if "@" in host_and_user:
         end = host_and_user.rindex("@")

@@ -1,11 +1,11 @@
 """The settings of a run: each is declared once, as a field of `Settings`.
 
-From the declaration follow the argument of `lockstep.init`, the environment variable, the option of
-`lockstep run`, how text is read, and whether all ranks must agree; a test holds the table in
-docs/reference.md to it.
+The declaration determines the argument of `lockstep.init`, the environment variable, the option of
+`lockstep run`, how its text is parsed, and whether all ranks must agree. A test keeps the table in
+docs/reference.md consistent with it.
 
 `lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. A setting may come from the
-script or from outside; two that contradict each other are an error.
+script or from outside; it is an error if both set it to different values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.wording import count_noun, did_you_mean
 
 
 class Choice(NamedTuple):
-    """Something that the run decided or was told, and why."""
+    """A decision of the run, or a setting that it was given, with the reason."""
 
     name: str
     value: str
@@ -77,24 +77,24 @@ def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
 def check_whole_number(
     was_set: str, value: object, least: int = 1, kind: type[LockstepError] = SettingError
 ) -> None:
-    """Raises an error of a kind unless the value is a whole number of at least `least`."""
+    """Raises an error of the given class unless the value is a whole number of at least `least`."""
     if not is_whole_number(value, least):
         raise kind(was_set, f"it is not a whole number of at least {least}", "give such a number")
 
 
 def is_auto(setting: Any) -> bool:
-    """Returns True if shares or a size are to be found by measuring."""
-    # An array compares item by item, so the type comes first.
+    """Returns True if the value of a setting is `"auto"`: it will be measured."""
+    # Check the type first, because an array would be compared item by item.
     return isinstance(setting, str) and setting == AUTO
 
 
 def is_quiet(environ: Mapping[str, str]) -> bool:
-    """Returns True if only the script's own output and failures are to be printed (--quiet)."""
+    """Returns True if only the script's own output and failures are printed (--quiet)."""
     return environ.get(QUIET_VARIABLE, "") not in ("", "0")
 
 
 class Agreement(Enum):
-    """What must be equal on all ranks of a setting."""
+    """Which property of a setting must be equal on all ranks."""
 
     VALUE = "its value"
     PRESENCE = "whether it is set"
@@ -103,18 +103,18 @@ class Agreement(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What is known of a setting besides its default."""
+    """The properties of a setting, except for its default value."""
 
     name: str
     """The argument of `init`."""
     reader: Callable[[str], Any] | None
-    """Reads the value of the variable; None: the setting cannot be set outside of the script."""
+    """Parses the text of the variable; None if the setting cannot be set outside of the script."""
     metavar: str
     """How `lockstep run --help` shows the value."""
     help: str
-    """What `lockstep run --help` says; empty: `lockstep run` has no option for it."""
+    """The text in `lockstep run --help`; empty if `lockstep run` has no option for the setting."""
     check: Callable[[Any], object] | None
-    """Raises SettingError for a value that no run can have, whatever the machine and the model."""
+    """Raises SettingError for a value that is invalid on any machine and with any model."""
     agreement: Agreement
 
     @property
@@ -138,15 +138,15 @@ def _setting(
     check: Callable[[Any], object] | None = None,
     agreement: Agreement = Agreement.VALUE,
 ) -> Any:
-    """Returns the field of a setting, with what becomes its `Declaration` as metadata.
+    """Returns the dataclass field of a setting, whose metadata become its `Declaration`.
 
     Args:
-        default: the value if nothing is set.
-        name: of the argument of `init`, if it is not the name of the field.
-        reader: reads the value of the environment variable; None: there is no variable.
+        default: value of the setting if nobody sets it.
+        name: name of the argument of `init`, if it differs from that of the field.
+        reader: function that parses the text of the environment variable; None if there is none.
         metavar: how `lockstep run --help` shows the value.
-        help: what `lockstep run --help` says; empty: there is no option.
-        check: raises SettingError for a value that no run can have.
+        help: text in `lockstep run --help`; empty if there is no option.
+        check: function that raises SettingError for an invalid value.
         agreement: what must be equal on all ranks.
     """
     metadata = {
@@ -174,7 +174,7 @@ def whole_number_or_auto(text: str) -> int | str:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises SettingError unless torch takes the seed."""
+    """Raises SettingError unless torch accepts the seed."""
     if not is_whole_number(seed, least=0) or seed >= 2**64:
         raise SettingError(
             f"seed={seed!r}",
@@ -208,7 +208,7 @@ def check_backend(backend: Any) -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raises SettingError for a device of a kind on which Lockstep does not compute."""
+    """Raises SettingError for a type of device that Lockstep does not support."""
     if not DEVICE_PATTERN.fullmatch(str(device)):
         raise SettingError(f"device={device!r}", SUPPORTED_DEVICES, "use cpu, cuda or cuda:0")
 
@@ -229,12 +229,12 @@ def check_shares(shares: Any) -> None:
 def parse_shares(
     shares: str | Sequence[int] | None, size: int, *, of: str = "rank"
 ) -> tuple[int, ...]:
-    """Returns shares, such as `"1:2"` or `(1, 2)`, as whole numbers without a common divisor.
+    """Parses shares and divides them by their common divisor: `"2:4"` and `(2, 4)` give `(1, 2)`.
 
     Args:
-        shares: one non-negative whole number for each rank, or device; None: equal shares.
-        size: the number of ranks, or devices.
-        of: "rank" or "device".
+        shares: one non-negative whole number for each rank or device; None for equal shares.
+        size: number of ranks or devices.
+        of: whether the shares are those of ranks or devices: "rank" or "device".
 
     Raises:
         SettingError: the wrong number of shares, none above zero, or not whole numbers.
@@ -261,11 +261,11 @@ def parse_shares(
 
 
 def _advice_on_shares(size: int | None, of: str) -> str:
-    """Returns what to do about wrong shares, with an example of as many numbers as are needed.
+    """Returns the advice in errors about shares, if possible with an example of the right length.
 
     Args:
-        size: the number of ranks, or devices; None: it is not known.
-        of: "rank" or "device".
+        size: number of ranks or devices; None if it is not known.
+        of: whether the shares are those of ranks or devices: "rank" or "device".
     """
     if size == 1:
         return f"leave shares out: there is one {of}, which gets the whole batch"
@@ -279,13 +279,13 @@ def _advice_on_shares(size: int | None, of: str) -> str:
 
 
 def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the numbers of `"1:2"` or `(1, 2)`; None if they are not whole numbers."""
+    """Parses `"1:2"` or `(1, 2)` to `(1, 2)`; returns None if these are not whole numbers."""
     numbers = []
     try:
         parts = shares.split(":") if isinstance(shares, str) else shares
         for part in parts:
             number = int(part)
-            if not isinstance(part, str) and number != part:  # such as 1.5
+            if not isinstance(part, str) and number != part:  # e.g. 1.5
                 return None
             numbers.append(number)
     except (TypeError, ValueError):
@@ -314,7 +314,7 @@ def check_micro_batch_size(size: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user set. None: nothing was said."""
+    """The settings of a run. A value of None means that the user has not set it."""
 
     strategy: Any = _setting(
         None,
@@ -452,9 +452,9 @@ class Settings:
 
     @property
     def synchronises_batchnorm(self) -> bool:
-        """True if BatchNorm takes its statistics from the samples of all ranks.
+        """True if BatchNorm computes its statistics over the samples of all ranks.
 
-        With virtual ranks it does so only if it was asked to, because that needs as many processes.
+        With virtual ranks this has to be set, because it needs a process for each virtual rank.
         """
         if self.sync_batchnorm is None:
             return self.virtual_ranks is None
@@ -462,14 +462,14 @@ class Settings:
 
     @property
     def collective_timeout(self) -> timedelta | None:
-        """How long a collective may take, as torch wants it; None: torch's default."""
+        """How long a collective may take; None for torch's default."""
         if self.collective_timeout_s is None:
             return None
         return timedelta(seconds=self.collective_timeout_s)
 
 
 def _declaration_of(setting: Field[Any]) -> Declaration:
-    """Returns the declaration of a field of `Settings` that `_setting` has made."""
+    """Returns the declaration of a field of `Settings` that was defined with `_setting`."""
     values = dict(setting.metadata)  # the arguments of `Declaration`
     if not values["name"]:  # the argument of `init` has the name of the field
         values["name"] = setting.name
@@ -479,14 +479,14 @@ def _declaration_of(setting: Field[Any]) -> Declaration:
 DECLARATIONS: dict[str, Declaration] = {
     setting.name: _declaration_of(setting) for setting in fields(Settings) if setting.metadata
 }
-"""By the name of the field: all settings that a user can set."""
+"""All settings that a user can set, by the names of their fields."""
 
 
 def settings_of_ranks(settings: Settings) -> dict[str, object]:
-    """Returns what must be equal on all ranks, by the names of the settings.
+    """Returns the values that must be equal on all ranks, by the names of the settings.
 
-    For most settings that is the value. For a folder, which may differ between machines, it is only
-    whether there is one; and some settings may differ altogether.
+    Most settings must have the same value. A folder may differ between machines, so only whether it
+    is set must be equal. Some settings may differ, and are left out.
     """
     compared: dict[str, object] = {}
     for field_name, declaration in DECLARATIONS.items():
@@ -503,19 +503,19 @@ def settings_of_ranks(settings: Settings) -> dict[str, object]:
 def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     """Merges the arguments of `init` with the LOCKSTEP_* variables.
 
-    What `lockstep verify` sets replaces both.
+    The settings that `lockstep verify` makes override both.
 
     Args:
         environ: the environment variables.
         **given: the arguments of `init`; None for one that was left out.
 
     Raises:
-        SettingError: a value that is invalid, or an argument and a variable that contradict; or
-            LOCKSTEP_LANG names no language of ours.
+        SettingError: a value is invalid, an argument and a variable contradict each other, or
+            LOCKSTEP_LANG names an unknown language.
     """
     check_language(environ)
 
-    # By the name of the argument: what the script has set, then what was set outside of it.
+    # Start with the settings of the script, then add those from outside. Keys are argument names.
     values = {name: value for name, value in given.items() if value is not None}
     outside = read_variables(environ)
     for declaration in DECLARATIONS.values():
@@ -541,24 +541,26 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     if environ.get(VERIFY_VARIABLE):
         values.update(json.loads(environ[VERIFY_VARIABLE]))
 
-        # It compares runs by their micro-batches, of which a check adds some.
+        # `verify` compares runs micro-batch by micro-batch, and a check of devices would add some.
+        # It keeps no report, so there is no folder for a trace.
         values.pop("check_devices", None)
-        values.pop("trace_step", None)  # it keeps no report, either
+        values.pop("trace_step", None)
 
-        # To compare bits, `verify` needs virtual ranks; those that the user has set come first.
+        # To compare bits, `verify` needs virtual ranks. Those of the user take precedence.
         if values.get("virtual_ranks") is not None:
             values["virtual_ranks_of_verify"] = None
         elif values.get("virtual_ranks_of_verify") is not None:
             values["virtual_ranks"] = values["virtual_ranks_of_verify"]
-            # Statistics of the global batch would need as many processes; in float64 they are
-            # compared.
+            # Statistics over the global batch would need a process for each virtual rank. `verify`
+            # compares them in another run, in float64.
             values["sync_batchnorm"] = False
 
-        # One process that has the whole batch takes its statistics without virtual ranks.
+        # The reference run has one process with the whole batch, so its BatchNorm needs no virtual
+        # ranks to compute the statistics of the global batch.
         if values.get("reference_of_verify") and values.get("sync_batchnorm"):
             values["virtual_ranks"] = None
 
-    # The fields of these two say their unit, which the arguments do not.
+    # The fields of these two settings have their unit in the name, the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
@@ -577,17 +579,19 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
     """Returns the value of a setting's variable, or None if it is not set.
 
     Raises:
-        SettingError: the variable does not have such a value.
+        SettingError: the value is invalid.
     """
+    if declaration.reader is None:  # this setting can only be set in the script
+        return None
     text = environ.get(declaration.variable)
-    if not text or declaration.reader is None:  # not set, or it can only be set in the script
+    if not text:
         return None
 
     was_set = f"{declaration.variable}={text}"
     try:
         value = declaration.reader(text)
     except ValueError:
-        # The reader is named after what it reads: "whole number or auto".
+        # The reader is named after the values that it accepts: "whole number or auto".
         kind = declaration.reader.__name__.replace("_", " ")
         raise SettingError(was_set, f"it is not a valid {kind}", "correct or unset it") from None
 
@@ -596,15 +600,15 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
 
 
 def check_value(declaration: Declaration, value: Any, was_set: str | None = None) -> None:
-    """Checks the value of a setting, as far as it can be without the machine and the model.
+    """Checks the value of a setting, as far as possible without knowing the machine and the model.
 
     Args:
-        declaration: of the setting.
+        declaration: declaration of the setting.
         value: the value, which is not None.
-        was_set: how the user has set it, for the error; None: as an argument of `init`.
+        was_set: how the user has set it, for the error message; None for an argument of `init`.
 
     Raises:
-        SettingError: no run can have the value.
+        SettingError: the value is invalid.
     """
     if declaration.check is None:
         return
@@ -618,8 +622,7 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the settings that are set by environment variables, by the names of the arguments.
 
     Raises:
-        SettingError: a variable has a value that no run can have, or looks like a setting and is
-            none.
+        SettingError: the value of a variable is invalid, or its name looks like a misspelt setting.
     """
     check_names_of_variables(environ)
     values = {}
@@ -631,7 +634,9 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _options_from_file(environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns the launch file, and the options of `lockstep run` that it has set, without dashes.
+    """Returns the name of the launch file, and the options of `lockstep run` that it sets.
+
+    For example, "lockstep.toml: nproc, seed" gives `("lockstep.toml", ["nproc", "seed"])`.
 
     Args:
         environ: the environment variables of a rank.
@@ -641,7 +646,7 @@ def _options_from_file(environ: Mapping[str, str]) -> tuple[str, list[str]]:
 
 
 def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
-    """Returns the line about the settings that a launch file has set; no line without any.
+    """Returns the line of the startup summary about settings from a launch file, if there are any.
 
     Args:
         environ: the environment variables of a rank.
@@ -659,7 +664,7 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
 
 
 def check_names_of_variables(environ: Mapping[str, str]) -> None:
-    """Raises SettingError for a variable such as LOCKSTEP_PRECISON, which would set nothing."""
+    """Raises SettingError for a misspelt variable such as LOCKSTEP_PRECISON."""
     known_names = []
     for declaration in DECLARATIONS.values():
         if declaration.reader is not None:
@@ -680,15 +685,15 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
 
 
 def check_outside(values: Mapping[str, Any]) -> None:
-    """Checks settings that were set outside of the script against each other.
+    """Checks that settings made outside of the script do not contradict each other.
 
-    The script may set others: that one is missing is no error yet.
+    It is not an error if a setting is missing, because the script may still set it.
 
     Args:
-        values: by the names of the arguments.
+        values: the settings, by the names of the arguments.
 
     Raises:
-        SettingError: two of them contradict each other.
+        SettingError: two settings contradict each other.
     """
     check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
     check_virtual_ranks(values)
@@ -698,8 +703,8 @@ def check_micro_batches(number: Any, size: Any) -> None:
     """Raises SettingError if a number of micro-batches is invalid, or their size is set too.
 
     Args:
-        number: the setting `num_micro_batches`; None: not set.
-        size: the setting `micro_batch_size`; None: not set.
+        number: the setting `num_micro_batches`; None if it is not set.
+        size: the setting `micro_batch_size`; None if it is not set.
     """
     if number is None:
         return
@@ -715,10 +720,10 @@ def check_micro_batches(number: Any, size: Any) -> None:
 
 
 def check_virtual_ranks(values: Mapping[str, Any]) -> None:
-    """Raises SettingError if `virtual_ranks` is invalid, or does not go with another setting.
+    """Raises SettingError if `virtual_ranks` is invalid, or contradicts another setting.
 
     Args:
-        values: what was set, by the names of the arguments.
+        values: the settings, by the names of the arguments.
     """
     number = values.get("virtual_ranks")
     if number is None:
@@ -735,10 +740,10 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
 
 
 def check_number_of_processes(strategy: str, size: int) -> None:
-    """Raises SettingError if a strategy is for one process and there are several.
+    """Raises SettingError if a strategy supports only one process and there are several.
 
     Args:
-        strategy: its name.
+        strategy: name of the strategy.
         size: the world size.
     """
     if size > 1 and strategy in WHY_ONE_PROCESS:
@@ -762,7 +767,7 @@ def check_device_checks(values: Mapping[str, Any]) -> None:
     """Raises SettingError if `check_devices` is invalid, or there are no virtual ranks.
 
     Args:
-        values: what was set, by the names of the arguments.
+        values: the settings, by the names of the arguments.
     """
     number = values.get("check_devices")
     if number is None:
@@ -782,7 +787,7 @@ def check_trace_step(values: Mapping[str, Any]) -> None:
     """Raises SettingError if `trace_step` is invalid, or there is no folder for the trace.
 
     Args:
-        values: what was set, by the names of the arguments.
+        values: the settings, by the names of the arguments.
     """
     step = values.get("trace_step")
     if step is None:
@@ -798,23 +803,23 @@ def check_trace_step(values: Mapping[str, Any]) -> None:
 
 
 def _mean_the_same(in_script: Any, outside: Any) -> bool:
-    """Returns True if an argument and the value of a variable say the same.
+    """Returns True if an argument of `init` and the value of a variable mean the same.
 
-    They may be of different types: `shares=(1, 2)` is `1:2` outside, a strategy may be an object or
-    a name. So both are compared as they are written on the command line.
+    They may have different types: `shares=(1, 2)` is `1:2` in a variable, and a strategy may be an
+    object or a name. So both are compared in the form of the command line.
     """
     return _as_comparable_text(in_script) == _as_comparable_text(outside)
 
 
 def _as_comparable_text(value: Any) -> str:
-    """Returns a text that is equal for values that mean the same.
+    """Returns the value as it is written on the command line, with whole numbers as floats.
 
-    It is how the value is written on the command line, with whole numbers as floats.
+    Values that mean the same give the same text: `(1, 2)` gives `"1:2"`, and 30 gives `"30.0"`.
     """
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):
         return str(value.total_seconds())
-    if isinstance(value, int):  # 30 and 30.0 are the same
+    if isinstance(value, int):
         return str(float(value))
-    return str(getattr(value, "name", value))  # of a strategy its name
+    return str(getattr(value, "name", value))  # a strategy is written as its name

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: "5GB" to bytes, bytes to "42.7 MiB", times to seconds."""
+"""Reads and writes sizes and times: "5GB" to bytes, bytes to "42.7 MiB", times to seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPONENT_OF_PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def format_bytes(size: float) -> str:
-    """Writes a number of bytes as "42.7 MiB", "1.38 GiB", or "13.2 KiB" below a tenth of a MiB."""
+    """Formats a number of bytes, e.g. "13.2 KiB", "42.7 MiB" or "1.38 GiB"."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     if size >= MIB / 10:
@@ -28,7 +28,7 @@ def format_bytes(size: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int | None:
-    """Returns a size such as "5GB", "500MB" or "2GiB" in bytes, or None if it is not a size."""
+    """Parses a size such as "5GB", "500MB" or "2GiB"; returns bytes, or None if it is not one."""
     match = SIZE_PATTERN.fullmatch(str(size).strip().lower())
     if match is None:
         return None
@@ -37,14 +37,14 @@ def parse_bytes(size: int | str) -> int | None:
 
 
 def parse_seconds(name: str, value: Any) -> float:
-    """Returns a time, given in seconds or as a timedelta, in seconds.
+    """Converts a time that is given in seconds or as a timedelta to seconds.
 
     Args:
-        name: the setting's name, for the error.
+        name: name of the setting, for the error message.
         value: the time as the user gave it.
 
     Raises:
-        SettingError: `value` is no finite time above 0.
+        SettingError: `value` is not a finite time above 0.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)

@@ -1,8 +1,7 @@
-"""Finds the user's own code in the call stack, for messages that name the line to look at.
+"""Finds the user's own code in the call stack, so that messages can name the line to look at.
 
-A file is the user's own if it is not a part of Lockstep, of Python or of an installed package. A
-frame of the call stack belongs to the function that runs at that place; the *innermost* one runs
-now. The stack also contains frames of Lockstep and of torch, which the user did not write.
+A file is the user's own if it does not belong to Lockstep, Python or an installed package. The
+*innermost* frame of the call stack belongs to the function that is running now.
 """
 
 from __future__ import annotations
@@ -74,8 +73,11 @@ def user_frames() -> Iterator[FrameType]:
 
 
 def user_call() -> str | None:
-    """Returns what the user's line has called of Lockstep: "checkpoint.save()"; None: unknown."""
-    # Lockstep's functions that run now, such as "Checkpoint.save", the innermost first.
+    """Returns the call of Lockstep that the user's line makes, e.g. "checkpoint.save()".
+
+    Returns None if it is not a public method or function.
+    """
+    # The functions of Lockstep that are running, e.g. "Checkpoint.save", the innermost first.
     function_names: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
@@ -83,7 +85,7 @@ def user_call() -> str | None:
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
 
-    # What the user has called is the outermost one that is public.
+    # The user has called the outermost one that is public.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
         if class_name in USUAL_VARIABLE_OF_CLASS and method.isidentifier():
@@ -95,12 +97,12 @@ def user_call() -> str | None:
 
 
 def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
-    """Returns a line with its source: "train.py:41: loss.backward()".
+    """Returns a line with its source, e.g. "train.py:41: loss.backward()".
 
     Args:
-        file: its path.
-        line: its number.
-        if_no_source: follows the number if the file cannot be read.
+        file: path of the file.
+        line: number of the line.
+        if_no_source: text to put after the number if the file cannot be read.
     """
     source = linecache.getline(file, line).strip()
     text = f"{Path(file).name}:{line}"
@@ -110,9 +112,9 @@ def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback with the user's own frames alone.
+    """Returns a traceback with only the user's own frames.
 
-    If it has none, as under `python -c`, the frames of Lockstep alone are left out.
+    If there are none, as with `python -c`, returns all frames except those of Lockstep.
     """
     entries = []
     while trace is not None:
@@ -125,6 +127,7 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
             if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
                 kept.append(entry)
 
+    # Link the frames again, from the innermost to the outermost.
     result = None
     for entry in reversed(kept):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)

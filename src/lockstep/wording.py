@@ -45,7 +45,7 @@ def with_article(noun: str) -> str:
 
 
 def describe_type(thing: object) -> str:
-    """Returns what a thing is, for messages: "a Linear", "an Adam", "None"."""
+    """Describes an object by its class, for messages: "a Linear", "an Adam", "None"."""
     if thing is None:
         return "None"
     return with_article(type(thing).__name__)
@@ -59,7 +59,7 @@ def did_you_mean(
     Args:
         word: what the user wrote.
         known_words: what could have been meant.
-        otherwise: returned if no known word is similar enough.
+        otherwise: text to return if no known word is similar enough.
         cutoff: how similar two words must be, from 0 to 1 (see `difflib.get_close_matches`).
     """
     similar = difflib.get_close_matches(str(word), list(known_words), n=1, cutoff=cutoff)
@@ -84,7 +84,7 @@ def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Names the ranks: "rank 3", "ranks 0-2, 5", or "310 ranks (0, 2, 4, ...)" if they are many."""
+    """Names ranks: "rank 3", "ranks 0-2, 5", or "310 ranks (0, 2, 4, ...)" if there are many."""
     ordered = sorted(set(ranks))
     ranges = format_ranges(ordered, MAX_RANGES_OF_RANKS)
     if ranges.endswith("..."):  # not all of them are listed, so their number is given
@@ -98,8 +98,8 @@ def format_ranges(numbers: Sequence[int], max_ranges: int | None = None) -> str:
     """Writes consecutive numbers as ranges: `[3, 4, 5, 9]` gives "3-5, 9".
 
     Args:
-        numbers: in the order in which they are written.
-        max_ranges: how many ranges are written before ", ..."; None: all.
+        numbers: the numbers, in the order in which they are written.
+        max_ranges: how many ranges are written before ", ..."; None to write all.
     """
     ranges: list[tuple[int, int]] = []  # the first and the last number of each
     for number in numbers:

@@ -1,15 +1,16 @@
-"""Do all ranks read the same data? A few samples are compared; a loss would not show it.
+"""Checks that all ranks read the same data, by comparing a few samples of a dataset.
 
-Machines may hold different copies, and `os.listdir` gives each its own order. What is compared are
-*digests* of samples (`digest`). This module does it for a dataset with an index, when it is
-prepared; `stream_consistency` does it for a stream, while it is read.
+Machines may have different copies of the data, or list files in different orders, which a loss
+would not show. Ranks compare *digests* of samples (`batch.digest`). This module does so for a
+dataset with an index, when it is prepared. `stream_consistency` does it for a stream, while it is
+read.
 
-At most four samples are read on every rank, under the seeds that the loader would give them, and
-fewer if reading takes long. If the loader has workers, one worker reads them: a dataset may open
-files when it is first read, and processes that are forked later must not share these. Nothing is
-read if the run has one process, or if workers are not forked, since starting one then takes
-seconds. Samples that differ are read once more. What then differs from itself is drawn at random by
-other means than the global streams, and is ignored.
+Every rank reads up to four samples, with the seeds that the loader would use, and fewer if reading
+is slow. If the loader has workers, a worker reads them: a dataset may open files when it is first
+read, which processes that are forked later must not share. Nothing is read if the run has only one
+process, or if workers are not forked, because starting one would take seconds. Samples that differ
+are read a second time. If a sample then differs from its own first reading, it is random in a way
+that no seed controls, and is ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
 
     differing_samples: list[int] = []  # by their place in `indices`
     for place, digests_of_ranks in enumerate(first_reading):
-        # The digest of a sample that a rank cannot read is None.
+        # The digest is None if a rank could not read the sample.
         was_read = all(found is not None for found in digests_of_ranks)
         if was_read and not all_digests_match(digests_of_ranks):
             differing_samples.append(place)
@@ -64,10 +65,11 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     if not differing_samples:
         return
 
-    # A sample that differs from itself when it is read again is random: no reason to complain.
+    # Read once more: a sample that differs from its own first reading is random, and no error.
     second_reading = _read_on_all_ranks(source, seed, indices, collectives)
     for place in differing_samples:
-        if place >= len(second_reading):  # this time some rank was too slow to read it
+        was_read_again = place < len(second_reading)  # False if some rank was too slow
+        if not was_read_again:
             continue
 
         digests_of_ranks = first_reading[place]
@@ -92,8 +94,8 @@ def _spread_indices(length: int) -> list[int]:
     if length == 0:
         return []
     last = length - 1
-    # With 4 samples: at 0, 1/3, 2/3 and 3/3 of the way to the last index. In a short dataset
-    # several of them fall on the same sample, which the set holds once.
+    # With 4 samples, these are at 0, 1/3, 2/3 and 3/3 of the way to the last index. In a short
+    # dataset several of them may be the same sample, which the set holds once.
     indices = {last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)}
     return sorted(indices)
 
@@ -104,11 +106,11 @@ def _read_on_all_ranks(
     """Reads samples on all ranks. A collective.
 
     Returns:
-        For each sample, in the order of `indices`, its digest on each rank. The list ends before
+        For each sample, in the order of `indices`, its digests on all ranks. The list ends before
         the first sample that some rank has not read in time.
     """
     digests_by_rank = collectives.exchange(read_samples(source, seed, indices))
-    num_read = min(len(digests) for digests in digests_by_rank)  # on the slowest rank
+    num_read = min(len(digests) for digests in digests_by_rank)  # as many as on the slowest rank
     by_sample = []
     for place in range(num_read):
         by_sample.append([digests[place] for digests in digests_by_rank])
@@ -116,11 +118,11 @@ def _read_on_all_ranks(
 
 
 def describe_difference(sample: int, digests_of_ranks: Sequence[Any]) -> str:
-    """Says which ranks have another sample at an index than rank 0.
+    """Describes which ranks have a different sample at an index than rank 0.
 
     Args:
-        sample: the index.
-        digests_of_ranks: the digest of that sample on each rank.
+        sample: index of the sample.
+        digests_of_ranks: digest of the sample on each rank.
     """
     ranks = []
     for rank, found in enumerate(digests_of_ranks):
@@ -134,18 +136,18 @@ def describe_difference(sample: int, digests_of_ranks: Sequence[Any]) -> str:
 def read_samples(
     source: Source, seed: int, indices: Sequence[int], *, file_names: bool = False
 ) -> list[Any]:
-    """Reads samples, where the loader would read them: in this process or in a worker.
+    """Reads samples where the loader would read them, in this process or in a worker.
 
     Args:
         source: the dataset and its loader options.
-        seed: of the run.
-        indices: of the samples.
-        file_names: see `digest`.
+        seed: seed of the run.
+        indices: indices of the samples.
+        file_names: True to include file names; see `digest`.
 
     Returns:
         The digests of the samples, in the order of `indices`; None for one that cannot be read. The
-        list is shorter than `indices` if reading takes longer than `READ_TIME_LIMIT_S`, and empty
-        if starting a worker would take long or its `worker_init_fn` raises.
+        list is shorter than `indices` if reading takes longer than `READ_TIME_LIMIT_S`. It is empty
+        if starting a worker would take long, or if its `worker_init_fn` raises an error.
     """
     reader = _DigestReader(source.dataset, seed, indices, file_names)
     loader_has_workers = source.options["num_workers"] > 0
@@ -167,7 +169,7 @@ def read_samples(
     )
     try:
         return list(worker)
-    except Exception:  # of `worker_init_fn`: the training loop meets it at its own line
+    except Exception:  # raised by `worker_init_fn`; the training loop will raise it again
         return []
 
 
@@ -186,13 +188,13 @@ class _DigestReader(IterableDataset[Any]):
         begin = time.perf_counter()
         for number, index in enumerate(self.indices):
             is_late = time.perf_counter() - begin > READ_TIME_LIMIT_S
-            if number > 0 and is_late:  # the first sample is read however long it takes
+            if number > 0 and is_late:  # the first sample is always read
                 return
 
             seed_sample(self.seed, 0, index)  # as the loader does in epoch 0
             try:
                 found = digest(self.dataset[index], file_names=self.file_names)
-            except Exception:  # whatever it is, the training loop meets it at its own line
+            except Exception:  # the training loop will raise it again
                 found = None
 
             yield found

@@ -1,7 +1,7 @@
-"""Digests of samples: short JSON values by which two readings of a sample are compared.
+"""Computes digests of samples: short JSON values by which two readings of a sample are compared.
 
-A digest is exact, except for measured numbers (pixels, audio, features) of which there are many:
-of these it has three means, since machines decode images and round sums a little differently.
+A digest is exact, except for large arrays of measured numbers (pixels, audio, features). It has
+three means of these, because machines decode images and round sums a little differently.
 `digest_matching` compares digests.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 SAMPLES_COMPARED = 16
-"""How many samples of a batch are compared at most."""
+"""The largest number of samples of a batch that are compared."""
 MAX_NUMBERS = 2**16
-"""About how many numbers of an array, evenly spread, its digest is made of."""
+"""About how many numbers of an array, evenly spread, go into its digest."""
 MAX_NUMBERS_IN_BATCH = 512
-"""The same for a sample that is compared while a loop is running."""
+"""The same for samples that are compared while a training loop is running."""
 MAX_NUMBERS_KEPT = 16
-"""An array of at most this size is kept number by number."""
+"""The digest of an array of at most this size has all of its numbers."""
 _DTYPES_OF_NUMPY = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16,
     torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -32,12 +32,12 @@ _DTYPES_OF_NUMPY = {
 
 
 def batch_digests(samples: Sequence[Any]) -> list[Any]:
-    """Returns the digests of the first samples of a batch; None for a sample that has none."""
+    """Returns the digests of the first samples of a batch; None for one that cannot be read."""
     digests: list[Any] = []
     for sample in islice(samples, SAMPLES_COMPARED):
         try:
             digests.append(digest(sample, MAX_NUMBERS_IN_BATCH))
-        except Exception:  # a class of the user's that only looks like a list or an array
+        except Exception:  # a user's class that only looks like a list or an array
             digests.append(None)
     return digests
 
@@ -45,29 +45,30 @@ def batch_digests(samples: Sequence[Any]) -> list[Any]:
 def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = False) -> Any:
     """Returns the digest of a sample, or of a part of it.
 
-    The digest of a container is a list of the digests of what it holds, in its order; for a mapping
-    with a `[key, digest]` for each item.
+    The digest of a container is the list of the digests of its items. For a mapping each item is
+    `[key, digest]`: `{"label": 3}` gives `[["label", 3]]`.
 
     Args:
         value: the sample.
-        max_numbers: about how many numbers of an array are looked at.
-        file_names: True if the last part of a path counts. Its folders differ between machines.
+        max_numbers: about how many numbers of an array are used.
+        file_names: True to include the file name of a path. Its folders are never included, because
+            they differ between machines.
     """
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:  # a sparse tensor: its numbers are not compared
+        if value.layout is not torch.strided:  # the numbers of a sparse tensor are not compared
             return [str(value.dtype), list(value.shape)]
         value = value.detach().cpu()
-        if value.dtype not in _DTYPES_OF_NUMPY:  # bfloat16, float8
+        if value.dtype not in _DTYPES_OF_NUMPY:  # e.g. bfloat16, float8
             value = value.to(torch.float32)
         return _digest_array(value.numpy(), max_numbers)
 
-    if hasattr(value, "__array_interface__"):  # an array of numpy's, or an image
+    if hasattr(value, "__array_interface__"):  # a numpy array or an image
         return _digest_array(np.asarray(value), max_numbers)
 
     if isinstance(value, str):
         file_name = value.replace("\\", "/").rpartition("/")[2]
         is_path = file_name != value
-        if is_path and not file_names:  # any path is taken for the same
+        if is_path and not file_names:  # all paths have the same digest
             return "path"
         return zlib.crc32(file_name.encode())
 
@@ -83,17 +84,19 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
     if isinstance(value, Sequence):
         return [digest(item, max_numbers, file_names=file_names) for item in value]
 
-    return type(value).__name__  # of other objects only their class is compared
+    return type(value).__name__  # of any other object only the class is compared
 
 
 def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
-    """Returns dtype and shape, then a checksum, the numbers themselves, or three means of them.
+    """Returns the digest of an array: its dtype, its shape, and something about its numbers.
 
-    A checksum is exact; numbers and means may be compared with a tolerance.
+    - Exact numbers, such as labels and tokens, give a checksum.
+    - A few measured numbers are kept, and compared with a tolerance.
+    - Many measured numbers give three means, which are compared with a tolerance.
 
     Args:
         array: the array.
-        max_numbers: about how many of its numbers are looked at, evenly spread.
+        max_numbers: about how many of its numbers are used, evenly spread.
     """
     dtype_and_shape = [str(array.dtype), list(array.shape)]
     is_numeric = array.dtype.kind in "biufc"  # bool, integers, float, complex
@@ -102,6 +105,7 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
 
     stride = max(1, array.size // max_numbers)
     array = array.reshape(-1)[::stride]
+
     is_small = array.size <= MAX_NUMBERS_KEPT
     may_be_image = array.dtype == np.uint8 and not is_small
     is_measured = array.dtype.kind == "f" or may_be_image
@@ -113,7 +117,7 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
         return [*dtype_and_shape, *numbers.tolist()]
 
     magnitudes = np.abs(numbers)
-    weights = np.linspace(0.5, 1.5, len(numbers))  # so that the order of the numbers counts
+    weights = np.linspace(0.5, 1.5, len(numbers))  # to notice a different order of the numbers
     mean = float(magnitudes.mean())
     weighted_mean = float((magnitudes * weights).mean())
     mean_of_positive = float(np.maximum(numbers, 0.0).mean())

@@ -1,9 +1,9 @@
-"""Compares digests of samples: are two readings of the same samples? Pure functions.
+"""Compares digests of samples, to find out whether two readings are of the same samples.
 
-The *parts* of a sample are its components, such as image and label, each with a digest and a name.
-If one part differs between two readings, an image perhaps, and another one is the same in all
-samples, the label perhaps, then they are the same samples, of which something was drawn or computed
-in another way. Only a part that is not the same in all samples can show this.
+The *parts* of a sample are its components, such as an image and a label; each has a name and a
+digest. If the images differ between two readings but the labels are the same, these are the same
+samples, and the images were augmented or computed differently. A part can only show this if it
+tells the samples apart: labels that are all equal prove nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from enum import Enum
 from typing import Any
 
 RELATIVE_TOLERANCE = 1e-3
-"""How much measured numbers may differ. Machines decode images a little differently."""
+"""How much measured numbers may differ, because machines decode images a little differently."""
 ABSOLUTE_TOLERANCE = 1e-9
 MAX_VALUES_AS_PARTS = 16
-"""Values in a list that are parts of their own. If there are more, such as the tokens of a text,
-they are one part together."""
+"""Up to this number, each value in a list is a part of its own. More values, such as the tokens of
+a text, are a single part."""
 
 Parts = Mapping[str, Any]
-"""The parts of a sample: a digest by name."""
+"""The parts of a sample: the digest of each part, by name."""
 
 
 class Match(Enum):
@@ -33,9 +33,9 @@ class Match(Enum):
 
 
 def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
-    """Compares the digests of the same samples in two readings.
+    """Compares the digests of samples in two readings.
 
-    If one of them has more samples, these are ignored.
+    If one reading has more samples than the other, the additional ones are ignored.
     """
     parts_before = [parts_of(sample) for sample in before]
     parts_now = [parts_of(sample) for sample in now]
@@ -43,22 +43,24 @@ def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
 
 
 def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
-    """Compares two readings of some samples, which were divided into parts before.
+    """Compares two readings of samples that are already divided into parts.
+
+    If one reading has more samples than the other, the additional ones are ignored.
 
     Args:
         before: the parts of each sample in the first reading.
-        now: in the second. If one reading has more samples, these are ignored.
+        now: the parts of each sample in the second reading.
     """
-    pairs = list(zip(before, now, strict=False))  # of each sample both readings
+    pairs = list(zip(before, now, strict=False))  # both readings of each sample
 
-    # This is true of no samples, too: then nothing is known to differ.
+    # Without any samples, nothing is known to differ.
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
 
     first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]
-        # A part with the same value in all samples would be the same in other samples too.
+        # A part that is equal in all samples would also be equal in other samples.
         tells_samples_apart = len(pairs) == 1 or not all_digests_match(values_before)
         if tells_samples_apart and _part_is_unchanged(name, pairs):
             return Match.CHANGED
@@ -70,8 +72,8 @@ def _part_is_unchanged(name: str, pairs: Sequence[tuple[Parts, Parts]]) -> bool:
     """Returns True if a part is the same in both readings of every sample.
 
     Args:
-        name: of the part.
-        pairs: for each sample its parts in the first reading and in the second.
+        name: name of the part.
+        pairs: for each sample, its parts in the first and in the second reading.
     """
     for old, new in pairs:
         if name not in new or not digests_match(old.get(name), new[name]):
@@ -87,14 +89,14 @@ def samples_match(one: Parts, other: Parts) -> bool:
 
 
 def first_differing_sample(before: Sequence[Any], now: Sequence[Any]) -> int | None:
-    """Returns the first of some samples that is another one in the second reading.
+    """Returns the position of the first sample that differs, if the samples are not the same.
 
     Args:
         before: digests of the samples in the first reading.
-        now: in the second.
+        now: digests of the samples in the second reading.
 
     Returns:
-        Its place; None: they are the same samples.
+        The position, or None if the readings are of the same samples.
     """
     if match_samples(before, now) is not Match.OTHER:
         return None
@@ -105,14 +107,17 @@ def first_differing_sample(before: Sequence[Any], now: Sequence[Any]) -> int | N
 
 
 def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
-    """Divides the digest of a sample into those of its parts.
+    """Divides the digest of a sample into the digests of its parts.
+
+    For example, `[["image", ...], ["label", 3]]` gives the parts `sample['image']` and
+    `sample['label']`, and `[..., 3]` gives `sample[0]` and `sample[1]`.
 
     Args:
-        digest: as `digest` returns it: a list for a container, for a mapping of `[key, digest]`.
-        name: with which the names of the parts begin.
+        digest: result of `batch.digest.digest`.
+        name: beginning of the names of the parts.
 
     Returns:
-        The digest of each part by its name, such as `sample[0]` or `sample['image']`.
+        The digest of each part, by name.
     """
     is_container = isinstance(digest, list) and not _is_array(digest)
     if not is_container or _is_long_list_of_values(digest):  # it is one part
@@ -147,14 +152,14 @@ def _is_array(digest: list[Any]) -> bool:
 
 
 def _is_long_list_of_values(digest: list[Any]) -> bool:
-    """Returns True for the values of one thing, such as the tokens of a text."""
+    """Returns True for a list of values that is a single part, such as the tokens of a text."""
     if len(digest) <= MAX_VALUES_AS_PARTS:
         return False
     return not any(isinstance(item, list) for item in digest)
 
 
 def digests_match(one: Any, other: Any) -> bool:
-    """Returns True if two digests are of the same sample, or of the same part of it.
+    """Returns True if two digests of samples or parts match.
 
     Floats are compared with a tolerance, everything else exactly.
     """
@@ -172,5 +177,5 @@ def digests_match(one: Any, other: Any) -> bool:
 
 
 def all_digests_match(digests: Sequence[Any]) -> bool:
-    """Returns True if all digests are of the same sample."""
+    """Returns True if all digests match the first one."""
     return all(digests_match(digest, digests[0]) for digest in digests)

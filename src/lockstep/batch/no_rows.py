@@ -1,13 +1,13 @@
-"""Tensors without rows, and a placeholder row for functions of torch that refuse them.
+"""Lets functions of torch that refuse tensors without rows accept them.
 
-A rank without samples gets batches of shape `(0, *)`. Most functions accept these: a sum of nothing
-is 0, a mean NaN. Some refuse them: a reshape with -1, `max`, `CTCLoss`. Such a function is called
-once more with a *placeholder*: one row, of a real sample, which is cut off its result again. A
-floating-point result without rows becomes NaN, as the mean of nothing is. An integer, such as the
-longest length, remains that of the placeholder.
+A rank without samples gets batches of shape `(0, *)`. Most functions accept these: the sum is 0,
+the mean NaN. Some refuse them: a reshape with -1, `max`, `CTCLoss`. Such a function is called again
+with a *placeholder*, one row of a real sample, which is then removed from the result. A
+floating-point result that has no rows, such as a mean, becomes NaN. An integer, such as the longest
+length, keeps the value of the placeholder.
 
-Prepared models do this for their whole forward pass (`strategies.placeholder`). Around them, in the
-user's loop, tensors of the class `NoRows` do it, function by function.
+Prepared models do this for their whole forward pass (`strategies.placeholder`). Outside of them, in
+the user's loop, tensors of the class `NoRows` do it for each function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass
 
 REFUSALS = (RuntimeError, ValueError, IndexError)
-"""What torch raises if a function refuses tensors without rows."""
+"""The errors that torch raises if a function refuses tensors without rows."""
 
 
 def has_no_rows(tensor: Tensor) -> bool:
@@ -36,12 +36,12 @@ def has_no_rows(tensor: Tensor) -> bool:
 class NoRows(Tensor):
     """A tensor without rows. Functions that refuse it are called with a placeholder row.
 
-    What functions return is of this class if it has no rows, and a plain tensor otherwise.
+    A function returns tensors of this class if they have no rows, and plain tensors otherwise.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch with tensors of which at least one is of this class."""
+        """Calls a function of torch; torch calls this if an argument is of this class."""
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             try:
@@ -49,8 +49,8 @@ class NoRows(Tensor):
             except REFUSALS as error:
                 result = call_with_placeholder(func, args, kwargs, error)
 
-            # Torch reads attributes such as `grad` and `_base` by calling `func` too. They are the
-            # same object each time they are asked for, so they must not be made another one.
+            # Torch also calls this method to read attributes such as `grad` and `_base`. These must
+            # be the same object each time, so they are returned unchanged.
             is_attribute = func in get_default_nowrap_functions()
             if isinstance(result, (Tensor, tuple, list)) and not is_attribute:
                 return map_tensors(result, mark_no_rows)
@@ -58,13 +58,13 @@ class NoRows(Tensor):
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a plain tensor, so that is what is saved or sent to another process."""
+        """Pickles a plain tensor, so that files and other processes get no tensor of this class."""
         with DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def mark_no_rows(tensor: Tensor) -> Tensor:
-    """Returns a plain tensor without rows as one of the class `NoRows`, and any other unchanged."""
+    """Converts a plain tensor without rows to `NoRows`, and returns any other tensor unchanged."""
     if type(tensor) is Tensor and has_no_rows(tensor):
         return tensor.as_subclass(NoRows)
     return tensor
@@ -82,13 +82,14 @@ def call_with_placeholder(
         refusal: the error that it raised.
 
     Returns:
-        Its result without the placeholder row.
+        The result of the function, without the placeholder rows.
 
     Raises:
-        Exception: `refusal`, if the function fails with a row too.
+        Exception: `refusal`, if the function fails with the placeholder too.
     """
+    # If all tensors have rows, the error had another reason.
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
-        raise refusal  # it was raised for another reason
+        raise refusal
 
     placeholder = Placeholder(())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
@@ -96,8 +97,8 @@ def call_with_placeholder(
         try:
             result = func(*args_with_row, **kwargs_with_row)
         except Exception:
-            # In `x.view(len(x), -1)` the number of rows is an argument too: 0, which has to be 1
-            # for a tensor with the placeholder row.
+            # In `x.view(len(x), -1)` the number of rows is an argument: 0, which must be 1 for a
+            # tensor with a placeholder row.
             try:
                 result = func(*_zeros_as_ones(args_with_row), **kwargs_with_row)
             except Exception:
@@ -109,7 +110,8 @@ def call_with_placeholder(
 def _fill_with_nan(tensor: Tensor) -> Tensor:
     """Fills a floating-point result with NaN, in place, and returns it.
 
-    Its values, such as a mean, were computed of no rows. Integers stay as they are.
+    If values are left after the placeholder was removed, they are those of nothing, like the mean
+    of no rows. Integers are left as they are.
     """
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():
@@ -118,7 +120,7 @@ def _fill_with_nan(tensor: Tensor) -> Tensor:
 
 
 def _zeros_as_ones(arguments: Any) -> Any:
-    """Returns the arguments with 1 instead of each number 0."""
+    """Returns the arguments with each 0 replaced by 1, e.g. `(x, 0, -1) -> [x, 1, -1]`."""
     if type(arguments) is int:
         return 1 if arguments == 0 else arguments
     if isinstance(arguments, tuple | list):
@@ -127,29 +129,29 @@ def _zeros_as_ones(arguments: Any) -> Any:
 
 
 class Placeholder:
-    """Puts one row into tensors without rows, and cuts it off what was computed with them.
+    """Adds one row to tensors without rows, and removes it from the results computed with them.
 
     Args:
-        samples: tensors with at least one row. A row is taken from one of them if its shape fits.
+        samples: tensors with at least one row, from which a row of the right shape is taken.
     """
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
         self._possible_lengths: set[int] = {1}
-        """How many rows of a result may come from one placeholder. A function may flatten the first
-        dimensions, so these are the products of the first sizes of a row."""
+        """The numbers of rows that a placeholder may have in a result. A function may flatten the
+        first dimensions, so these are the products of the first sizes of a row."""
         self._empty_dimensions: set[int] = set()
-        """Dimensions of the arguments that had size 0."""
+        """The dimensions in which some argument has size 0."""
 
     def add_to(self, arguments: Any) -> Any:
-        """Returns a pytree with one row in the place of each tensor without rows."""
+        """Replaces each tensor without rows in a pytree by a tensor with one row."""
         return map_tensors(arguments, self._add_row)
 
     def _add_row(self, tensor: Tensor) -> Tensor:
-        """Returns one row in the place of a tensor without rows; any other tensor unchanged.
+        """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        Keeps for `cut_off` which dimension was empty, and the lengths that the row may have in a
-        result.
+        Records which dimension was empty, and which lengths the row may have in a result, so that
+        `cut_off` can find it there.
         """
         if not has_no_rows(tensor):
             return tensor
@@ -157,7 +159,7 @@ class Placeholder:
         self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
 
-        # A row of shape (1, 3, 4) is 1 row, 3 rows after `flatten(0, 1)`, 12 after `flatten()`.
+        # A tensor of shape (1, 3, 4) has 1 row, 3 rows after `flatten(0, 1)`, 12 after `flatten()`.
         length = 1
         for size in row.shape:
             length *= size
@@ -170,23 +172,19 @@ class Placeholder:
         return with_row
 
     def cut_off(self, result: Tensor) -> Tensor:
-        """Returns a result without the placeholder's rows, for which no gradient flows back."""
+        """Removes the placeholder's rows from a result; no gradient flows back through them."""
         dimension = self._dimension_of_rows(result)
         without_rows: Tensor = _CutRows.apply(result, dimension)  # type: ignore[no-untyped-call]
         return without_rows
 
     def _dimension_of_rows(self, result: Tensor) -> int | None:
-        """Returns the dimension of a result that has the placeholder's rows; None: it has none.
-
-        `_empty_dimensions` are the dimensions in which some argument had size 0, and got the
-        placeholder. `_possible_lengths` are the numbers of rows that a function may make of it.
-        """
+        """Returns the dimension in which a result has the placeholder's rows, or None."""
         if 0 in self._empty_dimensions and result.dim() > 0:
-            # `x.flatten(0, 1)`, for example, makes several rows of one.
+            # A function may make several rows of the placeholder, like `x.flatten(0, 1)`.
             if result.shape[0] in self._possible_lengths:
                 return 0
 
-        # Otherwise the result has the placeholder in the same dimension as an argument, as one row.
+        # Otherwise the placeholder is still one row, in the same dimension as in an argument.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension
@@ -195,43 +193,48 @@ class Placeholder:
 
 
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
-    """Returns one row that takes the place of no rows.
+    """Returns one row to replace a tensor without rows.
 
-    A batch without rows is a view of a real sample, and so are views of it: then the row is that
-    sample's. For another tensor it is a sample's row of the same shape, or else made up.
+    The batch of a rank without samples is an empty view of a real sample, as are views of it: then
+    the row is that of the sample. For any other tensor, it is a row of `samples` with the same
+    shape, or else made-up numbers.
 
     Args:
-        tensor: without elements.
+        tensor: the tensor, which has no elements.
         samples: tensors with at least one row.
     """
     shape = [max(1, size) for size in tensor.shape]
 
-    # Where in the storage the last element of the row is: offset + sum of (size - 1) * stride.
+    # First choice: the sample of which the tensor is a view. Its memory holds the row if the offset
+    # of the row's last element, offset + sum of (size - 1) * stride, lies within the storage.
     last_element = tensor.storage_offset()
     for size, stride in zip(shape, tensor.stride(), strict=True):
         last_element += (size - 1) * stride
     num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if last_element < num_stored:  # the tensor is a view of memory that has the row
+    if last_element < num_stored:
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
 
+    # Second choice: a row of one of the samples.
     for sample in samples:
         if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
             return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
 
-    if tensor.dtype == torch.bool:  # as a padding mask, say, False hides nothing
+    # Otherwise the row is made up. In a padding mask, for example, False hides nothing; a length of
+    # 0 may be refused.
+    if tensor.dtype == torch.bool:
         return tensor.new_zeros(shape)
-    if not tensor.is_floating_point():  # as a length, 0 may be refused
+    if not tensor.is_floating_point():
         return tensor.new_ones(shape)
 
+    # The numbers differ, because the standard deviation of equal numbers is 0, and its derivative
+    # infinite.
     count = torch.Size(shape).numel()
-
-    # The numbers differ: the standard deviation of equal ones is 0, and its derivative infinite.
     return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
 
 
 class _AddRow(torch.autograd.Function):
-    """Returns a row in the place of a tensor without rows, which gets an empty gradient."""
+    """Replaces a tensor without rows by a row; the tensor gets an empty gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, row: Tensor) -> Tensor:
@@ -245,14 +248,11 @@ class _AddRow(torch.autograd.Function):
 
 
 class _CutRows(torch.autograd.Function):
-    """Returns a tensor without its rows, on the same memory. Its gradient is always zero.
-
-    If the tensor has no dimension of rows, a copy is returned.
-    """
+    """Removes the rows of a tensor, but keeps its memory. The gradient is always zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
-        """Returns the tensor with size 0 in the dimension of its rows; None: it has no rows."""
+        """Returns the tensor with size 0 in a dimension; with None, a copy of the tensor."""
         ctx.shape = tensor.shape
         if dimension is None:
             return tensor.clone()
@@ -260,9 +260,9 @@ class _CutRows(torch.autograd.Function):
         shape = list(tensor.shape)
         shape[dimension] = 0
 
-        # It has the same memory, where `placeholder_of` finds the row if a later function refuses
-        # this result. It is no view for autograd, as `tensor[:0]` is, so that it may be changed in
-        # place: autograd forbids that for views made here.
+        # The result keeps the memory, so that `placeholder_of` finds the row there if a later
+        # function refuses the result. `tensor[:0]` would do so too, but as a view in the eyes of
+        # autograd, which forbids changing a view that was made here in place.
         without_rows = tensor.new_empty(0)
         without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
         return without_rows

@@ -1,10 +1,10 @@
 """Counts the rows of a batch that a user's collate function has made.
 
 A collate function may leave samples out (files that cannot be read) or add rows (several views of a
-sample). The parts of the ranks then weigh by their rows, not by the samples that were planned. The
-rows are counted by the first dimensions of the batch's tensors. These do not always show the rows:
-sequences may have time first, graphs are joined along their nodes, and packing makes one row of all
-samples.
+sample). The part of each rank is then weighted by its rows instead of by the planned samples. The
+number of rows is taken from the first dimension of the batch's tensors. This does not always work:
+sequences may have time as their first dimension, graphs are joined along their nodes, and packing
+turns all samples into one row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Shape(NamedTuple):
 
 
 UNKNOWN_SHAPE = Shape(-1, -1)
-"""Stands for a sequence that may have one item for each sample, or one for each field."""
+"""The shape of a sequence whose items may be samples or fields."""
 
 
 class RowCounter:
     """Counts the rows of the batches of one loader.
 
     Attributes:
-        first_dimension_known: True once a batch had its rows, and nothing else, in the first
-            dimension of its tensors.
+        first_dimension_known: True once a batch has shown that the first dimension of its tensors
+            is that of the rows.
     """
 
     def __init__(self) -> None:
@@ -44,49 +44,53 @@ class RowCounter:
         self._warned = False
 
     def count(self, batch: Any, planned: int) -> int | None:
-        """Returns the number of rows of a batch; None if its tensors do not show it.
+        """Returns the number of rows of a batch, or None if its tensors do not show it.
 
-        Sets `first_dimension_known`, on which the judgement of later batches depends.
+        May set `first_dimension_known`, which helps to count the rows of later batches.
 
         Args:
-            batch: what the collate function returned.
-            planned: the number of samples that the collate function was given.
+            batch: the result of the collate function.
+            planned: number of samples that were passed to the collate function.
         """
-        if batch is None:  # the collate function left out all samples
+        if batch is None:  # the collate function has left out all samples
             return 0
+
         shapes = list(shapes_in(batch, planned))
         if not shapes:
-            # An empty container has no rows. Any other object is taken for as many as planned.
+            # An empty container has no rows. Any other object is assumed to have all rows.
             is_container = children_of(batch) is not None
             return 0 if is_container else planned
-        # A vector, of labels say, or a list of texts is the clearest sign: it has an item a row.
+
+        # A vector, e.g. of labels, or a list of texts is the clearest sign: one item is one row.
         lengths_of_vectors = {shape.first for shape in shapes if shape.second is None}
         if planned in lengths_of_vectors:
             return planned
-        if UNKNOWN_SHAPE in shapes:  # a sequence of tensors, which may be samples or fields
+        if UNKNOWN_SHAPE in shapes:
             return None
+
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}
 
-        # First case: the tensors differ in their first dimension, as if some have time first. If
-        # the planned number is a dimension of some tensor, it is taken for the number of rows. But
-        # if there are vectors, they contradict that: here none of them has the planned length.
+        # First case: the tensors differ in their first dimension, so some may have time first. If
+        # some tensor has a dimension of the planned size, this is taken for the number of rows.
+        # Vectors contradict this, because here none of them has the planned length.
         if len(first_dimensions) > 1:
             planned_is_a_dimension = planned in first_dimensions or planned in second_dimensions
             if planned_is_a_dimension and not lengths_of_vectors:
                 return planned
             return None
 
-        # Second case: all tensors have the same first dimension, which usually is that of the rows.
-        # But tensors of shape (time, samples) look like tensors with as many rows as time steps.
+        # Second case: all tensors have the same first dimension, which is usually that of the rows.
+        # But it may be the time, if the second dimension of all tensors has the planned size.
         rows = first_dimensions.pop()
         may_have_time_first = second_dimensions == {planned}
         if rows == planned:
             if not may_have_time_first:
                 self.first_dimension_known = True
             return rows
-        # With other numbers of rows than planned, one cannot tell which dimension has the samples,
-        # unless an earlier batch has shown it. A batch of 0 rows has them in the first dimension.
+
+        # If both are possible, only an earlier batch can have shown that rows come first. A first
+        # dimension of size 0 is always that of the rows.
         if rows > 0 and may_have_time_first and not self.first_dimension_known:
             return None
         return rows
@@ -137,12 +141,12 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
     """Yields the shapes of everything in a batch that may have one row for each sample.
 
     These are tensors, arrays, lists of plain data (texts, numbers) and sequences with one item for
-    each sample, which count as vectors. `UNKNOWN_SHAPE` is yielded for a sequence of tensors that
-    may be samples or fields.
+    each sample; lists and sequences are treated as vectors. `UNKNOWN_SHAPE` is yielded for a
+    sequence of tensors that may be samples or fields.
 
     Args:
         batch: the batch, or a part of it.
-        planned: the number of samples that the collate function was given.
+        planned: number of samples that were passed to the collate function.
     """
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
@@ -160,12 +164,12 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
 
         lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
 
-        # Tensors without rows are the fields of a batch of which all samples were left out, even
-        # if there are as many fields as there were samples.
+        # Tensors without rows are the fields of a batch without samples, even if there happen to be
+        # as many fields as planned samples.
         all_are_empty = lengths == {0}
         if not all_are_empty and has_item_per_sample(list(batch), planned):
             if len(lengths) == 1:
-                # Tensors of the same length may be one for each sample, or the fields of a batch.
+                # Tensors of the same length may be the samples or the fields of the batch.
                 yield UNKNOWN_SHAPE
             else:
                 yield Shape(len(batch), None)

@@ -1,11 +1,12 @@
-"""What `shares="auto"` and `micro_batch_size="auto"` decide from measurements: pure functions.
+"""Chooses shares and micro-batch sizes from measurements, for `shares="auto"` and the like.
 
-*Shares* say how a global batch is divided over the ranks, one whole number a rank. The *times* of a
-rank are seconds for one sample, taken again and again by all ranks in the same moments.
+*Shares* say how a global batch is divided over the ranks: one whole number for each rank, e.g. 1:2.
+The *times* of a rank are several measurements of its seconds per sample, which all ranks make at
+the same time.
 
-`extensions.autotune` measures them in the first global batch that is trained on. It can do so
-because shares and micro-batches change how a global batch is computed and never what: the loader
-hands out a first micro-batch, which is measured, and the rest is divided by what was found.
+`extensions.autotune` makes the measurements on a first micro-batch of the first global batch. The
+rest of that global batch is then divided according to the result. This is possible because shares
+and micro-batches only change how a global batch is computed, not what it contains.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from lockstep.errors import SettingError
 from lockstep.settings import check_micro_batch_size, is_auto, parse_shares
 
 MIN_SPEEDUP = 1.08
-"""Shares are changed if a step gets this much faster: two equal devices never measure alike."""
+"""Shares are only changed if a step gets this much faster: measurements always differ a little."""
 MIN_TIMES = 5
 MAX_TIMES = 20
 STEADY_RATIO = 1.05
-"""No more times are taken if the median of every rank is at most this multiple of its shortest."""
+"""Measuring ends when the median time of every rank is at most this multiple of its shortest."""
 NEARLY_IDEAL_RATIO = 1.02
-"""The smallest whole numbers are taken with which a step takes at most this multiple of the ideal
+"""The smallest whole numbers are chosen with which a step takes at most this multiple of the ideal
 time."""
 MAX_SUM_PER_RANK = 12
 """Whole numbers are tried up to this sum, times the number of ranks."""
 SAMPLES_TO_MEASURE = 2
-"""Samples a rank in the micro-batch that is measured: few, because it is not known yet how many fit
-into memory, and enough for BatchNorm."""
+"""The number of samples on each rank in the micro-batch that is measured. It is small because it is
+not known yet how many fit into memory, but sufficient for BatchNorm."""
 
 
 def initial_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
     """Returns the shares with which a run begins, one for each rank.
 
     Args:
-        shares: as the user set them. For `"auto"` they are equal until they are measured.
-        size: the number of ranks.
+        shares: the setting of the user. With `"auto"`, shares are equal until they are measured.
+        size: number of ranks.
 
     Raises:
-        SettingError: they are no shares for so many ranks.
+        SettingError: the shares are invalid for this number of ranks.
     """
     return parse_shares(None if is_auto(shares) else shares, size)
 
 
 def parse_micro_batch_size(value: Any) -> int | None:
-    """Returns the number of samples; None for None and `"auto"`.
+    """Checks a micro-batch size, and returns it; returns None for None and `"auto"`.
 
     Raises:
-        SettingError: the value is something else.
+        SettingError: the value is invalid.
     """
     if value is None or is_auto(value):
         return None
@@ -66,19 +67,19 @@ def parse_micro_batch_size(value: Any) -> int | None:
 def first_micro_batch(
     count: int, shares: tuple[int, ...], planned: Indices, most: int | None, *, whole: bool
 ) -> Indices | None:
-    """Returns the part of a global batch that is handed out to be measured: one micro-batch.
+    """Returns the micro-batch of a global batch on which measurements are made.
 
     Args:
-        count: samples of the global batch.
-        shares: one a rank.
-        planned: begin and end of each part, shape `(micro-batches, ranks, 2)`, as `split_batch`
-            returns it.
-        most: the most samples that a rank computes at a time; None: any number.
-        whole: True to take the first micro-batch that is planned; False to take two samples a rank.
+        count: number of samples in the global batch.
+        shares: share of each rank.
+        planned: the result of `split_batch` for the global batch: begin and end of each part, of
+            shape `(micro-batches, ranks, 2)`.
+        most: the largest number of samples that a rank can compute at once; None if not limited.
+        whole: True for the first planned micro-batch; False for two samples on each rank.
 
     Returns:
-        Begin and end of each rank's part, shape `(1, ranks, 2)`; None: some rank that has a share
-        would have no sample of it.
+        Begin and end of each rank's part, of shape `(1, ranks, 2)`. None if some rank with a share
+        would have no sample.
     """
     if whole:
         split = planned[:1]
@@ -100,17 +101,14 @@ def first_micro_batch(
 
 
 def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int:
-    """Finds the largest size that fits, to about a tenth.
+    """Finds the largest size that fits, with a precision of about a tenth.
 
-    Sizes are doubled until one does not fit; then what is in between is halved.
+    The size is doubled until it does not fit; then a binary search finds the limit.
 
     Args:
-        fits: tries a size.
-        known: a size that fits.
-        most: the largest size that is wanted.
-
-    Returns:
-        A size that fits: `most`, if that fits.
+        fits: function that tries a size, and returns True if it fits.
+        known: a size that is known to fit.
+        most: the largest size to try.
     """
     fitting = min(known, most)  # the largest size that is known to fit
     too_large = most + 1  # the smallest size that is known not to fit; so far there is none
@@ -123,7 +121,7 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
         else:
             too_large = size
 
-    # If one did not fit, halve the range between the two, until it is a tenth of what fits.
+    # If a size did not fit, halve the range between the two until it is a tenth of what fits.
     while too_large <= most and too_large - fitting > max(1, fitting // 10):
         size = (fitting + too_large) // 2
         if fits(size):
@@ -135,20 +133,18 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
 
 
 def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
-    """Returns True if shares can be chosen from these times of each rank.
-
-    Otherwise more times have to be taken.
+    """Returns True if shares can be chosen from the measured times, False to measure again.
 
     Args:
-        times: seconds for one sample, several for each rank; all ranks have equally many.
+        times: for each rank, the same number of measurements of its seconds per sample.
     """
     num_times = len(times[0])
-    if num_times >= MAX_TIMES:  # enough, however much they differ
+    if num_times >= MAX_TIMES:  # do not go on, however much they vary
         return True
     if num_times < MIN_TIMES:
         return False
 
-    # They are sufficient if they are steady on every rank: half of them near the shortest.
+    # They suffice if they are steady on every rank: half of them are close to the shortest.
     for times_of_rank in times:
         if np.median(times_of_rank) > STEADY_RATIO * min(times_of_rank):
             return False
@@ -157,13 +153,12 @@ def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
 
 
 def are_equally_fast(times: Sequence[Sequence[float]]) -> bool:
-    """Returns True if the ranks differ less than the times of one rank do.
+    """Returns True if the ranks differ no more than the measurements of a single rank vary.
 
-    Then every rank has been as fast at times as any other rank usually is: no shortest time is
-    longer than the median of another rank.
+    This holds if no rank's shortest time is longer than the median time of another rank.
 
     Args:
-        times: seconds for one sample, several for each rank.
+        times: for each rank, several measurements of its seconds per sample.
     """
     shortest = [min(times_of_rank) for times_of_rank in times]
     medians = [np.median(times_of_rank) for times_of_rank in times]
@@ -176,16 +171,16 @@ def choose_shares_by_times(
     batch_size: int,
     limits: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """Chooses shares by the shortest times; equal ones if the ranks are equally fast.
+    """Chooses shares by the shortest time of each rank; equal shares if all are equally fast.
 
-    The shortest times count, because whatever else runs on a machine makes a time longer and never
-    shorter.
+    The shortest time of a rank is used because other work on the machine can only make a
+    measurement longer.
 
     Args:
-        times: seconds for one sample, several for each rank.
+        times: for each rank, several measurements of its seconds per sample.
         present: the current shares, which are kept unless others are much better.
-        batch_size: samples of the global batch.
-        limits: the most samples of it that each rank can take; None: any number.
+        batch_size: number of samples in the global batch.
+        limits: the largest number of these that each rank can take; None if not limited.
 
     Raises:
         SettingError: the limits are too low for the batch.
@@ -200,23 +195,23 @@ def choose_shares_by_times(
 def confirm_shares(
     seconds: Mapping[tuple[int, ...], float], last: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns the shares with which a search ends: new ones only if they were measured as faster.
+    """Returns the shares with which a search ends: new ones only if they are measurably faster.
 
-    A device that needs nearly the same time for few samples as for many seems slower for each of
-    them the fewer it gets, and would be given fewer still.
+    This is needed because seconds per sample can mislead: a device that takes nearly the same time
+    for few samples as for many seems slower per sample the fewer it gets, and would get even fewer.
 
     Args:
-        seconds: of a step, for the shares that were tried, in their order; infinite if they do not
-            fit into memory.
-        last: the shares that the last times led to.
+        seconds: measured seconds of a step for all shares that were tried, in order; infinite if
+            they do not fit into memory.
+        last: the shares that were chosen by the last measurement.
     """
     initial = next(iter(seconds))  # the shares with which the search began
-    if last in seconds:  # the search is at its end: measuring these shares has led to them again
+    if last in seconds:  # the search has converged: these shares were measured, and chosen again
         best = last
-    else:  # it was given up before
+    else:  # the search was given up before that
         best = min(seconds, key=seconds.__getitem__)
 
-    if seconds[best] == math.inf:  # no shares that were tried fit into memory; `last` may fit
+    if seconds[best] == math.inf:  # none that were tried fit into memory, but `last` may
         return last
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial
@@ -230,14 +225,14 @@ def step_seconds(
     batch_size: int,
     limits: Sequence[int | None],
 ) -> float:
-    """Returns the seconds of a step, which waits for the slowest rank.
+    """Returns how long a step takes, in seconds: as long as on its slowest rank.
 
     Args:
-        times: seconds for one sample, several for each rank, measured at these shares.
-        shares: one a rank.
-        batch_size: samples of the global batch.
-        limits: the most samples of it that each rank can take; None: any number. If some rank would
-            get more, the result is infinite.
+        times: for each rank, several measurements of its seconds per sample with these shares.
+        shares: share of each rank.
+        batch_size: number of samples in the global batch.
+        limits: the largest number of these that each rank can take; None if not limited. If a rank
+            would get more, the result is infinite.
     """
     seconds_of_rank = []
     samples_of_rank = part_sizes(batch_size, shares)
@@ -254,18 +249,18 @@ def choose_shares(
     batch_size: int,
     limits: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """Returns small whole numbers with which all ranks need nearly the same time.
+    """Chooses shares with small numbers, so that all ranks need nearly the same time.
 
     Args:
-        seconds: of each rank for a sample.
+        seconds: seconds per sample of each rank.
         present: the current shares, which are kept unless others are much better.
-        batch_size: samples of the global batch.
-        limits: the most samples of it that each rank can take; None: any number.
+        batch_size: number of samples in the global batch.
+        limits: the largest number of these that each rank can take; None if not limited.
 
     Raises:
         SettingError: the limits are too low for the batch.
     """
-    # The most samples that each rank can take.
+    # The largest number of samples that each rank can take.
     room = [batch_size if limit is None else limit for limit in limits]
     if sum(room) < batch_size:
         fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(room)]
@@ -288,14 +283,14 @@ def choose_shares(
 
     ideal_seconds = _slowest(ideal, seconds)
 
-    # The current shares are kept if no others can be much faster. They are not in the table if they
-    # do not fit into memory.
+    # Keep the current shares if no others can be much faster. They are not in the table if they do
+    # not fit into memory.
     present_seconds = step_seconds_by_shares.get(present, math.inf)
     if present_seconds <= ideal_seconds * MIN_SPEEDUP:
         return present
 
-    # Otherwise the first shares that are nearly ideal are taken, since the table begins with those
-    # of small numbers. If none are, the fastest ones are taken.
+    # Otherwise take the first shares that are nearly ideal; the table begins with small numbers. If
+    # there are none, take the fastest ones.
     for shares, seconds_of_step in step_seconds_by_shares.items():
         if seconds_of_step <= ideal_seconds * NEARLY_IDEAL_RATIO:
             return shares
@@ -306,13 +301,13 @@ def choose_shares(
 def _candidates(
     ideal: Sequence[float], present: tuple[int, ...], room: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns shares to choose from, those of small numbers first.
+    """Returns the shares to choose from, those with small numbers first.
 
     Args:
-        ideal: samples of each rank with which all need the same time.
+        ideal: number of samples of each rank with which all ranks need the same time.
         present: the current shares.
-        room: the most samples that each rank can take. These numbers themselves are candidates,
-            because shares in proportion to them always fit.
+        room: the largest number of samples that each rank can take. These numbers are candidates
+            too, because shares in this proportion always fit.
     """
     num_ranks = len(present)
     candidates = [present]
@@ -329,27 +324,28 @@ def _slowest(samples: Sequence[float], seconds: Sequence[float]) -> float:
     """Returns the time of the slowest rank.
 
     Args:
-        samples: that each rank computes.
-        seconds: of each rank for a sample.
+        samples: number of samples of each rank.
+        seconds: seconds per sample of each rank.
     """
     return max(count * s for count, s in zip(samples, seconds, strict=True))
 
 
 def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: int) -> list[float]:
-    """Returns samples of each rank, as fractions, with which all ranks need the same time.
+    """Returns fractional numbers of samples with which all ranks need the same time.
 
-    Ranks that have no room for that many get what they have room for, and the others the rest.
+    A rank that has no room for its number gets as many samples as it has room for. The rest is
+    divided over the other ranks.
 
     Args:
-        seconds: of each rank for a sample.
-        room: the most samples that each rank can take.
-        batch_size: samples of the global batch.
+        seconds: seconds per sample of each rank.
+        room: the largest number of samples that each rank can take.
+        batch_size: number of samples in the global batch.
     """
     samples = [0.0] * len(room)
 
-    # The batch is divided over the open ranks, in proportion to their speeds. Ranks that would get
-    # more than they have room for are filled and closed. What is left is divided anew over the
-    # others, until no rank gets too much.
+    # Divide the batch over the open ranks in proportion to their speed. Ranks that would get more
+    # than they have room for are filled and closed. Repeat with the rest of the batch and the other
+    # ranks until no rank gets too much.
     open_ranks = set(range(len(room)))
     remaining_samples = float(batch_size)
     while open_ranks:
@@ -375,13 +371,14 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
 def _rounded_division(ideal: Sequence[float], total: int) -> list[int]:
     """Returns whole numbers, one for each rank, nearly in the proportion of `ideal`.
 
-    Their sum is `total`. It may be larger, because each of them is at least 1.
+    Their sum is `total`, or more because each of them is at least 1. For example, 1.0 : 2.6 and a
+    total of 4 give `[1, 3]`.
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
 
-    # What was lost by rounding down goes, one by one, to the rank that is furthest below its exact
-    # number. If small numbers were raised to 1, the sum may have reached `total` already.
+    # What was lost by rounding down is given, one by one, to the rank that is furthest below its
+    # exact number. If small numbers were raised to 1, the sum may have reached `total` already.
     for _ in range(total - int(numbers.sum())):
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1
