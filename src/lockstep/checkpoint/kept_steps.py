@@ -1,31 +1,31 @@
-"""Keeps each step in memory that outlives the ranks, so that a failure costs the step under way.
+"""Keeps a copy of each step in memory that outlives the ranks: an in-memory checkpoint.
 
-Others call this in-memory checkpoints.
+After a failure, the launcher starts new ranks, which resume from the last step that was kept, so
+that only the step under way is lost. A kept step holds what `world.checkpoint(...)` would save. It
+lies in the launcher's memory: each rank writes to two *areas* in turn (`memory_area`), and *seals*
+an area once it is complete. Nothing is written to a disk.
 
-What is kept is what `world.checkpoint(...)` would save. It lies in memory of the launcher, two
-*areas* for each rank (`memory_area`); the ranks that it starts after a failure read it like a
-checkpoint on disk (`kept_reading`). Nothing is written to a disk. What no other machine has is sent
-to one of them (`partner_copies`).
+New ranks read a kept step like a checkpoint on disk (`kept_reading`). State that exists on one
+machine only is also sent to another machine (`partner_copies`).
 
-When it is kept: when the training loop asks a loader for its next micro-batch, and an optimizer has
-stepped since it last asked. All that the loop does with a batch is done then, also what follows on
-the optimizer's step (schedulers, averages of weights, counters), and the position in the data is
-that between two global batches. A loop that has its batches from elsewhere calls
-`checkpoint.step()`, which keeps too.
+A step is kept when the training loop asks a loader for its next micro-batch, and an optimizer has
+stepped since the loop last asked. By then the loop has also done what follows the optimizer's step
+(schedulers, averages of weights, counters), and the position in the data lies between two global
+batches. A loop that gets its batches from elsewhere calls `checkpoint.step()` instead.
 
-A rank overwrites the older of its areas, and only when all ranks of the machine have sealed the
-newer one. Otherwise a rank that is ahead could overwrite its part of the last complete step while
-another, which is then killed, still writes its part of the next. So at every moment there is a
-complete step, and after a failure it is the last one or, if a rank was killed while it wrote, the
-one before.
+A rank overwrites the older of its two areas, and only after all ranks of its machine have sealed
+the newer step. Otherwise, a fast rank could overwrite its part of the last complete step while a
+slow rank is still writing the next one, and if the slow rank was killed then, no complete step
+would be left. So there is a complete step at every moment. After a failure it is the last step or,
+if a rank was killed while it was writing, the step before.
 
-On the CPU everything is copied at once. A core copies 20 GB a second; in a thread it would take the
-same time from the same cores. From a GPU a thread copies while the next step computes
-(`background_copy`). What the forward pass may change, such as buffers, is copied on the GPU before,
-and the optimizer's step waits until the rest is copied.
+On the CPU, everything is copied at once. A core copies 20 GB a second, and a thread would take the
+same time from the same cores. From a GPU, a thread copies while the next step computes
+(`background_copy`). Tensors that the forward pass may change, such as buffers, are first copied on
+the GPU, and the optimizer's step waits until the rest is copied.
 
-If keeping every step costs more than a small part of the time, every k-th step is kept, unless the
-user wants every one (`copy_interval`).
+If keeping every step takes more than a small part of the time, only every k-th step is kept, unless
+the user asked for every step (`copy_interval`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
 MAX_SHARE_OF_FREE_MEMORY = 0.8
-"""Keeping steps may take this part of the free memory: the script needs some of the rest."""
+"""Keeping steps may take up to this share of the free memory: the script needs some of the rest."""
 MAX_WAIT_FOR_PEERS_S = 1.0
-"""How long a rank waits for the others to seal the step before. They have taken part in the step
-since, so they are about to; longer, only a rank that has died or that keeps nothing any more."""
+"""How long a rank waits for the others to seal the previous step. They have taken part in the step
+after it, so they seal it soon, unless a rank has died or has stopped keeping steps."""
 POLL_INTERVAL_S = 20e-6
 BACKGROUND_DEVICES = ("cuda",)
 """The types of devices from which a thread copies while the next step computes."""
@@ -70,23 +70,24 @@ class TakenState(NamedTuple):
     """The state of the training at this moment."""
 
     facts: dict[str, Any]
-    """What the manifest of a checkpoint would say, with `step`."""
+    """The contents of a checkpoint's manifest, with the number of the step under `step`."""
     sections: list[Section]
 
 
 class KeptSteps(Extension):
-    """Keeps steps in the areas of this rank.
+    """Keeps the steps of the training in the memory areas of this rank.
 
     Args:
-        folder: of the checkpoints that the kept steps belong to.
-        collectives: of the run.
-        step: of the run.
-        take_state: returns the present state.
-        steady_ids: returns the ids of tensors that only a prepared optimizer changes, in its step.
-        say: prints a line on rank 0.
-        every_step: True to keep every step whatever it costs, and to fail where memory is short.
-        timeout: how long a rank may wait for another one; None: torch's default.
-        bandwidth: bytes a second that a machine sends to another one; None: it was not measured.
+        folder: the folder of the checkpoints that the kept steps belong to.
+        collectives: the collectives of the run.
+        step: the step of the run, which counts the optimizer steps.
+        take_state: function that returns the present state of the training.
+        steady_ids: function that returns the ids of *steady* tensors: those that change only in the
+            step of a prepared optimizer.
+        say: function that prints a line on rank 0.
+        every_step: True to keep every step whatever it costs, and to fail if memory is short.
+        timeout: how long a rank may wait for another one; None for torch's default.
+        bandwidth: bytes a second that one machine sends to another; None if it was not measured.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class KeptSteps(Extension):
         topology = collectives.topology
         self.folder = str(folder.absolute())
         self._folders: list[str] = []
-        """The paths that the folder has on the machines of the run."""
+        """The paths of the folder on the machines of the run."""
         self._collectives = collectives
         self._topology = topology
         self._step = step
@@ -119,64 +120,73 @@ class KeptSteps(Extension):
         self._timeout = timeout
         self._bandwidth = bandwidth
         self._is_replica = True
-        """True if no rank keeps anything that the ranks of each machine do not have together."""
+        """True if the ranks of each machine together have the whole state."""
         self._partner: PartnerCopies | None = None
-        """Copies to another machine. None: there is none, or it has everything anyway."""
+        """Copies the areas to another machine. None if there is no other machine, or if each
+        machine has the whole state anyway."""
         self._bytes_on_machine = 0
-        """How much the ranks of this machine keep of a step."""
+        """How many bytes of a step the ranks of this machine keep."""
         self._layout = KeptLayout(topology.local_rank, topology.local_size)
         self._slots: list[list[Area]] = []
-        """The areas of each rank that the launcher has started in any attempt, by local rank. Empty
-        before `open`."""
+        """A slot holds the areas of one rank. There is a slot for each local rank that the launcher
+        has started in any attempt. Empty before `open`."""
         self._own: list[Area] = []
         """The two areas of this rank. The others of its slot are for copies."""
         self._places: dict[int, list[Tensor]] = {}
-        """The places in an area that the values are copied to, by the number of the area."""
+        """The tensors in an area that the values are copied to, by the number of the area."""
         self._version_of_places: dict[int, int] = {}
+        """The version of the layout that these tensors belong to, by the number of the area."""
         self._attempt = 0
         self._serial = 0
-        """See `memory_area.Seal`."""
+        """Numbers the kept steps, see `memory_area.Seal`."""
         self._last_area = 0
         """The number of the area that was sealed last."""
         self._protected: set[str] = set()
-        """The areas with the step that was resumed, until a later one is complete."""
+        """The paths of the areas that hold the resumed step, until a later step is complete."""
         self._has_freed_slots = False
-        """True if the memory of ranks that are no longer there has been given back."""
+        """True if the memory of ranks that no longer exist has been freed."""
         self._is_on = False
         self._has_given_up = False
-        """True if this rank keeps nothing any more. It still takes part in what ranks decide."""
+        """True if this rank has stopped keeping steps. It still takes part in joint decisions."""
         self._num_copies = 0
         """How many steps of this attempt were kept."""
         self._interval = CopyInterval(collectives, say)
-        """Every how many steps one is kept."""
+        """Chooses whether every step is kept, or every k-th."""
         self._last_number = -1
-        """The optimizer steps that were done when a step was last kept, or passed over."""
+        """How many optimizer steps were done when a step was last kept or passed over."""
         self._last_time_s = 0.0
         self._was_changed = False
-        """True if tensors have changed that only a prepared optimizer was to change."""
+        """True if a tensor that was taken to be steady has changed outside the optimizer's step."""
         self._copy_s: float | None = None
-        """How long the last copy held up the training when it was made. None: none was made since
-        that was last noted, or it went to new memory, which takes several times as long."""
+        """How long the training stood still while the last copy was made or started. None if this
+        was recorded already, or if the copy went to new memory, which takes several times as
+        long."""
         self._waited_s = 0.0
-        """How long the training has waited for the last copy afterwards."""
+        """How long the training has waited since then for the background copy to end."""
 
     # After a start
 
     def open(self) -> None:
-        """Opens the areas of all ranks of this machine; a second call does nothing.
+        """Opens the areas of all ranks of this machine. A second call does nothing.
 
         Raises:
-            OSError: the launcher is gone, or in another container.
+            OSError: the launcher has ended, or runs in another container.
         """
         if self._slots:
             return
+
         areas = [Area(path) for path in self._topology.memory]
         for begin in range(0, len(areas), AREAS_PER_RANK):
             self._slots.append(areas[begin : begin + AREAS_PER_RANK])
-        self._own = self._slots[self._topology.local_rank][:OWN_AREAS_PER_RANK]
+
+        own_slot = self._slots[self._topology.local_rank]
+        self._own = own_slot[:OWN_AREAS_PER_RANK]
 
     def report(self) -> list[dict[str, Any]]:
-        """Returns the reports of the areas that this rank looks after."""
+        """Describes what lies in the areas that this rank looks after, one report for each part.
+
+        The ranks exchange these reports to choose the step that they resume.
+        """
         areas: list[Area] = []
         for slot in self._looked_after():
             areas += slot
@@ -184,24 +194,32 @@ class KeptSteps(Extension):
         return report_parts(areas, holder=topology.rank, machine=topology.node_rank)
 
     def _looked_after(self) -> list[list[Area]]:
-        """Returns the slots that this rank looks after: its own, and some that no rank has now."""
+        """Returns the areas of this rank, and those of some ranks that no longer exist.
+
+        An earlier attempt may have had more ranks. 5 slots, 2 ranks now: the rank with local rank 0
+        looks after slots 0, 2 and 4, the other one after slots 1 and 3.
+        """
         return self._slots[self._topology.local_rank :: self._topology.local_size]
 
     def start(self, attempt: int, folders: list[str], resumed: KeptStep | None) -> None:
-        """Begins to keep steps; to be called when the training has its state.
+        """Starts to keep steps. It is called once the training has its initial or resumed state.
 
         Args:
-            attempt: a random number, the same on all ranks.
-            folders: the paths that the folder of the checkpoints has on the machines of the run.
-            resumed: the step in memory that was resumed. None: the training goes on from elsewhere.
+            attempt: a random number that identifies this attempt, the same on all ranks.
+            folders: the paths of the checkpoint folder on the machines of the run.
+            resumed: the step in memory that the training resumed from; None if it started anew or
+                resumed from a checkpoint on disk.
         """
         self._attempt = attempt
         self._folders = folders
         self._serial = 0 if resumed is None else resumed.serial
+
+        # The resumed step must survive until a later step is complete.
         self._protected = set()
         if resumed is not None:
             self._protected = resumed.paths_on(self._topology.node_rank)
         self._has_freed_slots = False
+
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._num_copies = 0
@@ -212,7 +230,7 @@ class KeptSteps(Extension):
         self._is_on = True
 
     def stop(self) -> None:
-        """Keeps nothing from now on. What is kept stays, until another step is kept."""
+        """Stops keeping steps. The step kept last stays in memory until another one is kept."""
         self._wait_for_copy()
         self._is_on = False
         self._slots = []
@@ -222,9 +240,10 @@ class KeptSteps(Extension):
         self._layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
 
     def forget_others(self) -> None:
-        """Breaks the seals of what lies in the areas, except that of the step that was resumed.
+        """Breaks the seals of all steps in the areas, except that of the resumed step.
 
-        Not before something is kept: it may be of another checkpoint, which is resumed next.
+        This must not happen before a new step is about to be kept: until then, the areas may hold a
+        step of another checkpoint that the script resumes next.
         """
         for slot in self._looked_after():
             for area in slot:
@@ -232,10 +251,11 @@ class KeptSteps(Extension):
                     area.break_seal()
 
     def close(self, failed: bool) -> None:
-        """Waits until the last step is with the partner, if this rank ends well.
+        """Waits until the partner machine has the last step, unless this rank has failed.
 
-        The partner's thread waits for the seal of that step. If the copy in the background has
-        failed there will be none, which must be noticed first, or the thread would wait forever.
+        The thread that sends the step waits for its seal. If the background copy has failed, there
+        will be no seal and the thread would wait forever, so the background copy is waited for
+        first: an error in it makes the thread give up.
         """
         if self._partner is not None and not failed:
             self._wait_for_copy()
@@ -243,7 +263,7 @@ class KeptSteps(Extension):
         self._partner = None
 
     def release(self) -> None:
-        """Lets the state of the training and the areas go, at the end of the run."""
+        """Drops the references to the training state and the areas, at the end of the run."""
         self.stop()
         self._take_state = _nothing_to_take
         self._steady_ids = set
@@ -251,15 +271,18 @@ class KeptSteps(Extension):
     # In each step
 
     def batch_is_done(self) -> None:
-        """Keeps the step, if an optimizer has stepped since this was last called."""
+        """Keeps the present step, if an optimizer has stepped since the last call."""
         if self._is_on and self._step.number != self._last_number:
             self.keep()
 
     def keep(self) -> None:
-        """Keeps the present step, unless it is one of those that are passed over."""
+        """Keeps the present step, unless only every k-th step is kept and this is another one."""
         self._wait_for_copy()
+
+        # What the previous step took, without the time that it waited for the background copy.
         step_time_s = time.perf_counter() - self._last_time_s - self._waited_s
         self._note_cost()
+
         number = self._step.number
         self._last_number = number
         if number % self._interval.every == 0:
@@ -268,21 +291,26 @@ class KeptSteps(Extension):
                 self._keep(number, step_time_s)
             finally:
                 self._step.enter_phase(phase_before)
+
         self._last_time_s = time.perf_counter()
 
     def _keep(self, number: int, step_time_s: float) -> None:
-        """Copies the present state to an area, and seals it.
+        """Copies the present state to an area, and starts to send the area to the partner.
 
         Args:
-            number: the optimizer steps that are done.
+            number: how many optimizer steps are done.
             step_time_s: how long the last of them took.
         """
+        # The step that was kept before must be on two machines before its predecessor is lost.
         if self._partner is not None:
-            self._partner.wait()  # until the last step that was kept is on two machines
+            self._partner.wait()
             if self._partner.last_duration_s is not None:
                 self._interval.note_link_time(self._partner.last_duration_s)
+
         begun_at_s = time.perf_counter()
         version_before = self._version_of_places.copy()
+
+        # A rank that has given up copies nothing, but still takes part in the decisions below.
         area: Area | None = None
         self._serial += 1
         if not self._has_given_up:
@@ -290,22 +318,29 @@ class KeptSteps(Extension):
         if not self._is_on:
             return
         self._num_copies += 1
-        if self._version_of_places == version_before:
+
+        # A copy to new memory takes several times as long as usual, so its time is not recorded.
+        went_to_known_memory = self._version_of_places == version_before
+        if went_to_known_memory:
             self._copy_s = time.perf_counter() - begun_at_s
+
         self._interval.note_step_time(step_time_s)
         if not self._every_step:
             self._interval.choose(self._num_copies, self._expected_link_s())
+
         if self._partner is not None:
             self._partner.start(area, self._serial)
 
     def _update_and_copy(self, number: int) -> Area | None:
-        """Finds out what is to be copied, and copies it to an area.
+        """Collects the present state, and copies it to an area.
+
+        At the first step that is kept, the ranks also agree on whether steps can be kept at all.
 
         Args:
-            number: the optimizer steps that are done.
+            number: how many optimizer steps are done.
 
         Returns:
-            The area; None if this rank keeps nothing any more.
+            The area, or None if steps are not kept, or no longer by this rank.
         """
         problem: Exception | None = None
         facts: dict[str, Any] = {}
@@ -314,13 +349,17 @@ class KeptSteps(Extension):
             self._layout.update(sections)
         except Exception as error:
             problem = error
-        if self._num_copies == 0:
-            self._begin(problem)
+
+        is_first_copy = self._num_copies == 0
+        if is_first_copy:
+            self._begin(problem)  # all ranks decide together, also about the problem
         elif problem is not None:
             self._give_up(problem)
+
         if not self._is_on or self._has_given_up:
             return None
-        if self._num_copies == 0:
+
+        if is_first_copy:
             self.forget_others()
         try:
             return self._copy(number, facts)
@@ -329,7 +368,15 @@ class KeptSteps(Extension):
             return None
 
     def _copy(self, number: int, facts: dict[str, Any]) -> Area:
-        """Copies what the layout names to an area, seals it, and returns it."""
+        """Copies the state to an area and seals it, on a GPU in the background.
+
+        Args:
+            number: how many optimizer steps are done.
+            facts: the facts of the state, see `TakenState`.
+
+        Returns:
+            The area, which may not be sealed yet.
+        """
         topology = self._topology
         all_facts = {
             **facts,
@@ -341,80 +388,109 @@ class KeptSteps(Extension):
             "is_replica": self._is_replica,
         }
         facts_text = json.dumps(all_facts)
-        sections_text = self._layout.header_sections
+        sections_text = self._layout.header_sections  # is JSON already
         header = f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
-        place = self._area_to_overwrite()
-        area = self._own[place]
+
+        area_number = self._area_to_overwrite()
+        area = self._own[area_number]
         is_other_memory = area.begin(len(header), self._layout.num_bytes)
-        if is_other_memory or self._version_of_places.get(place) != self._layout.version:
-            self._places[place] = self._layout.places(area)
-            self._version_of_places[place] = self._layout.version
-        self._last_area = place
+
+        # The tensors that are copied to are views of the area. They are made anew if the memory of
+        # the area or the layout has changed.
+        has_other_layout = self._version_of_places.get(area_number) != self._layout.version
+        if is_other_memory or has_other_layout:
+            self._places[area_number] = self._layout.places(area)
+            self._version_of_places[area_number] = self._layout.version
+        self._last_area = area_number
+
         seal = partial(area.set_seal, self._attempt, self._serial, number, header)
+        destinations = self._places[area_number]
         if self._background is None:
-            copy_to_each(self._places[place], self._layout.sources)
+            copy_to_each(destinations, self._layout.sources)
             seal()
         else:
-            self._copy_in_background(self._background, self._places[place], seal)
+            self._copy_in_background(self._background, destinations, seal)
         return area
 
     def _copy_in_background(
-        self, background: BackgroundCopy, places: Sequence[Tensor], seal: Callable[[], None]
+        self,
+        background: BackgroundCopy,
+        destinations: Sequence[Tensor],
+        seal: Callable[[], None],
     ) -> None:
-        """Starts to copy what is on the GPU, and copies everything else.
-
-        What the next forward pass may change, such as buffers, is copied on the GPU first.
+        """Copies tensors on the CPU at once, and starts to copy those on the GPU in a thread.
 
         Args:
-            background: copies in a thread.
-            places: where the sources are copied to.
-            seal: is called when all is copied.
+            background: the copier with the thread.
+            destinations: the tensors to copy to, one for each source of the layout.
+            seal: the function that seals the area; it is called when everything is copied.
         """
         steady_ids = self._steady_ids()
-        now: tuple[list[Tensor], list[Tensor]] = ([], [])
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+        cpu_destinations: list[Tensor] = []
+        cpu_sources: list[Tensor] = []
+        gpu_destinations: list[Tensor] = []
+        gpu_sources: list[Tensor] = []
         leaves = self._layout.leaves()
-        for place, source, leaf in zip(places, self._layout.sources, leaves, strict=True):
-            is_here = source.device.type not in BACKGROUND_DEVICES
-            chosen = now if is_here else later
+        sources = self._layout.sources
+        for destination, source, leaf in zip(destinations, sources, leaves, strict=True):
+            if source.device.type not in BACKGROUND_DEVICES:
+                cpu_destinations.append(destination)
+                cpu_sources.append(source)
+                continue
+
+            # A steady tensor only changes in the optimizer's step, which waits for the thread. Any
+            # other may change in the next forward pass, so the thread copies from a clone.
             is_steady = id(leaf) in steady_ids and not self._was_changed
-            chosen[0].append(place)
-            chosen[1].append(source if is_here or is_steady else source.clone())
-        copy_to_each(*now)
-        background.start(*later, seal)
+            gpu_destinations.append(destination)
+            gpu_sources.append(source if is_steady else source.clone())
+
+        copy_to_each(cpu_destinations, cpu_sources)
+        background.start(gpu_destinations, gpu_sources, seal)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Waits until what the optimizer is about to change is copied."""
+        """Waits until the tensors that the optimizer is about to change have been copied."""
         self._wait_for_copy()
 
     def _wait_for_copy(self) -> None:
-        """Waits for the copy of the last step that was kept.
+        """Waits until the background copy of the last kept step has ended.
 
-        If something has changed meanwhile that was to be steady, everything is copied on the GPU
-        first from now on.
+        If a tensor was changed during the copy although it was taken to be steady, all tensors are
+        cloned on the GPU first from now on.
         """
         if self._background is None:
             return
+
         begun_at_s = time.perf_counter()
         try:
-            if not self._background.wait():
+            sources_were_steady = self._background.wait()
+            if not sources_were_steady:
                 self._was_changed = True
         except Exception as error:
             self._give_up(error)
         self._waited_s += time.perf_counter() - begun_at_s
 
     def _area_to_overwrite(self) -> int:
-        """Returns the number of the area that is written next: not that of a complete step.
+        """Chooses which of this rank's two areas is written next, so that a complete step remains.
 
-        Waits until the other ranks of the machine have sealed the step before.
+        Waits until the other ranks of the machine have sealed the previous step.
+
+        Returns:
+            The number of the area: 0 or 1.
         """
-        if self._num_copies == 0:
+        is_first_copy = self._num_copies == 0
+        if is_first_copy:
             return self._first_unprotected(self._own)
+
+        # If the previous step stays incomplete, it is overwritten itself: the last complete step is
+        # in the other area.
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
-                return self._last_area  # the other one has the last complete step
+                return self._last_area
             time.sleep(POLL_INTERVAL_S)
+
+        # The previous step is complete, so the resumed step is not needed any more.
         if not self._has_freed_slots:
             self._protected = set()
             self._free_unused_slots()
@@ -422,46 +498,48 @@ class KeptSteps(Extension):
         return 1 - self._last_area
 
     def _first_unprotected(self, areas: Sequence[Area]) -> int:
-        """Returns the number of the first area without a part of the step that was resumed.
+        """Returns the index of the first area that holds no part of the resumed step.
 
-        There is one: of two areas that were written in turn, one has another step.
+        There always is one: two areas that are written in turn hold different steps.
         """
         return next(i for i, area in enumerate(areas) if area.path not in self._protected)
 
     def _last_is_complete(self) -> bool:
-        """Returns True if all ranks of this machine have sealed what this rank has sealed last."""
-        serial = self._serial - 1
+        """Returns True if all ranks of this machine have sealed the previous step."""
+        previous_serial = self._serial - 1
         for slot in self._slots[: self._topology.local_size]:
             seals = [area.seal for area in slot]
-            if not any(_is_of(seal, self._attempt, serial) for seal in seals):
+            if not any(_is_of(seal, self._attempt, previous_serial) for seal in seals):
                 return False
         return True
 
     def _a_peer_has_given_up(self) -> bool:
-        """Returns True if another rank of this machine writes nothing any more."""
+        """Returns True if a rank of this machine has stopped keeping steps in this attempt."""
         present_slots = self._slots[: self._topology.local_size]
         return any(slot[0].given_up_in == self._attempt for slot in present_slots)
 
     def _free_unused_slots(self) -> None:
-        """Frees the areas of ranks that are not there any more."""
-        if self._topology.local_rank == 0:
-            for slot in self._slots[self._topology.local_size :]:
-                for area in slot:
-                    area.free()
+        """Frees the areas of ranks that this attempt no longer has; local rank 0 does it."""
+        if self._topology.local_rank != 0:
+            return
+        for slot in self._slots[self._topology.local_size :]:
+            for area in slot:
+                area.free()
 
     # What it costs
 
     def _begin(self, problem: Exception | None) -> None:
-        """Agrees with the other ranks whether steps are kept, and where copies go; says so.
+        """Decides with the other ranks whether steps are kept, and which machines get copies.
 
-        All ranks call it when they keep something for the first time. One exchange of text.
+        All ranks call this when they are about to keep their first step. They exchange their needs
+        once, so that all of them come to the same decision.
 
         Args:
-            problem: why the state of this rank cannot be stored.
+            problem: the error met while the state of this rank was collected, if there was one.
 
         Raises:
-            CheckpointError: memory is short on a machine, or a state cannot be stored, and every
-                step was asked for.
+            CheckpointError: every step was asked for, but a machine has too little memory or a
+                state cannot be stored.
         """
         own_slot = self._slots[self._topology.local_rank]
         answers = self._collectives.exchange(
@@ -475,43 +553,75 @@ class KeptSteps(Extension):
                 "problem": None if problem is None else str(problem),
             }
         )
+
         problems = [answer["problem"] for answer in answers if answer["problem"] is not None]
         if problems:
             if self._every_step and isinstance(problem, LockstepError):
                 raise problem
             self._refuse(problems[0], "let state_dict() return what a checkpoint can store")
             return
+
+        # Copies on other machines are only needed if each machine does not have the whole state.
         self._is_replica = all(answer["is_replica"] for answer in answers)
-        places = [(answer["machine"], answer["local_rank"]) for answer in answers]
-        partners = None if self._is_replica else find_partners(places)
-        answers_of_machine: dict[int, list[dict[str, Any]]] = {}
+        partners: list[Partners] | None = None
+        if not self._is_replica:
+            partners = find_partners(
+                [(answer["machine"], answer["local_rank"]) for answer in answers]
+            )
+
+        # By rank: how many bytes its areas will take, and how many they take already.
+        needed: list[int] = []
+        held: list[int] = []
+        ranks_of_machine: dict[int, list[int]] = {}
         for rank, answer in enumerate(answers):
             senders = [] if partners is None else partners[rank].senders
-            num_bytes = answer["bytes"] + sum(answers[sender]["bytes"] for sender in senders)
-            answer["needed"] = OWN_AREAS_PER_RANK * num_bytes
-            # What lies in the other areas of the rank is in the way until they are used again.
+            bytes_a_step = answer["bytes"] + sum(answers[sender]["bytes"] for sender in senders)
+            needed.append(OWN_AREAS_PER_RANK * bytes_a_step)
+
+            # Areas that the rank does not use now may hold memory too. It is not available until
+            # they are used again, so it is left out.
             num_areas = OWN_AREAS_PER_RANK * (1 + len(senders))
-            answer["held"] = sum(answer["held"][:num_areas])
-            answers_of_machine.setdefault(answer["machine"], []).append(answer)
-        for on_machine in answers_of_machine.values():
-            self._check_memory(on_machine)
+            held.append(sum(answer["held"][:num_areas]))
+            ranks_of_machine.setdefault(answer["machine"], []).append(rank)
+
+        for ranks in ranks_of_machine.values():
+            new_bytes = sum(max(0, needed[rank] - held[rank]) for rank in ranks)
+            self._check_memory(new_bytes, answers[ranks[0]]["available"])
             if not self._is_on:
                 return
-        on_this_machine = answers_of_machine[self._topology.node_rank]
-        self._bytes_on_machine = sum(answer["bytes"] for answer in on_this_machine)
+
+        ranks_here = ranks_of_machine[self._topology.node_rank]
+        self._bytes_on_machine = sum(answers[rank]["bytes"] for rank in ranks_here)
         if partners is not None:
+            areas_for_copies = own_slot[OWN_AREAS_PER_RANK:]
             self._partner = self._open_partner_copies(
-                own_slot[OWN_AREAS_PER_RANK:], partners[self._topology.rank]
+                areas_for_copies, partners[self._topology.rank]
             )
-        if self._serial > 1:
-            return  # an earlier attempt has said it
-        most = max(answer["needed"] for answer in answers)
-        total = sum(answer["needed"] for answer in answers_of_machine[answers[0]["machine"]])
+
+        was_announced_before = self._serial > 1  # by an earlier attempt
+        if not was_announced_before:
+            ranks_beside_rank_0 = ranks_of_machine[answers[0]["machine"]]
+            self._announce(
+                max(needed),
+                sum(needed[rank] for rank in ranks_beside_rank_0),
+                has_partners=partners is not None,
+                num_machines=len(ranks_of_machine),
+            )
+
+    def _announce(self, most: int, total: int, *, has_partners: bool, num_machines: int) -> None:
+        """Prints that every step is kept, and how much memory it takes.
+
+        Args:
+            most: bytes that the areas of a rank take, at most.
+            total: bytes that the areas of all ranks on the machine of rank 0 take.
+            has_partners: True if the ranks send copies to other machines.
+            num_machines: the number of machines in the run.
+        """
         copies = "two copies"
         note = ""
-        if partners is not None:
+        if has_partners:
             copies = "two copies on its machine and two on another one"
-        elif len(answers_of_machine) > 1 and not self._is_replica:
+        elif num_machines > 1 and not self._is_replica:
             note = (
                 "; one machine has more than twice as many ranks as another, so that no machine "
                 "has a copy of the shards of another one"
@@ -521,17 +631,16 @@ class KeptSteps(Extension):
             f"{format_bytes(total)} on its machine{note}"
         )
 
-    def _check_memory(self, answers: Sequence[dict[str, Any]]) -> None:
-        """Keeps nothing from now on if a machine has too little memory.
+    def _check_memory(self, new: int, available: int | None) -> None:
+        """Stops keeping steps if a machine has too little free memory for them.
 
         Args:
-            answers: of the ranks of the machine, see `_begin`.
+            new: bytes that the areas of the machine's ranks will take in addition.
+            available: bytes that are free on the machine; None if that is unknown.
 
         Raises:
-            CheckpointError: it has, and every step was asked for.
+            CheckpointError: the memory is too small, and every step was asked for.
         """
-        new = sum(max(0, answer["needed"] - answer["held"]) for answer in answers)
-        available = answers[0]["available"]
         if available is not None and new > MAX_SHARE_OF_FREE_MEMORY * available:
             self._refuse(
                 f"it takes {format_bytes(new)} of memory on a machine, and "
@@ -540,17 +649,18 @@ class KeptSteps(Extension):
             )
 
     def _open_partner_copies(self, areas: Sequence[Area], partners: Partners) -> PartnerCopies:
-        """Returns what copies to another machine. All ranks call this.
+        """Opens the connection over which ranks copy areas to other machines. All ranks call this.
 
         Args:
-            areas: of this rank, for what it receives.
-            partners: of this rank.
+            areas: this rank's areas for the copies that it receives, two for each sender.
+            partners: the ranks that this rank sends to and receives from.
         """
         inboxes = []
         for number, sender in enumerate(partners.senders):
             first = number * OWN_AREAS_PER_RANK
             pair = areas[first : first + OWN_AREAS_PER_RANK]
             inboxes.append(Inbox(sender, pair, next_area=self._first_unprotected(pair)))
+
         return PartnerCopies(
             partners.receiver,
             inboxes,
@@ -559,10 +669,14 @@ class KeptSteps(Extension):
         )
 
     def _refuse(self, found: str, advice: str) -> None:
-        """Keeps nothing from now on, because of something that all ranks know.
+        """Stops keeping steps on all ranks, for a reason that all of them know.
+
+        Args:
+            found: the reason.
+            advice: what the user can do about it.
 
         Raises:
-            CheckpointError: the user has asked for every step to be kept.
+            CheckpointError: the user asked for every step to be kept.
         """
         self._is_on = False
         if self._every_step:
@@ -570,10 +684,10 @@ class KeptSteps(Extension):
         self._say(f"steps are not kept in memory: {found}")
 
     def _give_up(self, problem: Exception) -> None:
-        """Keeps nothing from now on, because the state of this rank cannot be kept any more.
+        """Stops keeping steps on this rank, because its state can no longer be kept.
 
         Raises:
-            Exception: the problem, if the user has asked for every step to be kept.
+            Exception: the problem itself, if the user asked for every step to be kept.
         """
         self._has_given_up = True
         self._own[0].give_up(self._attempt)
@@ -587,17 +701,17 @@ class KeptSteps(Extension):
         )
 
     def _note_cost(self) -> None:
-        """Notes how long the last copy has held up the training, if that is not yet noted."""
+        """Records how long the last copy held up the training, unless it was recorded before."""
         if self._copy_s is not None:
             self._interval.note_cost(self._copy_s + self._waited_s)
         self._copy_s = None
         self._waited_s = 0.0
 
     def _expected_link_s(self) -> float:
-        """Returns how many seconds it will take to copy what this machine keeps to another one.
+        """Estimates how many seconds it takes to send this machine's part of a step to another.
 
-        It is 0 if the speed of the network was not measured. Then the training may have to wait for
-        the first copy.
+        Returns 0 if nothing is sent, or if the speed of the network was not measured. In the second
+        case, the training may have to wait for the first copy.
         """
         if self._partner is None or self._bandwidth is None:
             return 0.0
@@ -605,7 +719,7 @@ class KeptSteps(Extension):
 
 
 def _nothing_to_take() -> TakenState:
-    """Takes the place of the function that returns the state, when the run is over."""
+    """Replaces the function that collects the training state once the run is over."""
     return TakenState({}, [])
 
 

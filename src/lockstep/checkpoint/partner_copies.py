@@ -1,13 +1,14 @@
-"""Copies what each rank keeps to another machine, so that no step is lost with a machine.
+"""Copies what each rank keeps to another machine, so that no step is lost when a machine fails.
 
-The machines form a ring. A rank sends what it has kept to the rank with its local rank on the next
-machine, its *partner*, and receives that of the machine before. If the next machine has fewer
-ranks, some of them have two partners. All this happens in a thread, through a process group of its
-own, while the training goes on. At the end all ranks meet: then every rank knows that the step is
-on two machines everywhere, and may overwrite the step before.
+A rank keeps its part of each step in an *area* of memory, and *seals* the area once it is complete.
+The machines form a ring. Each rank sends its area to the rank with the same local rank on the next
+machine, its *partner*, and receives an area from the machine before. If the next machine has fewer
+ranks, some of its ranks receive from two. A thread does this over a process group of its own, while
+the training goes on. At the end all ranks meet: then every rank knows that the whole step is on two
+machines, and may overwrite the step before.
 
-Only what no other machine has is worth a copy: shards (FSDP), stages (pipelines), virtual ranks
-(DiLoCo). What is equal on all ranks is on every machine anyway.
+Only state that no other machine has needs a copy: shards (FSDP), stages (pipelines) and virtual
+ranks (DiLoCo). State that is equal on all ranks is on every machine anyway.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ _WAIT_FOR_SEAL_S = 0.001
 
 
 class Partners(NamedTuple):
-    """The ranks of other machines with which a rank exchanges what they keep."""
+    """The ranks of other machines that a rank exchanges its areas with."""
 
     receiver: int
-    """The rank to which it sends."""
+    """The rank that it sends to."""
     senders: list[int]
-    """The ranks from which it receives."""
+    """The ranks that it receives from."""
 
 
 @dataclass
 class Inbox:
-    """What this rank receives from one other rank."""
+    """The two areas that hold what this rank receives from one other rank."""
 
     sender: int
     areas: Sequence[Area]
     """Two areas, which are written in turn."""
     next_area: int
-    """The number of the one that is written next."""
+    """The index of the area that is written next."""
 
 
 class PartnerCopies:
-    """Sends the areas of this rank, and receives those of another machine. All ranks open it.
+    """Sends the areas of this rank to another machine, and receives areas from another machine.
+
+    All ranks must create one together.
 
     Args:
-        receiver: the rank to which this one sends.
-        inboxes: of the ranks from which this one receives.
-        has_given_up: returns True once this rank keeps nothing any more.
-        timeout: how long the other ranks may take; None: torch's default.
+        receiver: the rank that this rank sends to.
+        inboxes: one inbox for each rank that this rank receives from.
+        has_given_up: function that returns True once this rank has stopped keeping steps.
+        timeout: how long the other ranks may take; None for torch's default.
     """
 
     def __init__(
@@ -78,25 +81,26 @@ class PartnerCopies:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.last_duration_s: float | None = None
-        """How long the last exchange took, from when both sides had something to send."""
+        """How long the last exchange took, counted from when both sides had something to send."""
 
     def start(self, area: Area | None, serial: int) -> None:
-        """Starts to send an area, as soon as it is sealed, and to receive those of the partners.
+        """Starts the thread that sends an area once it is sealed, and receives the partners' areas.
 
-        All ranks call it for the same serial number, after `wait`.
+        All ranks call this with the same serial number, after `wait`.
 
         Args:
-            area: what this rank has kept; None: it keeps nothing any more.
-            serial: of what is being kept; see `memory_area.Seal`.
+            area: the area with this rank's part of the step; None if the rank has stopped keeping
+                steps.
+            serial: the serial number of the step, see `memory_area.Seal`.
         """
-        # A daemon, because it may wait for a rank that has died when this process ends.
+        # A daemon thread does not keep the process alive while it waits for a rank that has died.
         self._thread = threading.Thread(
             target=self._run, args=(area, serial), name="lockstep-partner", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until all ranks have sent and received what was started.
+        """Waits until all ranks have finished the exchange that `start` began.
 
         Raises:
             Exception: the connection to another rank is broken.
@@ -109,45 +113,56 @@ class PartnerCopies:
             raise self._error
 
     def _run(self, area: Area | None, serial: int) -> None:
-        """Runs in the thread; keeps the error, if there is one."""
+        """Runs the exchange in the thread, and stores an error for `wait` to raise."""
         try:
             self._exchange(area, serial)
         except Exception as error:
             self._error = error
 
     def _exchange(self, area: Area | None, serial: int) -> None:
-        """Sends an area and receives others, and waits until all ranks have done so."""
-        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)  # without a seal
+        """Sends this rank's area, receives the areas of others, and waits for all ranks to finish.
+
+        The first page of an area is sent first. It holds the seal, which tells the receiver how
+        much follows. A page without a seal means that nothing follows.
+        """
+        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)  # has no seal
         if area is not None:
             page = self._sealed_page(area, serial)
-        sent = [self._send(page)]
+
+        sends = [self._send(page)]
         received_pages = []
         for inbox in self._inboxes:
             received_page = torch.empty_like(page)
             self._receive(received_page, inbox.sender)
             received_pages.append(received_page)
+
+        # From here on both sides have something to send, so the time is that of the network.
         begun_at_s = time.perf_counter()
         seal = read_seal(page.numpy().data)
         if area is not None and seal is not None:
-            sent.append(self._send(area.content(seal)))
+            sends.append(self._send(area.content(seal)))
+
         for inbox, received_page in zip(self._inboxes, received_pages, strict=True):
             received_seal = read_seal(received_page.numpy().data)
-            if received_seal is None:  # that rank keeps nothing any more
+            if received_seal is None:  # the sender has stopped keeping steps
                 continue
-            place = inbox.areas[inbox.next_area]
-            self._receive(place.begin_copy(received_seal), inbox.sender)
-            place.finish_copy(received_page)
+            copy = inbox.areas[inbox.next_area]
+            self._receive(copy.begin_copy(received_seal), inbox.sender)
+            copy.finish_copy(received_page)  # seals the copy
             inbox.next_area = 1 - inbox.next_area
-        for work in sent:
-            work.wait()
+
+        for send in sends:
+            send.wait()
         self.last_duration_s = time.perf_counter() - begun_at_s
+
+        # All ranks meet, so that each of them knows that the step is on two machines.
         dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _sealed_page(self, area: Area, serial: int) -> Tensor:
-        """Returns the first page of an area, as soon as it is sealed with a serial number.
+        """Waits until an area is sealed with the serial number, and returns its first page.
 
-        The area may be sealed by another thread, when that has copied everything from the GPU. The
-        page has no seal if that fails.
+        Another thread may seal the area, once it has copied everything from the GPU. If that copy
+        fails, this rank gives up, and a page without a seal is returned.
         """
         while True:
             page = area.first_page()
@@ -167,30 +182,37 @@ class PartnerCopies:
         dist.recv(tensor, sender, group=self._group)
 
 
-def find_partners(places: Sequence[tuple[int, int]]) -> list[Partners] | None:
-    """Returns the partners of all ranks, which are the same for all that ask.
+def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Partners] | None:
+    """Decides to which rank of the next machine each rank sends its copies.
+
+    All ranks compute this from the same numbers, so they agree. Example: ranks 0 and 1 are on
+    machine 0, and rank 2 is on machine 1. Ranks 0 and 1 send to rank 2, and rank 2 sends to rank 0.
 
     Args:
-        places: of all ranks, the number of the machine and the local rank.
+        machine_and_local_rank: the number of the machine and the local rank, for each rank.
 
     Returns:
-        None if there is one machine, or if one has more ranks than those of the next can receive
-        from.
+        The partners of each rank. None if there is only one machine, or if the ranks of a machine
+        are too few to receive from all ranks of the machine before.
     """
-    ranks_of_machine: dict[int, list[int]] = {}
-    for (machine, _), rank in sorted(zip(places, range(len(places)), strict=True)):
+    num_ranks = len(machine_and_local_rank)
+    ranks_of_machine: dict[int, list[int]] = {}  # in the order of their local ranks
+    for (machine, _), rank in sorted(zip(machine_and_local_rank, range(num_ranks), strict=True)):
         ranks_of_machine.setdefault(machine, []).append(rank)
+
     ring = list(ranks_of_machine.values())
     if len(ring) == 1:
         return None
+
     receiver_of: dict[int, int] = {}
-    senders_of: dict[int, list[int]] = {rank: [] for rank in range(len(places))}
+    senders_of: dict[int, list[int]] = {rank: [] for rank in range(num_ranks)}
     for position, ranks in enumerate(ring):
         next_ranks = ring[(position + 1) % len(ring)]
         if len(ranks) > MAX_SENDERS_PER_RANK * len(next_ranks):
             return None
-        for place, rank in enumerate(ranks):
-            receiver = next_ranks[place % len(next_ranks)]
+        for index, rank in enumerate(ranks):
+            receiver = next_ranks[index % len(next_ranks)]
             receiver_of[rank] = receiver
             senders_of[receiver].append(rank)
-    return [Partners(receiver_of[rank], senders_of[rank]) for rank in range(len(places))]
+
+    return [Partners(receiver_of[rank], senders_of[rank]) for rank in range(num_ranks)]
