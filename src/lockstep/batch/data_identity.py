@@ -1,6 +1,6 @@
-"""Are these the data that an earlier start of the training read? Reads and judges fingerprints.
+"""Checks that a resumed training reads the same data as before, by comparing fingerprints.
 
-What a fingerprint is, and when two of them differ, stands in `fingerprint`. A stream has none.
+`fingerprint` defines what a fingerprint is, and when two of them differ. A stream has none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HUGGING_FACE_FINGERPRINT = "_fingerprint"
 """The attribute of `datasets.Dataset` that its documentation calls the fingerprint."""
 NUM_SAMPLES = 32
 STRIDE = 13
-"""From one sample to the next in the order in which they are read. It has no divisor in common with
-the number of samples, so that those which are read in time are spread over the dataset."""
+"""The distance between samples that are read one after the other. It has no divisor in common with
+the number of samples, so that even the first few are spread over the dataset."""
 
 
 def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
@@ -31,23 +31,25 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     if isinstance(source, IterableSource):
         return None
 
-    # The dataset may be a `Subset`, or consist of several: a checksum over the indices of each.
+    # The dataset may be a `Subset`, or consist of several. Each has a checksum over its indices.
     subset_checksums: list[int] = []
     for indices_of_subset in subset_indices(source.dataset):
         subset_checksums.append(zlib.crc32(index_bytes(indices_of_subset)))
     hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
     if not isinstance(hugging_face, str):
         hugging_face = None
+
     return Fingerprint(subset_checksums, hugging_face, _read_fixed_parts(source, seed))
 
 
 def _read_fixed_parts(source: Source, seed: int) -> dict[int, Parts]:
-    """Reads some samples twice; returns, by index, the parts that are not drawn at random.
+    """Reads some samples twice, and returns their parts that are not random, by index.
 
     Args:
         source: the dataset and its loader options.
-        seed: of the run.
+        seed: seed of the run.
     """
+    # Read each sample twice in a row.
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
     indices_twice: list[int] = []
     for index in indices:
@@ -55,17 +57,18 @@ def _read_fixed_parts(source: Source, seed: int) -> dict[int, Parts]:
     digests = read_samples(source, seed, indices_twice, file_names=True)
     first_readings = digests[0::2]
     second_readings = digests[1::2]
+
+    # Find the parts that differ between the two readings of a sample. There are fewer readings than
+    # indices if time ran out. The digest of a sample that cannot be read is None.
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
-
-    # There are fewer readings than indices if time ran out. The reading of a sample that cannot be
-    # read is None.
     for index, first, second in zip(indices, first_readings, second_readings, strict=False):
         if first is not None and second is not None:
             parts_by_index[index] = parts_of(first)
             random_parts |= _unequal_parts(parts_of(first), parts_of(second))
 
-    # What is drawn in one sample is drawn in all, even where two draws were equal by chance.
+    # A part that is random in one sample is left out of all samples: in some of them, two random
+    # values may have been equal by chance.
     samples: dict[int, Parts] = {}
     for index, parts in parts_by_index.items():
         samples[index] = {name: part for name, part in parts.items() if name not in random_parts}
@@ -80,30 +83,30 @@ def _spread_indices(length: int) -> list[int]:
 
     last = length - 1
     for number in range(NUM_SAMPLES):
-        # The places 0, 13, 26, 7, 20, ...: each from 0 to 31 once. Place 0 is the first sample of
-        # the dataset and place 31 the last one.
+        # The places are 0, 13, 26, 7, 20, ...: each number from 0 to 31 once. Place 0 is the first
+        # sample of the dataset, and place 31 the last one.
         place = number * STRIDE % NUM_SAMPLES
         index = last * place // (NUM_SAMPLES - 1)
-        if index not in indices:  # in a short dataset several places fall on the same sample
+        if index not in indices:  # in a short dataset several places may be the same sample
             indices.append(index)
 
     return indices
 
 
 def _unequal_parts(first: Parts, second: Parts) -> set[str]:
-    """Returns the names of the parts that are not exactly the same in two readings of a sample."""
+    """Returns the names of the parts that are not exactly equal in two readings of a sample."""
     unequal = set()
     for name, part in first.items():
-        # As text, NaN is equal to NaN.
+        # Compared as text, because NaN is not equal to itself as a number.
         if repr(part) != repr(second.get(name)):
             unequal.add(name)
     return unequal
 
 
 def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> None:
-    """Compares the data of a checkpoint with those of the run that resumes it.
+    """Compares the data of a checkpoint with the data of the run that resumes it.
 
-    Warns if they may be the same samples, of which something is read differently.
+    Warns if the samples seem to be the same, but some of their parts are read differently.
 
     Args:
         source: the data of this run.
@@ -111,7 +114,7 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
         now: the fingerprint of `source`.
 
     Raises:
-        CheckpointError: they are other samples.
+        CheckpointError: the samples are not the same.
     """
     difference = compare(before, now)
     if difference is None:

@@ -1,14 +1,14 @@
-"""Moves batches to the device, on a GPU one batch ahead: the copy hides behind the work.
+"""Moves batches to the device. On a GPU the next batch is copied while the current one is trained.
 
-Batch t + 1 is copied while the training works on batch t. It is copied from page-locked (*pinned*)
-memory, without which a copy cannot overlap with work, on a stream of its own. That is done for
-batches of dense tensors only. What other objects (graph batches, sparse tensors) hold inside cannot
-be marked as used by a second stream, so they are copied on the current stream when they are needed.
+The copy runs on its own CUDA stream, from page-locked (*pinned*) memory, because other copies
+cannot overlap with computation. This is only possible for batches of dense tensors. The tensors
+inside of other objects (graph batches, sparse tensors) cannot be marked as used by a second stream,
+so these batches are copied on the current stream when they are needed.
 
-Pinning a batch copies it in host memory. A large batch is pinned in a thread, so that the training
-thread can go on. `DataLoader(pin_memory=True)` has such a thread too, but only with worker
-processes; it does not look into dataclasses, and it pins every batch that the workers have read
-ahead. Here only the next one is pinned.
+Pinning copies a batch within host memory. A large batch is pinned in a thread, so that the training
+thread can go on. `DataLoader(pin_memory=True)` also has such a thread, but only with worker
+processes; it does not support dataclasses, and pins all batches that the workers have read ahead.
+Here only the next batch is pinned.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lockstep.distributed.streams import side_stream
 T = TypeVar("T")
 
 MIN_BYTES_FOR_THREAD = 2**20
-"""A smaller batch is pinned by the training thread. To hand work to a thread and take its result
-took 25 to 35 microseconds, about as long as copying a mebibyte (measured on a CPU)."""
+"""A smaller batch is pinned by the training thread: passing work to another thread and back takes
+25 to 35 microseconds, about as long as copying a mebibyte (measured on a CPU)."""
 
 
 def to_device(
     pairs: Iterable[tuple[T, Any]], device: torch.device
 ) -> Generator[tuple[T, Any], None, None]:
-    """Yields batches on the device, in order.
+    """Moves batches to a device, and yields them in order.
 
     Args:
-        pairs: batches, each after something that describes it, which is yielded with it.
-        device: where they are moved to.
+        pairs: pairs of a description and a batch. The description is yielded unchanged.
+        device: the device.
     """
     if device.type == "cuda":
         return _copy_one_ahead(pairs, device)
@@ -48,7 +48,7 @@ def to_device(
 def _move_when_needed(
     pairs: Iterable[tuple[T, Any]], device: torch.device
 ) -> Generator[tuple[T, Any], None, None]:
-    """Yields batches on a device other than a GPU. Nothing is read that is not used."""
+    """Yields batches on a device other than a GPU; no batch is read before it is needed."""
     for description, batch in pairs:
         yield description, batch if device.type == "cpu" else move(batch, device)
 
@@ -56,21 +56,23 @@ def _move_when_needed(
 def _copy_one_ahead(
     pairs: Iterable[tuple[T, Any]], device: torch.device
 ) -> Generator[tuple[T, Any], None, None]:
-    """Yields batches on a GPU, while the next one is copied.
+    """Yields batches on a GPU, and copies the next one while the caller uses the current one.
 
     Args:
-        pairs: batches, each after something that describes it, which is yielded with it.
+        pairs: pairs of a description and a batch. The description is yielded unchanged.
         device: the GPU.
     """
     with _Copier(device) as copier:
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
-            pinning = copier.start(batch)
+            # Start to copy this batch, then let the caller use the previous one.
+            wait_until_pinned = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
                 yield previous_description, copier.finish(previous_copy)
-            # Waited for before the next batch is read, which may take the memory of this one.
-            previous = description, pinning()
+
+            # Wait before the next batch is read, because it may reuse the memory of this one.
+            previous = description, wait_until_pinned()
 
         if previous is not None:
             previous_description, previous_copy = previous
@@ -82,14 +84,11 @@ class _StartedCopy(NamedTuple):
 
     batch: Any
     copied: torch.cuda.Event | None
-    """Is reached when the batch is on the device. None: the batch is still in host memory."""
+    """Reached when the batch is on the device; None if the batch is still in host memory."""
 
 
 class _Copier:
-    """Copies batches to a GPU on a stream of its own.
-
-    As a context manager it ends its thread when it is left.
-    """
+    """Copies batches to a GPU on its own stream. On exit, this context manager ends its thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,14 +111,15 @@ class _Copier:
         """Starts to pin and copy a batch, in a thread if it is large.
 
         Returns:
-            A function that waits until the batch is pinned, and raises what that has raised.
+            A function that waits until the batch is pinned, and raises any error of pinning.
         """
         if bytes_to_pin(batch) < MIN_BYTES_FOR_THREAD:
             started = self._pin_and_copy(batch)
             return lambda: started
 
         if self._thread is None:
-            # The current device is set by thread. Without one, CUDA would open GPU 0 on every rank.
+            # Each thread has its own current device. If it were not set, every rank would open
+            # GPU 0.
             self._thread = ThreadPoolExecutor(
                 max_workers=1,
                 thread_name_prefix="lockstep-pin",
@@ -130,7 +130,7 @@ class _Copier:
         return self._thread.submit(self._pin_and_copy, batch).result
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
-        """Pins a batch, and starts its copy to the GPU if it has dense tensors only."""
+        """Pins a batch, and starts to copy it to the GPU if it has only dense tensors."""
         batch = pin(batch)
         if not all_dense(batch):
             return _StartedCopy(batch, copied=None)
@@ -142,7 +142,7 @@ class _Copier:
         return _StartedCopy(batch_on_device, copied)
 
     def finish(self, started: _StartedCopy) -> Any:
-        """Returns the batch on the device, ready for the current stream."""
+        """Returns the batch on the device; work on the current stream waits for the copy."""
         if started.copied is None:
             return move(started.batch, self._device)
         torch.cuda.current_stream(self._device).wait_event(started.copied)

@@ -1,7 +1,7 @@
 """Counts the epochs of a training, for `World.epochs`.
 
-From what the loaders did it sees whether the current epoch is done, so that a checkpoint saved at
-the end of an epoch resumes with the next one.
+It also finds out whether the current epoch is done, from what the loaders have handed out, so that
+a training that was saved at the end of an epoch resumes with the next one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Epochs:
     """Counts epochs.
 
     Args:
-        loaders: all prepared loaders. More may be added to the list later.
-        step: of the run.
+        loaders: list of all prepared loaders, to which more may be added later.
+        step: the state of the run's optimizer steps.
     """
 
     def __init__(self, loaders: list[Loader], step: Step) -> None:
@@ -26,12 +26,12 @@ class Epochs:
         self._loaders = loaders
         self._step = step
         self._passes_at_begin: dict[Loader, int] | None = None
-        """How many passes each loader was trained on before the current epoch; None outside of a
-        loop over epochs."""
+        """For each loader, how many training passes it had before the current epoch; None outside
+        of a loop over epochs."""
         self._step_at_begin = 0
-        """The optimizer steps before the current epoch."""
+        """The number of optimizer steps before the current epoch."""
         self._loaders_of_every_epoch: list[Loader] = []
-        """Loaders that were trained on in the epoch before. The current one is not done without."""
+        """Loaders that were trained on in the previous epoch, and must be in the current one."""
 
     def run(self, total: int) -> Iterator[int]:
         """Yields the epochs from the current one to `total` - 1."""
@@ -40,8 +40,8 @@ class Epochs:
             try:
                 yield self.present
             except GeneratorExit:
-                # The loop was left with `break`. Another loop continues with `next`: with this
-                # epoch if it is not done, and otherwise with the one after it.
+                # The loop was left with `break`. Another loop will continue with this epoch if it
+                # is not done, and otherwise with the next one.
                 self.present = self.next
                 self._passes_at_begin = None
                 raise
@@ -52,14 +52,14 @@ class Epochs:
 
     @property
     def next(self) -> int:
-        """The epoch to continue with: the current one, or the next one if it is done."""
+        """The epoch to resume with: the next one if the current one is done, else the current."""
         return self.present + 1 if self._is_done() else self.present
 
     def _begin(self) -> None:
-        """Notes what was trained before the epoch that begins.
+        """Records the state at the beginning of an epoch.
 
-        `trained` of a loader is the number of passes over it that were trained on. If it grew in
-        the epoch that has ended, the new epoch needs that loader too: it is not done without.
+        A loader that was trained on in the previous epoch must be trained on in the new one, too,
+        before that is done. `loader.trained` is the number of its training passes.
         """
         passes_before = self._passes_at_begin or {}  # None before the first epoch
         self._loaders_of_every_epoch = []
@@ -72,21 +72,21 @@ class Epochs:
     def _is_done(self) -> bool:
         """Returns True if the current epoch is done.
 
-        It is done when some loader was trained on in it, and each loader that was trained on in the
-        epoch before. `trained` of a loader counts the passes over it that were trained on.
+        This is so when some loader was trained on in it, and all loaders that were trained on in
+        the previous epoch. `loader.trained` is the number of its training passes.
         """
         passes_before = self._passes_at_begin
         if passes_before is None:  # no loop over epochs is running
             return False
-        if any(loader.mid_epoch for loader in self._loaders):  # a pass over it is not at its end
+        if any(loader.mid_epoch for loader in self._loaders):  # a pass has not ended yet
             return False
         if not any(loader.trained for loader in self._loaders):
-            # The training uses no prepared loader. Then one step in an epoch is enough.
+            # The training uses no prepared loader. Then a single optimizer step is enough.
             return self._step.number > self._step_at_begin
 
         trained_in_epoch = []
         for loader in self._loaders:
-            # A loader that was prepared inside the epoch had no pass before.
+            # A loader that was prepared during the epoch had no passes before it.
             if loader.trained > passes_before.get(loader, 0):
                 trained_in_epoch.append(loader)
 

@@ -1,8 +1,8 @@
 """Reads the micro-batches of a map-style dataset.
 
-A sample's augmentation is drawn from (seed, epoch, index) and from nothing else: not the rank, the
-loader worker, the batch that it came in, or the point at which a run was resumed. So the random
-streams of torch, numpy and `random` are seeded before each sample is read.
+The random augmentation of a sample depends only on the seed, the epoch and the index of the sample,
+and not on the rank, the loader worker, the batch or where a run was resumed. To achieve this, the
+random streams of torch, numpy and `random` are seeded before each sample is read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MicroBatchKey = tuple[int, Indices]
 
 
 class Fetch(Dataset[Any]):
-    """A dataset of micro-batches: indexed by a `MicroBatchKey`, it returns the collated batch.
+    """A dataset of micro-batches: indexed by a `MicroBatchKey`, it returns a collated batch.
 
     Args:
-        dataset: map-style.
-        collate: joins samples into a batch.
-        seed: of the run.
-        sample_rng: False leaves the random streams alone, and reads with the dataset's own
-            `__getitems__` if it has one: for datasets that draw no random numbers.
+        dataset: the user's map-style dataset.
+        collate: function that joins samples into a batch.
+        seed: seed of the run.
+        sample_rng: True to seed the random streams for each sample. False for a dataset that draws
+            no random numbers: it is then read with its `__getitems__`, if it has this method.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Fetch(Dataset[Any]):
 
     def __getitem__(self, key: MicroBatchKey) -> Any:
         epoch, indices = key
-        if self.tensor_rows is not None:  # the data are tensors, so no sample is read by itself
+        if self.tensor_rows is not None:  # a batch is a selection of rows
             return self.tensor_rows.select(indices)
         if not self.sample_rng:
             return self._read_undrawn(indices.tolist())
 
-        # The streams of a worker process are used for nothing else, so they are not preserved.
+        # In a worker the random streams are used for nothing else, so they need not be preserved.
         in_worker = get_worker_info() is not None
         random_state = nullcontext() if in_worker else preserve_rng_state()
         with random_state:
@@ -63,9 +63,9 @@ class Fetch(Dataset[Any]):
             return call_collate(self.collate, samples)
 
     def _read_undrawn(self, indices: list[int]) -> Any:
-        """Reads a batch of a dataset that draws no random numbers, so that nothing is seeded."""
-        # With `__getitems__` a dataset reads several samples at once. torch's DataLoader calls it
-        # too.
+        """Reads a batch of a dataset that draws no random numbers, without seeding."""
+        # With `__getitems__`, which torch's DataLoader uses too, a dataset reads several samples at
+        # once.
         get_items = getattr(self.dataset, "__getitems__", None)
         if get_items:
             samples = get_items(indices)
@@ -77,24 +77,25 @@ class Fetch(Dataset[Any]):
 class TensorRows(NamedTuple):
     """The tensors of a `TensorDataset`, or of a `Subset` of one.
 
-    A batch of it is a selection of rows: nothing is drawn, and there are no samples to be stacked.
+    A batch is a selection of their rows, which is faster than reading and stacking samples.
     """
 
     tensors: tuple[Tensor, ...]
     row_of_sample: Indices | None
-    """For each sample, its row in the tensors; None: they have the same numbers."""
+    """For each sample, its row in the tensors; None if sample i is row i."""
 
     def select(self, samples: Indices) -> list[Tensor]:
-        """Returns the batch of some samples: their rows of each tensor.
+        """Returns the batch of the given samples: their rows of each tensor.
 
         Args:
-            samples: indices in the dataset, shape `(n,)`.
+            samples: indices in the dataset, of shape `(n,)`.
         """
         rows = samples if self.row_of_sample is None else self.row_of_sample[samples]
         try:
             return _select_rows(self.tensors, rows)
         except (IndexError, RuntimeError):
-            # A Subset may have negative indices, which count from the end; torch refuses them here.
+            # A Subset may have negative indices, which count from the end. `index_select` refuses
+            # them.
             num_rows = len(self.tensors[0])
             rows_from_begin = np.where(rows < 0, rows + num_rows, rows)
             return _select_rows(self.tensors, rows_from_begin)
@@ -103,11 +104,11 @@ class TensorRows(NamedTuple):
 def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
     """Returns the tensors of a TensorDataset on the CPU, or of a Subset of one; otherwise None.
 
-    A dataset of a subclass is read sample by sample, since it may augment.
+    Datasets of a subclass are excluded, because they may augment samples.
     """
     if type(dataset) is Subset:
-        # The dataset below may be a Subset as well. Then the indices of this Subset number the
-        # samples of that one, for each of which `row_of_sample` has a row.
+        # The dataset inside may be a Subset as well. Then the indices of this Subset are those of
+        # samples of the other one, whose `row_of_sample` gives the rows.
         whole = find_tensor_rows(dataset.dataset)
         if whole is None:
             return None
@@ -128,10 +129,10 @@ def _select_rows(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:
 
 
 def call_collate(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
-    """Returns the batch that a collate function makes of some samples.
+    """Calls a collate function, and adds a note to errors that may come from an empty batch.
 
-    A collate function that leaves samples out may find that none is left. That happens in a rank's
-    part of a global batch before it happens on one device, so the error that it raises gets a note.
+    A collate function that leaves samples out may be left with none. This is more likely for a
+    rank's part of a global batch than for the whole batch on one device.
     """
     try:
         return collate(samples)

@@ -1,18 +1,19 @@
-"""A fingerprint identifies the data of a dataset with an index. Pure functions.
+"""Defines fingerprints, by which a resumed run recognises the dataset of its checkpoint.
 
-A position in an epoch means the same samples only while the data are the same, and another split of
-a dataset often has the same length. So a checkpoint and the sample ledger hold a `Fingerprint`. It
-has what is cheap to know for certain, and a few samples:
+A position in an epoch only means the same samples while the data are the same, and a different
+split of a dataset often has the same length. So checkpoints and the sample ledger contain a
+`Fingerprint` of each dataset with an index. It consists of:
 
-- a checksum over the indices of each `Subset`, which `random_split` makes too. Other indices are
-  other samples;
-- the `_fingerprint` of a dataset of Hugging Face's `datasets`. Equal ones mean equal data. Unequal
-  ones mean nothing: functions that cannot be hashed get a random one;
+- a checksum over the indices of each `Subset`, such as those of `random_split`. If the indices
+  differ, the samples differ;
+- the `_fingerprint` of a dataset of Hugging Face's `datasets`. If these are equal, so are the data.
+  If they differ, this means nothing, because functions that cannot be hashed get a random one;
 - digests of up to 32 samples, spread over the dataset, as many as can be read in a quarter of a
-  second. Each is read twice, and what differs (random numbers that no seed reaches) is left out.
+  second. Each sample is read twice. Parts that differ, because they are random whatever the seed,
+  are left out.
 
-`data_identity` reads fingerprints. A stream has none, because its samples cannot be read by index;
-its first samples in an epoch are compared instead if a run is resumed inside of that epoch.
+`data_identity` reads fingerprints. A stream has none, because its samples cannot be read by index.
+If a run is resumed inside an epoch, the first samples of the stream are compared instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_SAMPLES_IN_TEXT = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What distinguishes a dataset with an index from others of its length."""
+    """Distinguishes a dataset with an index from other datasets of the same length."""
 
     subsets: Sequence[int]
     """A checksum over the indices of each `Subset` that the dataset consists of."""
@@ -39,14 +40,14 @@ class Fingerprint:
     """The samples that were read, by index."""
 
     def to_text(self) -> str:
-        """Returns it as JSON."""
+        """Returns the fingerprint as JSON."""
         samples = [[index, parts] for index, parts in self.samples.items()]
         values = {"subsets": self.subsets, "hugging_face": self.hugging_face, "samples": samples}
         return json.dumps(values)
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Returns the fingerprint that `to_text` has written."""
+        """Parses the result of `to_text`."""
         values = json.loads(text)
         return cls(values["subsets"], values["hugging_face"], dict(values["samples"]))
 
@@ -58,8 +59,8 @@ class Difference:
     found: str
     """Describes the difference."""
     other_samples: bool
-    """True if the indices stand for other samples. False if they are the same samples, and only
-    some parts are read differently: others, such as the labels, are the same."""
+    """True if the indices stand for other samples. False if the samples are the same, and only some
+    of their parts are read differently, while others, such as the labels, are equal."""
 
 
 def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
@@ -72,10 +73,10 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         now: the data of this start.
 
     Returns:
-        How they differ; None: no difference is known.
+        The difference, or None if none is known.
     """
-    # If one of them has more Subsets, the dataset is built differently. It may have the same
-    # samples, so these decide.
+    # A dataset with a different number of Subsets is built differently, but may have the same
+    # samples. So indices are only compared if the numbers are equal.
     same_structure = len(before.subsets) == len(now.subsets)
     if same_structure and list(before.subsets) != list(now.subsets):
         return Difference("the indices of its Subset are others", other_samples=True)
@@ -96,7 +97,7 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     if match is Match.SAME:
         return None
 
-    # Two equal fingerprints of Hugging Face's mean equal data, whatever was read differently.
+    # Equal fingerprints of Hugging Face mean equal data, even if samples are read differently.
     hugging_face_says_same = (
         before.hugging_face is not None and before.hugging_face == now.hugging_face
     )
@@ -109,17 +110,19 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
 def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, Parts]:
     """Returns the parts of two readings of a sample that are compared, with the same names in both.
 
-    A part that only one reading has may have been random in the other, and was left out there: it
-    is not compared. If they have no part in common, they are different samples. Then all parts are
-    compared, and each is None in the reading that lacks it.
-
     Args:
         sample_before: the parts of the sample in the earlier reading.
-        sample_now: in the later one.
+        sample_now: the parts of the sample in the later reading.
     """
+    # A part that is missing in one reading may have been left out there because it was random. So
+    # only the parts that both readings have are compared.
     names = sample_before.keys() & sample_now.keys()
+
+    # Without common parts these are different samples. All parts are compared then: each is None in
+    # one of the readings, so that they differ.
     if not names and sample_before:
         names = sample_before.keys() | sample_now.keys()
+
     parts_before = {name: sample_before.get(name) for name in sorted(names)}
     parts_now = {name: sample_now.get(name) for name in sorted(names)}
     return parts_before, parts_now

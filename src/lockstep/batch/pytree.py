@@ -1,10 +1,10 @@
-"""Batches as pytrees: walks them for moving, pinning, cutting and joining.
+"""Moves, pins, cuts and joins batches, which are trees of containers and tensors.
 
-A batch is walked through its *containers*: mappings, lists, tuples, named tuples and dataclass
-instances. Everything else is a *leaf*: a tensor, an *opaque* object that knows how to move itself
-(`.to`), such as a graph batch or a `PackedSequence`, or plain data (text, numbers, `None`).
+*Containers* are mappings, lists, tuples, named tuples and dataclass instances. Everything else is a
+*leaf*: a tensor; an *opaque* object that moves itself with `.to`, such as a graph batch or a
+`PackedSequence`; or plain data (text, numbers, `None`).
 
-torch's own pytree walks neither dataclasses nor users' mappings and sequences.
+torch's own pytree supports neither dataclasses nor users' mappings and sequences.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def map_tensors(
     change: Callable[[Tensor], Tensor],
     opaque: Callable[[Any], Any] | None = lambda leaf: leaf,
 ) -> Any:
-    """Returns the same pytree with all tensors changed. The batch itself is not written to.
+    """Returns a copy of a pytree in which each tensor is replaced by `change(tensor)`.
 
-    Containers keep their types, and `dict`, `UserDict`, `list` and dataclasses their further
-    attributes. A container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
+    Containers keep their types; `dict`, `UserDict`, `list` and dataclasses also keep additional
+    attributes. A container that cannot be rebuilt becomes a plain `dict`, `list` or `tuple`.
 
     Args:
-        batch: the pytree.
-        change: called with each tensor.
-        opaque: called with each opaque leaf. None: an opaque object that is a container too, such
-            as a `PackedSequence`, is walked.
+        batch: the pytree, which is not modified.
+        change: function that is called with each tensor.
+        opaque: function that is called with each opaque leaf. With None, an opaque object that is
+            also a container, such as a `PackedSequence`, is treated as a container.
     """
     if isinstance(batch, Tensor):
         return change(batch)
@@ -64,14 +64,14 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 class _ObjectReference:
-    """A weak reference to an opaque object, by which the object is recognised.
+    """A weak reference to an opaque object, for recognising the object later.
 
-    Two references are equal if they are to the same object, whether or not it can be hashed.
+    Two references are equal if they refer to the same object, even if it is not hashable.
     """
 
     def __init__(self, opaque: Any) -> None:
         self._reference = weakref.ref(opaque)
-        self._hash = id(opaque)  # stays the same when the object is gone
+        self._hash = id(opaque)  # remains valid after the object is gone
 
     def __hash__(self) -> int:
         return self._hash
@@ -85,15 +85,15 @@ class _ObjectReference:
         return referent is not None and referent is other._reference()
 
     def expired(self) -> bool:
-        """Returns True when the object is gone."""
+        """Returns True once the object is gone."""
         return self._reference() is None
 
 
 def storages(batch: Any) -> list[StorageReference]:
-    """Returns weak references to the storages of all dense tensors of a pytree.
+    """Returns weak references to the storages of all dense tensors in a pytree.
 
-    By them another tensor can be recognised as one of these, or as a view of one. For an opaque
-    object there is a reference to the object itself.
+    They make it possible to recognise these tensors, and views of them, later. An opaque object is
+    represented by a reference to itself.
     """
     references: list[StorageReference] = []
     for leaf in leaves(batch):
@@ -108,7 +108,7 @@ def storages(batch: Any) -> list[StorageReference]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Returns the batch on a device. Tensors in pinned memory are copied without blocking."""
+    """Moves a batch to a device. Tensors in pinned memory are copied without blocking."""
 
     def move_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
@@ -120,7 +120,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Returns the batch with its dense CPU tensors in page-locked memory; others stay."""
+    """Copies the dense CPU tensors of a batch to page-locked memory."""
 
     def pin_tensor(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
@@ -129,7 +129,7 @@ def pin(batch: Any) -> Any:
 
 
 def bytes_to_pin(batch: Any) -> int:
-    """Returns the number of bytes that `pin` copies."""
+    """Returns how many bytes `pin` would copy."""
     return sum(tensor.nbytes for tensor in tensors(batch) if _can_be_pinned(tensor))
 
 
@@ -138,9 +138,9 @@ def _can_be_pinned(tensor: Tensor) -> bool:
 
 
 def all_dense(batch: Any) -> bool:
-    """Returns True if all that `move` moves are dense tensors.
+    """Returns True if the batch has only dense tensors and plain data.
 
-    Only these can be copied on one CUDA stream and used on another.
+    Only dense tensors can be copied on one CUDA stream and used on another.
     """
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -152,17 +152,17 @@ def all_dense(batch: Any) -> bool:
 
 
 def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: bool = False) -> Any:
-    """Returns the batch without samples, or with the first one alone.
+    """Returns a batch with no samples, or with only the first one.
 
-    Tensors of shape `(n, *)` become `(rows, *)`. Lists of text, and sequences that have one item
-    for each sample, are cut too. An *opaque* object, which moves itself by `.to`, cannot be cut.
+    Tensors of shape `(n, *)` become `(rows, *)`. Lists of text, and sequences with one item for
+    each sample, are cut too. *Opaque* objects, which move themselves with `.to`, cannot be cut.
 
     Args:
         batch: the batch.
-        count: its number of samples, if that is known.
-        rows: how many are kept, 0 or 1.
-        share: True to make dense tensors views of those of the batch. Otherwise the result shares
-            no memory with it.
+        count: number of samples in the batch, if it is known.
+        rows: how many samples are kept, 0 or 1.
+        share: True to return views of the dense tensors. Otherwise the result shares no memory with
+            the batch.
 
     Raises:
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
@@ -181,11 +181,11 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
     child_per_sample = is_list_of_plain_data(batch)
     if not child_per_sample and isinstance(batch, list | tuple):
         child_per_sample = has_item_per_sample(batch, count)
-    if child_per_sample:  # `children` is keyed by position here
+    if child_per_sample:
         first_children = dict(list(children.items())[:rows])
         return _rebuild(batch, first_children)
 
-    # The children are fields of the batch, each with all samples.
+    # Otherwise the children are fields of the batch, each of which has all samples.
     cut_children = {}
     for key, child in children.items():
         cut_children[key] = cut_to_rows(child, count, rows=rows, share=share)
@@ -193,15 +193,15 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
 
 
 def _cut_tensor(tensor: Tensor, rows: int, share: bool) -> Tensor:
-    """Returns the first rows of a tensor; a tensor without dimensions is returned whole.
+    """Returns the first rows of a tensor. A tensor without dimensions is returned whole.
 
     Args:
         tensor: the tensor.
-        rows: how many are kept.
+        rows: how many rows are kept.
         share: True to return a view if the tensor is dense.
 
     Raises:
-        DataError: the tensor is of a layout that cannot be cut.
+        DataError: the tensor has a layout that cannot be cut.
     """
     if _is_dense(tensor):
         first_rows = tensor[:rows] if tensor.dim() else tensor
@@ -220,26 +220,25 @@ def _cannot_be_cut_error(kind: str) -> DataError:
 
 
 def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """Joins the leaves of several pytrees that have the same containers.
+    """Joins pytrees with the same structure, for example a model's results on several devices.
 
-    The trees are, for example, the results of one model on several devices. Leaves are tensors,
-    plain data and whatever else is not a container.
+    `[{"x": a}, {"x": b}]` becomes `{"x": join([a, b])}`.
 
     Args:
-        trees: at least one.
-        join: called for each place with the leaves that the trees have there, in their order.
+        trees: at least one pytree.
+        join: function that is called with the leaves at the same position in all trees.
 
     Returns:
-        A pytree like the first one, with what `join` returned in each place.
+        A pytree like the first one, with the results of `join` as its leaves.
 
     Raises:
         DataError: the containers are not the same.
     """
     first_children = children_of(trees[0])
-    if first_children is None:  # it is a leaf
+    if first_children is None:  # the trees are leaves
         return join(list(trees))
 
-    # A leaf where the first tree has a container counts as an empty container.
+    # If another tree has a leaf here, it is treated as an empty container.
     children_of_trees = [children_of(tree) or {} for tree in trees]
     if any(children.keys() != first_children.keys() for children in children_of_trees):
         descriptions = []
@@ -261,14 +260,14 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
 
 
 def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
-    """Returns what a container holds, by key, position or field; None for a leaf.
+    """Returns the items of a container by key, index or field name; None for a leaf.
 
-    An *opaque* object, which moves itself by `.to`, is a leaf even if it is a container too, such
-    as a `PackedSequence`, which is a named tuple.
+    An *opaque* object, which moves itself with `.to`, is a leaf even if it is also a container,
+    such as a `PackedSequence`, which is a named tuple.
 
     Args:
-        batch: the container.
-        opaque_too: True to look into an opaque object that is a container.
+        batch: the container or leaf.
+        opaque_too: True to return the items of an opaque object that is a container.
     """
     if isinstance(batch, Tensor) or (is_opaque(batch) and not opaque_too):
         return None
@@ -277,7 +276,7 @@ def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | Non
     if isinstance(batch, list | tuple):
         return dict(enumerate(batch))
 
-    is_instance = not isinstance(batch, type)  # `is_dataclass` is true of the class too
+    is_instance = not isinstance(batch, type)  # `is_dataclass` also returns True for the class
     if is_dataclass(batch) and is_instance:
         children = {}
         for field in fields(batch):
@@ -289,9 +288,10 @@ def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | Non
 
 
 def is_list_of_plain_data(batch: Any) -> bool:
-    """Returns True for a list of text or numbers, which has one of them for each sample.
+    """Returns True for a list of texts or numbers, which has one item for each sample.
 
-    A tuple of texts is one too, since `default_collate` makes it. A tuple of numbers may be a size.
+    Also returns True for a tuple of texts, since `default_collate` makes such tuples. A tuple of
+    numbers may be a size instead.
     """
     if isinstance(batch, list):
         return not any(_is_structured(item) for item in batch)
@@ -301,7 +301,7 @@ def is_list_of_plain_data(batch: Any) -> bool:
 
 
 def _is_structured(item: Any) -> bool:
-    """Returns True for a tensor, an opaque object or a container, which is no plain data."""
+    """Returns True for a tensor, an opaque object or a container, False for plain data."""
     return isinstance(item, Tensor) or is_opaque(item) or children_of(item) is not None
 
 
@@ -313,21 +313,23 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
 
     Args:
         sequence: a list or a tuple.
-        count: the number of samples; None if it is not known, and the answer is then False.
+        count: number of samples. If it is not known (None), the result is False.
     """
     if len(sequence) != count:
         return False
 
+    # Samples have the same structure, so items of different structures are fields.
     kinds = {_kind_of_item(item) for item in sequence}
-    if len(kinds) > 1:  # samples are alike, fields need not be
+    if len(kinds) > 1:
         return False
 
+    # If an item has a value for each sample, the items are fields.
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
-            return False  # this item has a value of each sample, so the items are fields
+            return False
 
-    # A tensor of a field has a row for each sample. A tensor with another number of rows is of a
-    # single sample, so the items are samples. Without such a tensor they are taken for fields.
+    # The tensor of a field has a row for each sample. A tensor with another number of rows belongs
+    # to a single sample, so the items are samples. Without such a tensor they are taken for fields.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True
@@ -336,10 +338,9 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
 
 
 def _kind_of_item(item: Any) -> Any:
-    """Returns what items of one kind have in common.
+    """Returns a value that is equal for items of the same structure.
 
-    Returns:
-        The number of dimensions of a tensor; of another item its type and its keys.
+    It is the number of dimensions of a tensor, or the type and the keys of any other item.
     """
     if isinstance(item, Tensor):
         return item.dim()
@@ -348,10 +349,10 @@ def _kind_of_item(item: Any) -> Any:
 
 
 def is_opaque(value: Any) -> bool:
-    """Returns True for an object that moves itself, by `.to`.
+    """Returns True for an object that moves itself with `.to`.
 
-    A dictionary that has `.to`, as tokenizers return it, is walked like any other: its tensors can
-    then be copied ahead and cut.
+    A dictionary with `.to`, such as those of tokenizers, is treated as a container instead, so that
+    its tensors can be copied ahead and cut.
     """
     if isinstance(value, Tensor | dict | UserDict | str | bytes | type):
         return False
@@ -359,13 +360,13 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns True for a tensor with one storage: not sparse, not nested, no wrapper of others."""
-    wraps_tensors = hasattr(tensor, "__tensor_flatten__")  # as tensor subclasses such as DTensor do
+    """Returns True for a tensor with one storage: not sparse, nested or wrapping other tensors."""
+    wraps_tensors = hasattr(tensor, "__tensor_flatten__")  # e.g. a DTensor
     return tensor.layout is torch.strided and not tensor.is_nested and not wraps_tensors
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yields everything that is not a container, in order."""
+    """Yields all leaves of a pytree (everything that is not a container), in order."""
     children = children_of(batch)
     if children is None:
         yield batch
@@ -375,13 +376,13 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
-    """Returns a container of the same type with other children, or with fewer.
+    """Returns a container of the same type with other children.
 
-    If its class does not allow that, a plain `dict`, `list` or `tuple` is returned instead.
+    If the class does not allow this, a plain `dict`, `list` or `tuple` is returned instead.
 
     Args:
         batch: the container.
-        children: by key, position or field.
+        children: the new children by key, index or field name. There may be fewer than before.
     """
     if type(batch) is dict:
         return children
@@ -394,7 +395,7 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
         if isinstance(batch, Mapping):
             return _rebuild_mapping(batch, children)
         return _rebuild_sequence(batch, list(children.values()))
-    except Exception:  # users' classes may raise anything; a plain container then holds the same
+    except Exception:  # a user's class may raise anything
         if isinstance(batch, Mapping):
             return children
         if isinstance(batch, list):
@@ -405,7 +406,7 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
 def _rebuild_dataclass(batch: Any, children: dict[str, Any]) -> Any:
     """Returns a copy of a dataclass instance with other values of its fields.
 
-    Neither `__init__` nor `__post_init__` is called: they may check or change the values.
+    Neither `__init__` nor `__post_init__` is called, because they may check or change the values.
     """
     rebuilt = copy.copy(batch)
     for name, child in children.items():
@@ -427,10 +428,12 @@ def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
 def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
     """Returns a mapping of the same class with other values.
 
-    A `dict` or `UserDict` is copied and filled anew, which keeps its further attributes. A shallow
-    copy of another mapping may share its items with the batch, so its class is called instead.
+    A `dict` or `UserDict` is copied and its values are replaced, which keeps additional attributes.
+    A shallow copy of any other mapping may share its items with the batch, so its class is called
+    instead.
     """
-    # Some classes set `self.__dict__ = self`, so that keys are attributes. Copies share it.
+    # Some classes set `self.__dict__ = self`, so that keys are attributes. Their copies would share
+    # the items of the batch.
     attributes_are_items = getattr(batch, "__dict__", None) is batch
     if isinstance(batch, dict | UserDict) and not attributes_are_items:
         rebuilt: Any = copy.copy(batch)

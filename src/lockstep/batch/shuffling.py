@@ -1,9 +1,8 @@
-"""The shuffled order of a dataset: a permutation of its indices, by seed and epoch alone.
+"""Shuffles a dataset: computes a permutation of its indices from only the seed and the epoch.
 
-Up to `MAX_LENGTH_DRAWN_WHOLE` samples the permutation is drawn as a whole, so all orders are
-equally likely. That of a larger dataset is computed a range of *places* at a time:
-`permuted_indices` says which indices stand at some places of the order. So time and memory do not
-depend on its length.
+For up to `MAX_LENGTH_DRAWN_WHOLE` samples the whole permutation is drawn, so all orders are equally
+likely. For a larger dataset, `permuted_indices` computes only the indices at a range of *places* of
+the order, so that time and memory do not depend on the length of the dataset.
 
 The algorithm is a generalized Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers
 with Arbitrary Finite Domains", methods 2 and 3). A place is a cell of a table whose numbers of rows
@@ -46,9 +45,9 @@ def random_words(seed: int, epoch: int, count: int) -> Words:
     `Generator.permutation` (NEP 19); a run resumed next year must see the same order.
 
     Args:
-        seed: of the run, from 0 to 2**64 - 1.
-        epoch: the words of another epoch are others.
-        count: how many.
+        seed: seed of the run, from 0 to 2**64 - 1.
+        epoch: number of the epoch; each epoch has different words.
+        count: number of words.
     """
     # A SeedSequence takes words of 32 bits.
     low_word = seed & 0xFFFFFFFF
@@ -74,19 +73,19 @@ def is_permuted(length: int) -> bool:
 
 
 def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
-    """Returns the indices at the places from `begin` to before `end` in a permuted order.
+    """Returns the indices at the places `begin` to `end - 1` of the permuted order.
 
     A place is a cell of a table that has at least `length` cells. The cells are permuted, and the
     number of the cell to which a place is moved is the index that stands there.
 
     Args:
-        begin: at least 0.
-        end: at most `length`.
-        length: of the dataset, from 1 to `sys.maxsize`.
-        keys: one random word for each round; an even number of them.
+        begin: first place, at least 0.
+        end: the place after the last one, at most `length`.
+        length: length of the dataset, from 1 to `sys.maxsize`.
+        keys: one random word for each round; their number is even.
 
     Returns:
-        Shape `(end - begin,)`.
+        The indices, of shape `(end - begin,)`.
     """
     places = np.arange(begin, end, dtype=np.uint64)
     indices = _move_cells(places, length, keys)
@@ -101,30 +100,30 @@ def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
 
 
 def _move_cells(cells: Words, length: int, keys: Words) -> Words:
-    """Returns where all rounds of the Feistel network together move some cells of the table.
+    """Moves cells of the table through all rounds of the Feistel network.
 
-    The first round moves each cell along its row, by a distance drawn from the number of the row
-    and a key; the second one along its column, and so on in turn.
+    The first round moves each cell along its row, by a distance that is computed from the number of
+    the row and a key. The second round moves it along its column, and so on in turn.
 
     Args:
-        cells: numbers of cells, shape `(n,)`; the table is numbered row by row.
-        length: of the dataset.
-        keys: one word for each round; an even number of them.
+        cells: numbers of the cells, of shape `(n,)`; the table is numbered row by row.
+        length: length of the dataset.
+        keys: one word for each round; their number is even.
 
     Returns:
-        The numbers of the cells to which they are moved, shape `(n,)`.
+        The numbers of the cells to which they are moved, of shape `(n,)`.
     """
     num_columns = math.isqrt(length - 1) + 1  # the square root of `length`, rounded up
     num_rows = ceil_div(length, num_columns)
 
-    # In each round one coordinate of a cell moves, by a distance that depends on the other one.
-    # At first `moving` is the column and `fixed` the row of each cell; then they change places.
+    # In each round one coordinate of a cell moves by a distance that depends on the other one. In
+    # the first round `moving` is the column and `fixed` is the row; then they are swapped.
     moving_size = np.uint64(num_columns)
     fixed_size = np.uint64(num_rows)
     fixed = cells // moving_size
     moving = cells - fixed * moving_size
-    distance = np.empty_like(cells)
 
+    distance = np.empty_like(cells)
     scratch = np.empty_like(cells)
     for key in keys:
         # SplitMix64, computed in place: output number `fixed` of the generator with seed `key`.
@@ -136,18 +135,19 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
         distance *= _MULTIPLIER_2
         distance ^= np.right_shift(distance, _SHIFT_3, out=scratch)
 
-        # Of these 64 bits the upper 32, scaled to a number from 0 to before `moving_size`:
-        # (distance >> 32) * moving_size >> 32.
+        # The upper 32 bits, scaled to a number from 0 to `moving_size - 1`:
+        # distance = (distance >> 32) * moving_size >> 32
         distance >>= _HALF_WORD
         distance *= moving_size
         distance >>= _HALF_WORD
 
-        # moving = (moving + distance) % moving_size, without a division. The sum is below twice
-        # `moving_size`. If it is below `moving_size` already, the difference is negative, which
-        # wraps round to a very large number, so that the minimum is the sum itself.
+        # moving = (moving + distance) % moving_size, without a division. The sum is less than
+        # 2 * moving_size. If it is less than moving_size, the subtraction wraps around to a very
+        # large number, so that the minimum is the sum itself.
         moving += distance
         np.subtract(moving, moving_size, out=scratch)
         np.minimum(moving, scratch, out=moving)
+
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size
 

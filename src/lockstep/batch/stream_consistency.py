@@ -1,9 +1,9 @@
-"""Do all ranks, and all loader workers, read the same from a stream? Compared while it is read.
+"""Checks, while a stream is read, that ranks and loader workers read the right samples.
 
-What is compared are *digests* of the first samples of a global batch (`digest`), now and then. They
-must be the same on all ranks if every rank reads the whole stream, and must not all be the same if
-the stream is split over the ranks. Several loader workers of a rank each read all that the rank
-reads, and take from it the global batches that are their own, so they must read the same too.
+From time to time, *digests* of the first samples of a global batch are compared (`batch.digest`).
+They must be equal on all ranks if every rank reads the whole stream. If the stream is split over
+the ranks, they must differ. Loader workers of a rank all read the same part of the stream, of which
+each keeps its own global batches, so their digests must be equal too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lockstep.errors import CheckpointError, DataError, RanksDifferError
 
 
 def other_beginning_error(source: IterableSource, epoch: int, sample: int) -> CheckpointError:
-    """Returns the error of a stream that does not begin as it did before the run was resumed.
+    """Returns the error for a stream that begins differently than before the run was resumed.
 
     Args:
         source: the stream.
-        epoch: in which the run was resumed.
-        sample: the number of the first sample that is another one.
+        epoch: number of the epoch in which the run was resumed.
+        sample: number of the first sample that differs.
     """
     return CheckpointError(
         f"resuming the stream {type(source.dataset).__name__} in the middle of epoch {epoch}",
@@ -45,28 +45,28 @@ def other_beginning_error(source: IterableSource, epoch: int, sample: int) -> Ch
 def check_global_batch(
     collectives: Collectives, source: IterableSource, epoch: int, first: int, digests: list[Any]
 ) -> None:
-    """Compares what the ranks have read of a global batch of a stream. A collective.
+    """Compares the samples that ranks have read for a global batch of a stream. A collective.
 
     Args:
-        collectives: of the run.
+        collectives: the collectives of the run.
         source: the stream.
-        epoch: that is being read.
-        first: the number of the first sample of the global batch.
-        digests: `batch_digests` of what this rank has read of it.
+        epoch: number of the epoch being read.
+        first: number of the first sample of the global batch.
+        digests: `batch_digests` of the samples that this rank has read.
 
     Raises:
-        RanksDifferError: raised on every rank.
+        RanksDifferError: the ranks have read the wrong samples; raised on every rank.
     """
     every_rank_reads_whole = source.shard is None
     digests_by_rank = collectives.exchange(digests)
     if every_rank_reads_whole:
-        # A rank on which the stream has ended has called `check_length` instead, whose exchange
-        # meets this one. Its item in the list is a number of samples, and not a list of digests.
+        # A rank whose stream has ended calls `check_length` instead, which takes part in this same
+        # exchange. Its item in the list is a number of samples instead of a list of digests.
         _check_ends(epoch, digests_by_rank)
         _check_same_samples(source, epoch, first, digests_by_rank)
     else:
-        # The first ranks have different parts of the stream. The ranks after them are the further
-        # stages of a pipeline, which have the same samples as the first stage.
+        # The first ranks have different parts of the stream. In a pipeline, the other ranks are the
+        # later stages, which have the same samples as the first stage.
         digests_of_parts = digests_by_rank[: collectives.num_contributing_ranks]
         _check_other_samples(source, epoch, first, digests_of_parts)
 
@@ -74,25 +74,25 @@ def check_global_batch(
 def _check_same_samples(
     source: IterableSource, epoch: int, first: int, digests_by_rank: list[list[Any]]
 ) -> None:
-    """Raises RanksDifferError if the ranks that read a whole stream have read other samples.
+    """Raises RanksDifferError if ranks have read different samples of a stream they all read whole.
 
     Args:
         source: the stream.
-        epoch: that is being read.
-        first: the number of the first sample of the global batch.
-        digests_by_rank: for each rank the digests of the samples that it has read.
+        epoch: number of the epoch being read.
+        first: number of the first sample of the global batch.
+        digests_by_rank: for each rank, the digests of the samples that it has read.
     """
     num_read = [len(digests) for digests in digests_by_rank]  # on each rank
     num_compared = min(num_read)
 
-    found = ""  # says how they differ
+    found = ""  # describes the difference
     for place in range(num_compared):
         digests_of_ranks = [digests[place] for digests in digests_by_rank]
         if not all_digests_match(digests_of_ranks):
             found = describe_difference(first + place, digests_of_ranks)
             break
 
-    # What all ranks have read is equal. On some of them the stream may have ended there.
+    # The samples that all ranks have read are equal, but the stream may have ended on some ranks.
     if not found and len(set(num_read)) > 1:
         ended_on = [str(rank) for rank, number in enumerate(num_read) if number == num_compared]
         found = (
@@ -120,13 +120,13 @@ def _check_other_samples(
 
     Args:
         source: the stream.
-        epoch: that is being read.
-        first: the number of the first sample of the global batch.
-        digests_by_rank: for each rank the digests of the samples that it has read.
+        epoch: number of the epoch being read.
+        first: number of the first sample of the global batch.
+        digests_by_rank: for each rank, the digests of the samples that it has read.
     """
     for digests in digests_by_rank:
-        # If all samples of a rank are equal to each other, nothing can be said: a stream of zeros
-        # is the same everywhere. This is also true if the rank has no samples.
+        # Samples that are all equal prove nothing: a stream of zeros is the same on all ranks. The
+        # same is true if the rank has no samples.
         if all_digests_match(digests):
             continue
 
@@ -135,7 +135,8 @@ def _check_other_samples(
             if digests_match(digests, other):
                 ranks_with_same.append(str(rank))
 
-        if len(ranks_with_same) == 1:  # the rank that they are of, and no other
+        no_other_rank_has_them = len(ranks_with_same) == 1
+        if no_other_rank_has_them:
             continue
 
         if source.shard is False:
@@ -158,18 +159,18 @@ def check_length(collectives: Collectives, epoch: int, num_samples: int) -> None
     """Compares how many samples the ranks have read of a stream that has ended. A collective.
 
     Raises:
-        RanksDifferError: raised on every rank.
+        RanksDifferError: the numbers differ; raised on every rank.
     """
     _check_ends(epoch, collectives.exchange(num_samples))
 
 
 def _check_ends(epoch: int, found_by_rank: Sequence[Any]) -> None:
-    """Raises RanksDifferError if the stream has ended on some ranks, and elsewhere later.
+    """Raises RanksDifferError if the stream has not ended at the same sample on all ranks.
 
     Args:
-        epoch: that is being read.
-        found_by_rank: for each rank the number of samples if its stream has ended; otherwise the
-            digests of the samples that it has read.
+        epoch: number of the epoch being read.
+        found_by_rank: for each rank, the number of samples if its stream has ended, and otherwise
+            the digests of the samples that it has read.
     """
     some_ended = any(isinstance(found, int) for found in found_by_rank)
     all_equal = all(found == found_by_rank[0] for found in found_by_rank)
@@ -194,8 +195,8 @@ class WorkerComparison:
 
     Args:
         source: the stream.
-        topology: of this rank.
-        epoch: of the pass.
+        topology: this rank's place in the run.
+        epoch: number of the epoch that the pass reads.
     """
 
     def __init__(self, source: IterableSource, topology: Topology, epoch: int) -> None:
@@ -204,9 +205,9 @@ class WorkerComparison:
         self._epoch = epoch
         self._num_workers: int = source.options["num_workers"]
         self._first_reading: dict[int, tuple[int, list[Any]]] = {}
-        """The first worker that read a global batch, and its digests, by the batch's position."""
+        """For each position of a global batch, the first worker that read it, and its digests."""
         self._first_end: tuple[int, int] | None = None
-        """The first worker that has come to the end of the stream, and how many samples it gave."""
+        """The first worker that reached the end of the stream, and how many samples it read."""
 
     def check(
         self,
@@ -216,12 +217,13 @@ class WorkerComparison:
     ) -> None:
         """Compares what a worker has read with what the other workers have read.
 
-        Keeps what it was given, so that the next worker can be compared with it.
+        The arguments are remembered, so that later workers can be compared with this one.
 
         Args:
-            worker: its number.
-            digests_by_position: digests of the first samples of some global batches.
-            num_samples_in_all: how many samples the stream has, if the worker has come to its end.
+            worker: number of the worker.
+            digests_by_position: for some global batches, the digests of their first samples.
+            num_samples_in_all: number of samples in the stream if the worker has reached its end,
+                else None.
 
         Raises:
             DataError: the workers read different samples.
@@ -235,29 +237,29 @@ class WorkerComparison:
             self._check_end(worker, num_samples_in_all)
 
     def _check_samples(self, worker: int, position: int, digests: list[Any]) -> None:
-        """Raises DataError if another worker has read other samples of a global batch.
-
-        If this worker is the first that has read it, its digests are kept for the next one.
+        """Raises DataError if another worker has read different samples of a global batch.
 
         Args:
-            worker: the number of the worker.
-            position: of the global batch.
-            digests: of the first samples of the global batch.
+            worker: number of the worker.
+            position: position of the global batch in the epoch.
+            digests: digests of the first samples of the global batch.
         """
+        # The first worker that reads a global batch has nothing to be compared with.
         if position not in self._first_reading:
             self._first_reading[position] = (worker, digests)
             return
+
+        # It is no error if samples differ only in something random, such as the crop of an image.
         other_worker, other_digests = self._first_reading[position]
-        # Samples of which only something random differs, such as an image's crop, are no error.
         if match_samples(other_digests, digests) is Match.OTHER:
             self._raise_error(f"worker {worker} and worker {other_worker}, global batch {position}")
 
     def _check_end(self, worker: int, num_samples: int) -> None:
-        """Raises DataError if the stream has given another worker another number of samples.
+        """Raises DataError if another worker has read a different number of samples.
 
         Args:
-            worker: the number of the worker, which has come to the end of the stream.
-            num_samples: how many samples the stream gave this worker.
+            worker: number of the worker, which has reached the end of the stream.
+            num_samples: number of samples that this worker has read.
         """
         if self._first_end is None:  # this worker is the first at the end
             self._first_end = (worker, num_samples)
@@ -271,19 +273,23 @@ class WorkerComparison:
             )
 
     def _forget_old_readings(self, latest: int) -> None:
-        """Forgets the readings of global batches that all workers have passed.
+        """Forgets global batches that all workers have passed.
 
-        The workers take turns, so each reads past a global batch within the next `num_workers`.
+        Workers take turns, so all have passed a global batch once `num_workers` more are read.
 
         Args:
-            latest: the position of the global batch that was read last.
+            latest: position of the global batch that was read last.
         """
         for position in list(self._first_reading):
             if position < latest - self._num_workers:
                 del self._first_reading[position]
 
     def _raise_error(self, found: str) -> NoReturn:
-        """Raises the DataError of workers that read different samples; `found` says which."""
+        """Raises the DataError for workers that read different samples.
+
+        Args:
+            found: description of the difference.
+        """
         where = f"epoch {self._epoch}"
         if self._topology.size > 1:
             where = f"rank {self._topology.rank}, {where}"

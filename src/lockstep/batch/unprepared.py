@@ -1,10 +1,9 @@
 """Watches what this process reads through DataLoaders that were not prepared.
 
-Each rank reads all samples of such a loader. That is right if one rank evaluates, or if every rank
-keeps its own result. It is a mistake if the results are summed over the ranks, or if the dataset is
-the one that a prepared loader divides. So that the ranks can tell whether they have read the same,
-each pass over such a loader has a checksum over some numbers of its samples, which does not depend
-on their order.
+Each rank reads all samples of such a loader. This is right if one rank evaluates, or if every rank
+keeps its own result. It is a mistake if results are summed over the ranks, or if a prepared loader
+divides the same dataset. So each pass over such a loader gets a checksum over some numbers of its
+samples, by which ranks can tell whether they have read the same samples in any order.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import END_OF_PASS, watch_data_loaders
 
 NUMBERS_OF_SAMPLE = 16
-"""About how many numbers of each tensor of a sample go into the checksum."""
+"""About how many numbers of a sample go into the checksum, for each tensor."""
 MAX_TENSORS = 8
-"""How many tensors of a batch go into the checksum."""
+"""The largest number of tensors of a batch that go into the checksum."""
 CHECKSUM_MASK = 2**62 - 1
 _INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """The dtype as which the bits of a number are added up, by its size in bytes."""
@@ -37,10 +36,10 @@ class ReadPass(NamedTuple):
 
 
 class UnpreparedLoaders:
-    """Watches the batches that DataLoaders of torch deliver to this process.
+    """Watches the batches that torch's DataLoaders deliver to this process.
 
     Args:
-        ended: called with each pass that was read to its end.
+        ended: function that is called with each pass that was read to its end.
     """
 
     def __init__(self, ended: Callable[[ReadPass], None]) -> None:
@@ -48,27 +47,27 @@ class UnpreparedLoaders:
         self._open_passes: WeakKeyDictionary[Any, ReadPass] = WeakKeyDictionary()
         """What each iterator has delivered so far."""
         self.dataset_in_use: Any = None
-        """The dataset of the pass that has delivered the latest batch, until that pass ends. It is
-        also None if a sampler of the user's may have chosen a part of it for this rank."""
+        """The dataset of the latest batch, until the pass ends. It is also None if a sampler of the
+        user may have chosen a part of the dataset for this rank."""
         self.release = watch_data_loaders(self._delivered)
 
     def _delivered(self, iterator: Any, dataset: Any, sampler: Any, batch: Any) -> None:
         """Adds a batch to the pass that it belongs to, or reports the end of that pass.
 
         Args:
-            iterator: of the DataLoader; there is one for each pass.
-            dataset: of the DataLoader.
-            sampler: of the DataLoader.
-            batch: what the iterator has returned; `END_OF_PASS` if it has nothing more.
+            iterator: iterator over the DataLoader; there is one for each pass.
+            dataset: dataset of the DataLoader.
+            sampler: sampler of the DataLoader.
+            batch: the batch that the iterator returned; `END_OF_PASS` at the end.
         """
-        # A prepared loader reads with a DataLoader, too, over a dataset of Lockstep's.
+        # Prepared loaders use a DataLoader as well, over one of Lockstep's datasets.
         if type(dataset).__module__.startswith("lockstep."):
             return
 
         if batch is END_OF_PASS:
             self.dataset_in_use = None
             ended_pass = self._open_passes.pop(iterator, None)
-            # A pass of which no sample could be counted is not reported.
+            # A pass is not reported if its samples could not be counted.
             if ended_pass is not None and ended_pass.samples:
                 self._ended(ended_pass)
             return
@@ -85,10 +84,10 @@ class UnpreparedLoaders:
 
 
 def checksum(batch: Any) -> ReadPass:
-    """Returns how many samples a batch has, and a sum over the bits of some of their numbers.
+    """Counts the samples of a batch, and sums the bits of some of their numbers.
 
-    Only dense tensors on the CPU are looked at. The number of samples is the length of the first of
-    them, or 0 if there is none.
+    Only dense tensors on the CPU are used. The number of samples is the length of the first one, or
+    0 if there is none.
     """
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:
@@ -96,11 +95,12 @@ def checksum(batch: Any) -> ReadPass:
 
     total = 0
     for tensor in summed:
-        rows = tensor.detach().reshape(len(tensor), -1)  # one for each sample
+        rows = tensor.detach().reshape(len(tensor), -1)  # (samples, numbers)
         stride = max(1, rows.shape[1] // NUMBERS_OF_SAMPLE)
-        numbers = rows[:, ::stride].contiguous()  # of each sample a few
-        # The bits of each number are added up as those of an integer of the same size. A sum of
-        # integers does not depend on the order, while one of floating-point numbers does.
+        numbers = rows[:, ::stride].contiguous()  # a few numbers of each sample
+
+        # The bits of each number are read as an integer of the same size, because a sum of integers
+        # does not depend on the order, unlike a sum of floating-point numbers.
         bits = numbers.view(_INTEGER_DTYPES[numbers.itemsize])
         total += int(bits.sum(dtype=torch.int64))
 

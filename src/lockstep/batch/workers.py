@@ -1,7 +1,7 @@
 """Reads batches in the worker processes of torch's DataLoader, or in this process.
 
-A *key* says what is to be read; `fetch[key]` reads it. Keys are given to the workers in order, and
-what they read comes back in that order. *Persistent* workers live on from one pass to the next.
+A *key* identifies a batch, which `fetch[key]` reads. Workers get the keys in order, and batches are
+returned in the same order. *Persistent* workers are kept from one pass over the data to the next.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _WORKER_SEED = 0x10AD  # distinguishes the seed of the workers from others made 
 
 
 class Workers:
-    """Reads with worker processes, or in this process if there are none.
+    """Reads batches in worker processes, or in this process if there are none.
 
     Args:
-        options: of `torch.utils.data.DataLoader`.
-        seed: of the run.
+        options: options of `torch.utils.data.DataLoader`.
+        seed: seed of the run.
     """
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
@@ -35,35 +35,37 @@ class Workers:
         self._persistent: DataLoader[Any] | None = None
         self._persistent_keys = _KeysOfPass()
         self._persistent_are_busy = False
-        """True in the middle of a pass: persistent workers can do only one at a time."""
+        """True during a pass, because persistent workers can serve only one pass at a time."""
 
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yields `fetch[key]` for each key, in order. Without keys no worker is started.
+        """Yields `fetch[key]` for each key, in order. Without keys, no worker is started.
 
-        Persistent workers have the `fetch` of the first pass; that of later passes is not used.
+        Args:
+            fetch: the dataset of batches. Persistent workers keep that of their first pass.
+            keys: the keys of the batches.
         """
+        # Without workers, this process reads.
         if not self._options["num_workers"]:
             for key in keys:
                 yield fetch[key]
             return
 
+        # Start no worker if there are no keys.
         keys = iter(keys)
         first_key = next(keys, None)
-        if first_key is None:  # there are no keys
+        if first_key is None:
             return
-
         keys = chain([first_key], keys)
 
-        # A pass inside another one, such as an evaluation, finds the persistent workers busy. It
-        # gets workers that live for this pass alone.
+        # Use new workers for this pass only. If the workers are persistent, this happens for a pass
+        # inside another one, such as an evaluation, which finds them busy.
         if self._persistent_are_busy or not self._options["persistent_workers"]:
             options = {**self._options, "persistent_workers": False}
             yield from self._start(fetch, keys, options)
             return
 
+        # Otherwise use the persistent workers, whose sampler now yields the keys of this pass.
         self._persistent_are_busy = True
-
-        # `_persistent_keys` is the sampler of the persistent workers. It iterates these keys now.
         self._persistent_keys.keys = keys
         try:
             if self._persistent is None:
@@ -80,7 +82,7 @@ class Workers:
         self, fetch: Dataset[Any], keys: Iterable[Any], options: dict[str, Any]
     ) -> DataLoader[Any]:
         """Returns a DataLoader whose workers read the keys."""
-        # Without this generator, torch would draw the workers' seed from the global stream.
+        # Without a generator, torch would draw the workers' seed from the global random stream.
         generator = torch.Generator().manual_seed(mix_seed(self._seed, _WORKER_SEED))
         return DataLoader(
             fetch,
@@ -93,7 +95,7 @@ class Workers:
 
 
 class _KeysOfPass:
-    """The sampler of persistent workers: iterates the keys of the current pass."""
+    """The sampler of persistent workers, which yields the keys of the current pass."""
 
     def __init__(self) -> None:
         self.keys: Iterable[Any] = ()
@@ -103,7 +105,7 @@ class _KeysOfPass:
 
 
 def _unchanged(batch: Any) -> Any:
-    """Collates nothing: `fetch` returns finished batches."""
+    """Returns the batch unchanged: the collate function, since `fetch` returns whole batches."""
     return batch
 
 
@@ -111,11 +113,11 @@ def _start_worker(user_function: Callable[[int], None] | None, worker: int) -> N
     """Prepares a new worker process, and calls the user's `worker_init_fn` there.
 
     Args:
-        user_function: the `worker_init_fn` that the user gave.
-        worker: the number of the worker.
+        user_function: the user's `worker_init_fn`, or None.
+        worker: number of the worker.
     """
-    # torch has put our `Fetch` there, which has the user's dataset as an attribute. The user's code
-    # shall find its own dataset. `WorkerInfo` refuses an ordinary assignment.
+    # In `WorkerInfo.dataset` the user's code must find its own dataset instead of our `Fetch`. The
+    # class refuses an ordinary assignment.
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if user_function is not None:
