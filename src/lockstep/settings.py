@@ -539,26 +539,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             )
 
     if environ.get(VERIFY_VARIABLE):
-        values.update(json.loads(environ[VERIFY_VARIABLE]))
-
-        # `verify` compares runs micro-batch by micro-batch, and a check of devices would add some.
-        # It keeps no report, so there is no folder for a trace.
-        values.pop("check_devices", None)
-        values.pop("trace_step", None)
-
-        # To compare bits, `verify` needs virtual ranks. Those of the user take precedence.
-        if values.get("virtual_ranks") is not None:
-            values["virtual_ranks_of_verify"] = None
-        elif values.get("virtual_ranks_of_verify") is not None:
-            values["virtual_ranks"] = values["virtual_ranks_of_verify"]
-            # Statistics over the global batch would need a process for each virtual rank. `verify`
-            # compares them in another run, in float64.
-            values["sync_batchnorm"] = False
-
-        # The reference run has one process with the whole batch, so its BatchNorm needs no virtual
-        # ranks to compute the statistics of the global batch.
-        if values.get("reference_of_verify") and values.get("sync_batchnorm"):
-            values["virtual_ranks"] = None
+        _override_by_verify(values, json.loads(environ[VERIFY_VARIABLE]))
 
     # The fields of these two settings have their unit in the name, the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
@@ -573,6 +554,35 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     check_device_checks(values)
     check_trace_step(values)
     return Settings(**values)
+
+
+def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str, Any]) -> None:
+    """Writes the settings of `lockstep verify` into those of the run.
+
+    Args:
+        values: the settings of the run, by the names of the arguments; they are changed.
+        settings_of_verify: the settings that `lockstep verify` makes.
+    """
+    values.update(settings_of_verify)
+
+    # `verify` compares runs micro-batch by micro-batch, and a check of devices would add some.
+    # It keeps no report, so there is no folder for a trace.
+    values.pop("check_devices", None)
+    values.pop("trace_step", None)
+
+    # To compare bits, `verify` needs virtual ranks. Those of the user take precedence.
+    if values.get("virtual_ranks") is not None:
+        values["virtual_ranks_of_verify"] = None
+    elif values.get("virtual_ranks_of_verify") is not None:
+        values["virtual_ranks"] = values["virtual_ranks_of_verify"]
+        # Statistics over the global batch would need a process for each virtual rank. `verify`
+        # compares them in another run, in float64.
+        values["sync_batchnorm"] = False
+
+    # The reference run has one process with the whole batch, so its BatchNorm needs no virtual
+    # ranks to compute the statistics of the global batch.
+    if values.get("reference_of_verify") and values.get("sync_batchnorm"):
+        values["virtual_ranks"] = None
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:

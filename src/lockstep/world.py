@@ -1,7 +1,7 @@
 """`lockstep.init` makes a process part of a run and returns its `World`, the script's view of it.
 
-A `World` is a thin facade: every method hands its arguments on to the part of Lockstep that does
-the work. A *global batch* holds the samples of one optimizer step, over all ranks; each rank
+A `World` is a thin facade: its methods pass their arguments on to the parts of Lockstep that do the
+work. A *global batch* holds the samples of one optimizer step, over all ranks; each rank
 computes its part of it in one or more *micro-batches*.
 """
 
@@ -62,17 +62,17 @@ ScalarT = TypeVar("ScalarT", int, float, str)
 
 _open_worlds: set[World] = set()
 _steps_at_close: int | None = None
-"""`World.step` of the world that was closed last; None: none was."""
+"""`World.step` of the world that was closed last; None if none was closed."""
 
 
 def close_current() -> None:
-    """Closes the world that this process has left open, if any."""
+    """Closes the world of this process if it is still open."""
     for world in list(_open_worlds):
         world.close()
 
 
 def trained_steps() -> int | None:
-    """Returns `World.step` of this process, also after its world was closed; None: it had none."""
+    """Returns `World.step` of this process, even after its world was closed; None without one."""
     for world in _open_worlds:
         return world.step
     return _steps_at_close
@@ -144,11 +144,15 @@ class World:
     if not TYPE_CHECKING:  # a type checker would take it that a World has every attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Is called for an attribute that a World does not have; see `familiar_names`."""
+            """Raises a helpful error for the name of another library; see `familiar_names`.
+
+            Python calls this method if an attribute was not found.
+            """
             known_error = error_of_world_name(name)
             if known_error is not None:
                 raise known_error
-            # Python's own error, also that of a property which has raised an AttributeError.
+
+            # Raise Python's own error. If a property has raised an AttributeError, it is that one.
             return self.__getattribute__(name)
 
     def __enter__(self) -> World:
@@ -419,7 +423,7 @@ class World:
         return self._run.collectives.gather(value, gradient=gradient)
 
     def _check_gathers_whole_batch(self) -> None:
-        """Raises UsageError if the ranks together do not have the whole global batch."""
+        """Raises UsageError if the ranks do not hold the whole global batch at the same time."""
         num_micro_batches = self._run.step.micro_batch.num_micro_batches
         if self._run.settings.virtual_ranks is not None:
             found = "with virtual_ranks a process computes one part of the batch after the other"
@@ -564,7 +568,12 @@ class World:
         )
 
     def _warn_of_unsaved_schedulers(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Warns of a scheduler whose optimizer is saved in a checkpoint while it is not."""
+        """Warns of a scheduler that is not saved in a checkpoint although its optimizer is.
+
+        Args:
+            folder: folder of the checkpoint, for the message.
+            state: the objects to save, as passed to `checkpoint`.
+        """
         saved_ids = {id(value) for value in state.values()}
         for scheduler in self._preparer.schedulers:
             optimizer_is_saved = id(scheduler.prepared) in saved_ids
@@ -587,9 +596,10 @@ class World:
         return self._unsettled_state_dict()
 
     def _unsettled_state_dict(self) -> dict[str, Any]:
-        """Returns what `state_dict` does, without asking checks for errors that they hold back.
+        """Returns the same as `state_dict`, but does not raise the deferred errors of checks.
 
-        Those may have to wait for the device, which is too much in every step.
+        Checks may have to wait for the device to find these, which would take too long in every
+        step.
         """
         state: dict[str, Any] = {
             "epoch": self._epochs.next,
@@ -627,15 +637,17 @@ class World:
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
-        self._run.step.close_passes()  # a loop may have kept its iterator
+        self._run.step.close_passes()  # the script may still hold the iterator of a loop
         process_group.leave(self._run, failed=failed)
-        if not failed:  # raises an error that an extension still holds back
+
+        # This may raise an error that an extension has deferred.
+        if not failed:
             self._run.extensions.settle()
         if self.is_main and not failed:
             print_closing(self._run.step, self._run.checkpoint_folders, traffic, self.strategy)
 
     def _announce(self) -> None:
-        """Prints, on rank 0, the choices that were made since the last call."""
+        """Prints the choices that were made since the last call, on rank 0."""
         choices = self._preparer.choices
         self._preparer.choices = []
         if not choices:
@@ -656,7 +668,7 @@ class World:
 
 
 def _choice_of_device_checks(every: int, num_processes: int) -> Choice:
-    """Returns the line about the setting `check_devices`."""
+    """Returns the line of the startup summary about the setting `check_devices`."""
     if num_processes == 1:
         return Choice("devices", "not checked", "one process: there is nothing to compare with")
     reason = "each process computes a virtual rank of another one again, and bits are compared"
