@@ -1,11 +1,12 @@
 """Finds the values of `shares="auto"` and `micro_batch_size="auto"`, once in a run.
 
-*Shares* say how a global batch is divided over ranks or devices: faster ones get more. The
-micro-batch size is how many samples a rank computes at a time: as many as fit in its memory.
+*Shares* say how a global batch is divided over ranks or devices: faster ones get more samples. The
+*micro-batch size* is the number of samples that a rank computes at a time: as many as fit in its
+memory.
 
-Both are found in the first global batch that is trained on, right after the backward pass of its
-first micro-batch (`batch.shares.first_micro_batch`) and before any optimizer step. The forward
-calls of that micro-batch are recorded, and `autotune_search` repeats them at other sizes.
+The forward calls of the first micro-batch of the training are recorded. Right after its backward
+pass, and before any optimizer step, `autotune_search` repeats these calls with other numbers of
+samples, and measures time and memory (`batch.shares.first_micro_batch`).
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ class _RecordedMicroBatch(NamedTuple):
     division: MicroBatchPlan
     """How its loader divides global batches."""
     num_samples: int
-    """Samples of this rank."""
+    """The number of samples of this rank in the micro-batch."""
     calls: list[ForwardCall]
-    """Grows while the micro-batch is computed."""
+    """The forward calls recorded so far. The list grows while the micro-batch is computed."""
 
 
 @dataclass
 class Autotune(Extension):
-    """Finds shares and micro-batch size for all loaders of a run.
+    """Finds shares and the micro-batch size for all loaders of a run.
 
     Args:
-        run: the run of this process.
+        run: the run that this process belongs to.
         strategy: the strategy of the modules.
         plan: the plan of the strategy.
         modules: all prepared modules. The collection may still grow.
         optimizers: all prepared optimizers. The collection may still grow.
 
     Raises:
-        SettingError: the strategy cannot find what is `"auto"`.
+        SettingError: if a setting is `"auto"` and the strategy does not support that.
     """
 
     run: Run
@@ -72,26 +73,26 @@ class Autotune(Extension):
     found: AutotuneResult = field(default_factory=AutotuneResult)
     _recorded: _RecordedMicroBatch | None = None
     _recording: ExitStack = field(default_factory=ExitStack)
-    """Removes the hooks that record calls."""
+    """While calls are recorded, closing it removes the hooks that record them."""
 
     def __post_init__(self) -> None:
         self.request(None, self.run.settings.micro_batch_size)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
-        """Returns what is to be found for a loader.
+        """Says which of its values a loader must wait for until they have been measured.
 
         Args:
-            shares: the shares that are set for the loader. None: those of the run.
-            micro_batch_size: the size that is set for the loader.
+            shares: shares that are set for the loader; None to use those of the run.
+            micro_batch_size: micro-batch size that is set for the loader.
 
         Raises:
-            SettingError: the strategy cannot find it; or numbers are set for one loader, and the
-                strategy needs the same shares for all loaders.
+            SettingError: if a value is `"auto"` and the strategy does not support that, or if the
+                loader has shares of its own and the strategy needs the same shares for all loaders.
         """
-        loader_has_numbers = shares is not None and not is_auto(shares)
+        loader_has_own_shares = shares is not None and not is_auto(shares)
         # With several devices in a process, the model divides a batch over them, not the loader.
         model_divides_batches = len(self.plan.local_devices) > 1
-        if loader_has_numbers and model_divides_batches:
+        if loader_has_own_shares and model_divides_batches:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self.strategy.name!r} divides a batch over the devices of this "
@@ -99,9 +100,8 @@ class Autotune(Extension):
                 "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
                 "later",
             )
-        if shares is None:
-            shares = self.run.settings.shares
-        wants_shares = is_auto(shares)
+
+        wants_shares = is_auto(self.run.settings.shares if shares is None else shares)
         wants_size = is_auto(micro_batch_size)
         if (wants_shares or wants_size) and not self.plan.can_autotune:
             raise SettingError(
@@ -109,9 +109,10 @@ class Autotune(Extension):
                 f"strategy {self.strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
+
         return AutotuneRequest(
             result=self.found,
-            # One device has the whole batch, so there is nothing to find.
+            # A single device computes the whole batch, so it has no shares to be found.
             wants_shares=wants_shares and self.plan.num_devices > 1,
             wants_micro_batch_size=wants_size,
             profile=self._record,
@@ -119,70 +120,86 @@ class Autotune(Extension):
         )
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Finds what is wanted, if a micro-batch was recorded. All ranks call it.
+        """Measures what is `"auto"`, after the backward pass of the recorded micro-batch.
 
-        The results are written to `self.found`, where the loaders read them. With several devices
-        in a process, the modules get the shares too. The main rank prints what was found.
+        Does nothing after any other micro-batch. The results are written to `self.found`, where the
+        loaders read them, and the main rank prints them. All ranks must call this together.
 
         Raises:
-            UsageError: on all ranks, if one could not repeat its calls.
-            SettingError: the memory of all ranks together is too small for the batch.
+            UsageError: on all ranks, if one of them could not repeat its calls.
+            SettingError: if the memory of all ranks together is too small for the batch.
         """
         if self._recorded is None:
             return
         division, num_samples, calls = self._recorded
-        self._stop_recording()  # the search calls the modules too
+        self._stop_recording()  # the search calls the modules again
         search = AutotuneSearch(self.run, self.plan, division, num_samples, calls)
+
         request = division.request
-        shares = division.shares
+        shares = division.shares  # of the processes
         if request.shares_are_open:
-            result = search.find_shares()
-            if len(self.plan.local_devices) == 1:
-                device_name = "rank"
-                shares = result.after
-            else:
-                # The loader divides a batch over processes, and modules divide it over devices.
-                device_name = "device"
-                for module in self.modules:
-                    if isinstance(module, DataParallel):
-                        module.set_shares(result.after)
-            self._tell(_describe_shares(result.before, result.after, result.times, device_name))
+            shares = self._find_shares(search, shares)
+
         if request.micro_batch_size_is_open:
             size = search.find_micro_batch_size(shares)
             self.found.micro_batch_size = size
             largest_part = max(part_sizes(division.batch_size, shares))
-            self._tell(_describe_micro_batch_size(size, largest_part))
+            self._print(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
-        # Set last: the search above also asks `request` whether shares are open, and they no longer
-        # are as soon as `found` has them.
+
+        # This comes last, because it makes `shares_are_open` False, which the search for the
+        # micro-batch size reads.
         if request.shares_are_open:
             self.found.shares = shares
 
-    def _tell(self, text: str) -> None:
+    def _find_shares(
+        self, search: AutotuneSearch, shares_of_processes: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Finds shares of the devices, and returns the shares that processes have from now on.
+
+        If each process has one device, those are the shares that were found. Otherwise the shares
+        of the processes stay the same: the loader divides a batch over the processes, and the
+        modules, which get the shares that were found, divide it over the devices.
+        """
+        result = search.find_shares()
+        if len(self.plan.local_devices) == 1:
+            self._print(_describe_shares(result.before, result.after, result.times, "rank"))
+            return result.after
+
+        for module in self.modules:
+            if isinstance(module, DataParallel):
+                module.set_shares(result.after)
+        self._print(_describe_shares(result.before, result.after, result.times, "device"))
+        return shares_of_processes
+
+    def _print(self, text: str) -> None:
+        """Prints a text in the user's language, on the main rank only."""
         if self.run.topology.is_main:
             print_note(translate(text))
 
     @contextmanager
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
-        """Records the forward calls of the first micro-batch, which is computed in this context.
+        """Records the forward calls of the first micro-batch, which runs inside this context.
 
-        They are kept in `self._recorded` until `after_backward` takes them.
+        The calls are kept in `self._recorded` until `after_backward` uses them.
 
         Args:
-            division: how its loader divides global batches.
-            num_samples: how many samples this rank has in it.
+            division: how the loader of the micro-batch divides global batches.
+            num_samples: number of samples of this rank in the micro-batch.
 
         Raises:
-            UsageError: an optimizer has stepped, but `world.backward` was not called.
+            UsageError: if an optimizer has stepped, but `world.backward` was not called.
         """
         calls = self._recording.enter_context(record_calls(self.modules))
         recorded = _RecordedMicroBatch(division, num_samples, calls)
         self._recorded = recorded
         try:
             yield
-            # `after_backward` takes the calls, so it was not called if they are still there.
-            were_taken = self._recorded is not recorded
-            if not were_taken and self.run.step.training_pass.stepped:
+
+            # `after_backward` removes the recorded micro-batch. If it is still there, the user's
+            # loop has called `loss.backward()` instead of `world.backward(loss)`.
+            backward_was_called = self._recorded is not recorded
+            if self.run.step.training_pass.stepped and not backward_was_called:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -193,22 +210,28 @@ class Autotune(Extension):
                 self._stop_recording()
 
     def _stop_recording(self) -> None:
+        """Removes the hooks from the modules, and forgets the recorded micro-batch."""
         self._recorded = None
         self._recording.close()
 
     def _must_keep_plan(self) -> bool:
-        """Returns True if the first global batch must be computed in the micro-batches as planned.
+        """Returns True if the first global batch must be computed in its planned micro-batches.
 
-        Otherwise a first micro-batch of a few samples is split off, which is faster to record. That
-        changes the results of BatchNorm, which depend on the whole micro-batch. It is not possible
-        with several optimizers, with an optimizer that takes a closure (LBFGS), and with a static
-        graph under DDP.
+        Usually a small micro-batch is split off from the first global batch, because it is faster
+        to record. This method lists the cases in which that is not allowed.
         """
-        if self.plan.static_graph or len(self.optimizers) > 1:
+        # DDP with a static graph does not support several micro-batches.
+        if self.plan.static_graph:
             return True
+        if len(self.optimizers) > 1:
+            return True
+
+        # LBFGS takes a closure, so the global batch cannot be divided while it steps.
         for optimizer in self.optimizers:
             if isinstance(optimizer.inner, torch.optim.LBFGS):
                 return True
+
+        # The result of BatchNorm depends on which samples are in a micro-batch.
         for module in self.modules:
             if any(isinstance(layer, BatchNorm) for layer in module.modules()):
                 return True
@@ -218,22 +241,23 @@ class Autotune(Extension):
 def _describe_shares(
     before: Sequence[int], after: Sequence[int], times: Sequence[Sequence[float]], device_name: str
 ) -> str:
-    """Returns the line about the shares that were found.
+    """Returns the line that tells the user which shares were found.
 
     For example "shares auto: changed from 1:1 to 3:2 (time per sample: rank 0 1.2 ms, rank 1 1.8
     ms)".
 
     Args:
-        before: the shares until now.
-        after: the shares that were found.
-        times: seconds of a sample, several for each device.
-        device_name: what a device is called, "rank" or "device".
+        before: shares until now.
+        after: shares that were found.
+        times: measured seconds per sample, several for each device.
+        device_name: how a device is called in the line, "rank" or "device".
     """
     are_same = tuple(before) == tuple(after)
     shortest: list[str] = []
     for number, times_of_device in enumerate(times):
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
     measured = f"time per sample: {join_first(shortest)}"
+
     if are_equally_fast(times):
         measured += ", within noise"
         reason = f": the {device_name}s are equally fast"
@@ -241,6 +265,7 @@ def _describe_shares(
         reason = ": no others make a step at least 8 % faster"  # see MIN_SPEEDUP in batch.shares
     else:
         reason = ""
+
     if are_same:
         change = f"kept {_format_shares(before)}"
     else:
@@ -249,11 +274,11 @@ def _describe_shares(
 
 
 def _describe_micro_batch_size(size: int | None, largest_part: int) -> str:
-    """Returns the line about the micro-batch size that was found.
+    """Returns the line that tells the user which micro-batch size was found.
 
     Args:
-        size: None if the whole part of a rank fits.
-        largest_part: the samples of a global batch on the rank that has most.
+        size: micro-batch size; None if every rank can compute its whole part at once.
+        largest_part: number of samples in the largest part that a rank has of a global batch.
     """
     if size is None:
         return f"micro_batch_size auto: {largest_part}, the whole part of a rank fits"
@@ -261,6 +286,7 @@ def _describe_micro_batch_size(size: int | None, largest_part: int) -> str:
 
 
 def _format_shares(shares: Sequence[int]) -> str:
+    """Formats shares: `(3, 2) -> "3:2"`."""
     return ":".join(str(share) for share in shares)
 
 

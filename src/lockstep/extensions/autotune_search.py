@@ -1,13 +1,13 @@
-"""Searches the shares and the micro-batch size of a run, by measurements on all ranks.
+"""Finds the shares and the micro-batch size of a run by measuring on all ranks.
 
-The *shares* of devices say how a global batch is divided over them. All ranks call the methods of
-`AutotuneSearch` together: they begin each measurement at the same time, because devices of one
-machine slow each other down, and they exchange the results, so that all decide from the same
-numbers. Times are measured repeatedly, because other programs may slow a machine down now and then;
-differences smaller than the variation of one rank count as none.
+The *shares* say how a global batch is divided over devices: with shares 3:2, the first of two
+devices computes three fifths of the samples. All ranks call the methods of `AutotuneSearch`
+together. They start each measurement at the same time, because the devices of a machine slow each
+other down, and exchange the results, so that all of them make the same decision.
 
-Communication: an exchange of text before and after each measurement. For each division of the batch
-there are 5 to 20 of them, and there are at most three divisions.
+Times are measured several times, because other programs may slow a machine down for a while.
+Differences smaller than the variation of one rank are ignored. The ranks exchange a text before and
+after each measurement; at most three different shares are tried, with 5 to 20 measurements each.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from lockstep.extensions.profiling import ForwardCall, ProfilingRun
 from lockstep.strategies.base import StrategyPlan
 
 MAX_DIVISIONS = 3
-"""How many different shares are measured at most."""
+"""The maximum number of different shares that are measured."""
 
 
 class SharesResult(NamedTuple):
-    """What the search for shares has found."""
+    """The result of the search for shares."""
 
     before: tuple[int, ...]
     """The shares of the devices until now."""
     after: tuple[int, ...]
-    """The shares that they should have."""
+    """The shares that the devices should have."""
     times: list[list[float]]
-    """Measured seconds of a sample, several for each device, which explain the result."""
+    """Measured seconds per sample, several for each device, to explain the result to the user."""
 
 
 class AutotuneSearch:
-    """The search on one rank.
+    """Searches on one rank, in step with the other ranks.
 
-    Devices are numbered over the whole run. The number None stands for all devices of this process
-    together.
+    Devices are numbered over the whole run. None as the number of a device stands for all devices
+    of this process together.
 
     Args:
-        run: the run of this process.
+        run: the run that this process belongs to.
         plan: the plan of the strategy.
         division: how the loader divides global batches now.
-        num_samples: how many samples this rank has in the recorded micro-batch.
-        calls: the recorded forward calls.
+        num_samples: number of samples of this rank in the recorded micro-batch.
+        calls: forward calls of the recorded micro-batch.
     """
 
     def __init__(
@@ -75,75 +75,84 @@ class AutotuneSearch:
         self._local_devices = plan.local_devices
         self._profiling = ProfilingRun(run, calls, num_samples)
         self._known_to_fit: dict[int | None, int] = {}
-        """The largest number of samples that is known to fit on a device."""
+        """By device, the largest number of samples that has fitted in its memory so far."""
         self._known_limits: dict[int | None, int] = {}
-        """The largest number of samples that fits on a device, where more were tried in vain."""
+        """By device, the largest number of samples that fits in its memory, if it was found because
+        more did not fit."""
 
     def find_shares(self) -> SharesResult:
-        """Measures the devices and finds shares with which all of them need the same time.
+        """Finds shares with which all devices need the same time for their part of a global batch.
 
-        The time of a sample depends on how many samples a device has. So the times with some
-        shares lead to other shares, and the devices are measured again with these, until the times
-        lead to shares that were measured before.
+        The time per sample depends on how many samples a device computes. So the devices are
+        measured with the present shares, their times suggest other shares, the devices are measured
+        again with those, and so on, until the times suggest shares that were already measured.
         """
         batch_size = self._division.batch_size
         before = self._division.shares
-        # If a process has several devices, the loader's shares are those of the processes.
+        # If a process has several devices, the loader's shares are those of the processes. The
+        # devices then start with equal shares.
         if len(before) != self._num_devices:
             before = (1,) * self._num_devices
+
         has_micro_batches = (
             self._division.micro_batch_size is not None
             or self._division.request.micro_batch_size_is_open
         )
         shares = before
-        seconds_of_shares: dict[tuple[int, ...], float] = {}
+        seconds_of_shares: dict[tuple[int, ...], float] = {}  # the time of a whole step
         times_to_show: list[list[float]] = []
         for _ in range(MAX_DIVISIONS):
-            # How many samples fit on each device at a time. `_measure_times` tries no more.
+            # This also makes sure that `_measure_times` tries no more samples than fit.
             limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
             if has_micro_batches:
-                # A part of any size can be computed, one micro-batch after the other.
+                # Memory does not limit the part of a device, as it computes one micro-batch after
+                # the other.
                 limits = [None] * self._num_devices
+
             times = self._measure_times(shares)
-            # The first times explain the result, unless devices turn out to be equally fast.
+            # The first times explain the result best, unless devices turn out to be equally fast.
             if not times_to_show or are_equally_fast(times):
                 times_to_show = times
-            # The seconds of a whole step with these shares; infinite if the parts do not fit.
+
+            # The time of a step is infinite if a part does not fit on its device.
             seconds_of_shares[shares] = step_seconds(times, shares, batch_size, limits)
             shares = choose_shares_by_times(times, shares, batch_size, limits)
             if shares in seconds_of_shares:
                 break
-        # New shares count only if they were measured as faster.
+
+        # The last shares are only used if a step was measured to be faster with them.
         after = confirm_shares(seconds_of_shares, shares)
         return SharesResult(before, after, times_to_show)
 
     def find_micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
-        """Returns how many samples every process can compute at a time, None for its whole part.
-
-        It is the same number on all processes, so the smallest of what fits on each.
+        """Finds how many samples every process can compute at a time.
 
         Args:
-            shares: the shares of the processes.
+            shares: shares of the processes.
+
+        Returns:
+            The smallest number that fits on any process, which all of them use; None if every
+            process can compute its whole part of a global batch at once.
         """
-        sizes = part_sizes(self._division.batch_size, shares)  # of the parts of the processes
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
-            # They are tried together (None), as the process uses them: what fits on each of them
-            # differs, because one holds the parameters and the optimizer's state.
+            # The devices of a process are tried together, as they are used. They do not all have
+            # the same free memory: one holds the parameters and the optimizer's state.
             devices = (None,)
-        # How many samples fit on each process at a time. None: its whole part fits.
         limits = self._find_everywhere(self._find_limit, devices, shares)
+
+        sizes_of_parts = part_sizes(self._division.batch_size, shares)
         limits_below_part: list[int] = []
-        for limit, size in zip(limits, sizes, strict=True):
+        for limit, size in zip(limits, sizes_of_parts, strict=True):
             if limit is not None and limit < size:
                 limits_below_part.append(limit)
         return min(limits_below_part, default=None)
 
     def _measure_times(self, shares: tuple[int, ...]) -> list[list[float]]:
-        """Measures the seconds of a sample on each device until shares can be chosen by them.
+        """Measures all devices again and again, until the times are reliable enough.
 
         Returns:
-            For each device of the run, the times that were measured one after the other.
+            For each device of the run, its measured seconds per sample, in order.
         """
         times_of_device: list[list[float]] = [[] for _ in range(self._num_devices)]
         while True:
@@ -154,47 +163,48 @@ class AutotuneSearch:
                 return times_of_device
 
     def _size_of_part(self, device: int | None, shares: tuple[int, ...]) -> int:
-        """Returns how many samples a device would compute at a time with these shares.
+        """Returns how many samples a device would compute at a time with the given shares.
 
         Args:
-            device: its number in the run. None for all devices of this process together.
-            shares: the shares of the devices; if `device` is None, those of the processes.
+            device: number of the device in the run; None for all devices of this process together.
+            shares: shares of the devices, or of the processes if `device` is None.
         """
         sizes = part_sizes(self._division.batch_size, shares)
-        index = self._run.collectives.data_parallel.rank if device is None else device
-        size = sizes[index]
+        size = sizes[self._run.collectives.data_parallel.rank if device is None else device]
         if self._division.micro_batch_size:
             return min(size, self._division.micro_batch_size)
         return size
 
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
-        """Returns how many samples fit on a device, None if its whole part does.
+        """Finds how many samples fit in the memory of a device; None if its whole part fits.
 
-        What was found is remembered in `_known_to_fit` and `_known_limits`, for the next shares.
+        The result is remembered, so that calls with other shares try as little as possible.
         """
-        if device in self._known_limits:  # with earlier shares, more did not fit
+        if device in self._known_limits:  # more samples did not fit with earlier shares
             return self._known_limits[device]
-        if self._num_samples == 0:  # this rank has recorded nothing that it could repeat
+        if self._num_samples == 0:  # this rank has recorded no calls that it could repeat
             return None
+
         size = self._size_of_part(device, shares)
-        # At least the recorded micro-batch has fitted.
-        fitting = self._known_to_fit.get(device, self._num_samples)
-        if size <= fitting:
+        # The recorded micro-batch has fitted, at least.
+        known_to_fit = self._known_to_fit.get(device, self._num_samples)
+        if size <= known_to_fit:
             return None
+
         index = self._index_in_process(device)
-        fitting = largest_that_fits(
-            lambda samples: self._profiling.fits(samples, index), fitting, size
+        largest = largest_that_fits(
+            lambda samples: self._profiling.fits(samples, index), known_to_fit, size
         )
-        self._known_to_fit[device] = fitting
-        if fitting == size:
+        self._known_to_fit[device] = largest
+        if largest == size:
             return None
-        self._known_limits[device] = fitting
-        return fitting
+        self._known_limits[device] = largest
+        return largest
 
     def _measure_seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
-        """Returns the seconds of a sample on a device when it computes its part with these shares.
+        """Measures the seconds per sample of a device that computes its part with the given shares.
 
-        If its part does not fit into memory, it computes as many samples as fit.
+        If the part does not fit in its memory, the device computes as many samples as fit.
         """
         size = self._size_of_part(device, shares)
         if device in self._known_limits:
@@ -203,9 +213,9 @@ class AutotuneSearch:
         return self._profiling.seconds(size, self._index_in_process(device))
 
     def _index_in_process(self, device: int | None) -> int | None:
-        """Returns the number of a device among those of this process.
+        """Returns the number of a device among the devices of this process.
 
-        None if the process has only one, or if `device` stands for all of them.
+        Returns None if the process has only one device, or if `device` stands for all of them.
         """
         if device is None or len(self._local_devices) == 1:
             return None
@@ -217,31 +227,32 @@ class AutotuneSearch:
         devices: Sequence[int | None],
         shares: tuple[int, ...],
     ) -> list[Any]:
-        """Calls a function for the devices of all ranks, on all ranks at the same time.
+        """Calls a function for the devices of all ranks, starting at the same time on all ranks.
 
         Args:
-            find: the function, which is called with the number of a device, and the shares.
-            devices: the numbers of the devices of this process. `[None]` calls the function only
-                once, for all devices of the process together.
-            shares: the shares, which are passed on.
+            find: function that is called with the number of a device and the shares.
+            devices: numbers of the devices of this process. `[None]` calls the function only once,
+                for all devices of the process together.
+            shares: shares that are passed to the function.
 
         Returns:
             The results for all devices of all ranks, in the order of the ranks.
 
         Raises:
-            UsageError: on all ranks, if the function failed on one.
+            UsageError: on all ranks, if the function failed on one of them.
         """
         collectives = self._run.collectives
         shares_are_open = self._division.request.shares_are_open
         was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
 
         def find_for_local_devices() -> list[Any]:
-            """Returns the results for the devices of this process."""
+            """Calls the function for the devices of this process."""
             try:
                 return [find(device, shares) for device in devices]
             except Exception as error:
                 text = str(error)
-                if isinstance(error, LockstepError):  # without its advice: below is one that fits
+                if isinstance(error, LockstepError):
+                    # The advice of the error is left out, because the one below fits better.
                     text = f"{error.was_set}: {error.found}"
                 raise UsageError(
                     was_set,

@@ -1,9 +1,10 @@
-"""Reads in a script whether it divides a sum over the ranks by the length of a loader.
+"""Finds out from a script's source whether it divides a sum over the ranks by a loader's length.
 
 `world.sum(total_loss) / len(test)`, where `total_loss` adds up the means of batches, is right on
-one process. On N ranks the sum has the batches of all ranks, and `len(test)` counts those of one,
-so the result is N times too large. Values do not show it, so the script's own source is parsed: the
-statement that calls `world.sum`, and the one that calls `len` of a prepared loader.
+one process. On N ranks, the sum covers the batches of all ranks, but `len(test)` is the number of
+batches of one rank, so the result is N times too large. The values do not show this mistake.
+Therefore two statements of the script are parsed: the one that calls `world.sum`, and the one that
+calls `len` of a prepared loader.
 """
 
 from __future__ import annotations
@@ -12,46 +13,67 @@ import ast
 from collections.abc import Iterator
 
 SIZE_NAMES = {"size", "world_size", "num_ranks", "nproc"}
-"""A statement with one of these names seems to divide by the number of ranks itself."""
+"""A statement that has one of these names probably divides by the number of ranks itself."""
 
 
 def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
     """Returns True if a script divides a sum over the ranks by the length of a loader.
 
     Args:
-        source: the text of the script.
-        sum_line: the line, from 1, that has called `world.sum`.
-        length_line: the line, from 1, that has called `len` of a prepared loader.
+        source: text of the script.
+        sum_line: line that called `world.sum`, from 1.
+        length_line: line that called `len` of a prepared loader, from 1.
     """
     try:
         tree = ast.parse(source)
     except SyntaxError:
         return False
-    summing = _simple_statement_at(tree, sum_line)
-    dividing = _simple_statement_at(tree, length_line)
-    if summing is None or dividing is None:
+    sum_statement = _simple_statement_at(tree, sum_line)
+    length_statement = _simple_statement_at(tree, length_line)
+    if sum_statement is None or length_statement is None:
         return False
-    if _mentions_number_of_ranks(summing) or _mentions_number_of_ranks(dividing):
+    if _mentions_number_of_ranks(sum_statement) or _mentions_number_of_ranks(length_statement):
         return False
-    if summing is dividing:
-        # loss = world.sum(total) / len(test), or loss = world.sum(total / len(test))
-        for division in _divisions_by_length(summing):
-            if _has_sum(division.left) or _is_in_argument_of_sum(summing, division):
-                return True
-        return False
+
+    if sum_statement is length_statement:
+        return _sums_and_divides(sum_statement)
     if sum_line < length_line:
-        # total = world.sum(total)
-        # loss = total / len(test)
-        if not _has_sum(summing):
-            return False
-        sums = _assigned_names(summing)
-        return not sums.isdisjoint(_names_divided_by_length(dividing))
-    # mean = total / len(test)
-    # loss = world.sum(mean)
-    if not any(_divisions_by_length(dividing)):
+        return _sums_then_divides(sum_statement, length_statement)
+    return _divides_then_sums(length_statement, sum_statement)
+
+
+def _sums_and_divides(statement: ast.stmt) -> bool:
+    """Returns True for a statement that sums and divides by a length.
+
+    The division may be outside the sum, as in `loss = world.sum(total) / len(test)`, or inside it,
+    as in `loss = world.sum(total / len(test))`.
+    """
+    for division in _divisions_by_length(statement):
+        if _has_sum(division.left) or _is_in_argument_of_sum(statement, division):
+            return True
+    return False
+
+
+def _sums_then_divides(sum_statement: ast.stmt, length_statement: ast.stmt) -> bool:
+    """Returns True if the second statement divides the sum of the first.
+
+    For example `total = world.sum(total)`, then `loss = total / len(test)`.
+    """
+    if not _has_sum(sum_statement):
         return False
-    means = _assigned_names(dividing)
-    for call in _sum_calls(summing):
+    sums = _assigned_names(sum_statement)
+    return not sums.isdisjoint(_names_divided_by_length(length_statement))
+
+
+def _divides_then_sums(length_statement: ast.stmt, sum_statement: ast.stmt) -> bool:
+    """Returns True if the second statement sums the quotient of the first.
+
+    For example `mean = total / len(test)`, then `loss = world.sum(mean)`.
+    """
+    if not any(_divisions_by_length(length_statement)):
+        return False
+    means = _assigned_names(length_statement)
+    for call in _sum_calls(sum_statement):
         for node in ast.walk(call):
             if isinstance(node, ast.Name) and node.id in means:
                 return True
@@ -59,10 +81,10 @@ def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
 
 
 def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
-    """Returns the innermost statement that a line belongs to, if that contains no others.
+    """Returns the innermost statement that a line belongs to.
 
-    It is None for a line that begins a block, such as `for x in test:`, because the statement of
-    such a line goes on to the end of its block.
+    Returns None for the first line of a block, for example `for x in test:`, because its statement
+    includes the whole block.
     """
     innermost = None
     for node in ast.walk(tree):  # outer statements come before inner ones
@@ -74,11 +96,15 @@ def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
 
 
 def _names_divided_by_length(statement: ast.stmt) -> set[str]:
-    """Returns the variables that a statement divides: `total / len(x)` or `total /= len(x)`."""
+    """Returns the variables that a statement divides by a length.
+
+    For `total / len(x)` and `total /= len(x)`, that is `{"total"}`.
+    """
     names: set[str] = set()
     for division in _divisions_by_length(statement):
         if isinstance(division.left, ast.Name):
             names.add(division.left.id)
+
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Div):
         if _is_length(statement.value):
             names |= _assigned_names(statement)
@@ -86,19 +112,19 @@ def _names_divided_by_length(statement: ast.stmt) -> set[str]:
 
 
 def _divisions_by_length(node: ast.AST) -> Iterator[ast.BinOp]:
-    """Yields all divisions `... / len(...)` inside a node of the syntax tree."""
+    """Yields all divisions `... / len(...)` within a node of the syntax tree."""
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div) and _is_length(part.right):
             yield part
 
 
 def _is_length(node: ast.AST) -> bool:
-    """Returns True for a call `len(...)`."""
+    """Returns True if a node is a call `len(...)`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
 def _sum_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Yields all calls `....sum(...)` inside a node of the syntax tree."""
+    """Yields all calls of a method `sum`, such as `world.sum(x)`, within a node."""
     for part in ast.walk(node):
         if not isinstance(part, ast.Call):
             continue
@@ -107,11 +133,12 @@ def _sum_calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _has_sum(node: ast.AST) -> bool:
+    """Returns True if a node contains a call such as `world.sum(x)`."""
     return any(True for _ in _sum_calls(node))
 
 
 def _is_in_argument_of_sum(statement: ast.stmt, division: ast.BinOp) -> bool:
-    """Returns True if a division stands in the argument of a sum: `world.sum(total / len(x))`."""
+    """Returns True if a division is part of the argument of a sum: `world.sum(total / len(x))`."""
     for call in _sum_calls(statement):
         for part in ast.walk(call):
             if part is division:
@@ -120,7 +147,7 @@ def _is_in_argument_of_sum(statement: ast.stmt, division: ast.BinOp) -> bool:
 
 
 def _assigned_names(statement: ast.stmt) -> set[str]:
-    """Returns the names of the variables that a statement gives a value to."""
+    """Returns the names of the variables that a statement assigns to."""
     names: set[str] = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -129,7 +156,7 @@ def _assigned_names(statement: ast.stmt) -> set[str]:
 
 
 def _mentions_number_of_ranks(statement: ast.stmt) -> bool:
-    """Returns True if a statement has one of `SIZE_NAMES`: `size`, `world.size`, ..."""
+    """Returns True if a statement contains one of `SIZE_NAMES`, as in `world.size`."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Attribute) and node.attr in SIZE_NAMES:
             return True

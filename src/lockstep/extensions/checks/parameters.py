@@ -1,9 +1,9 @@
-"""Checks that the parameters that are trained are still those that were prepared.
+"""Checks that a prepared module still trains the parameters that it had in `World.prepare`.
 
 Strategies register their hooks on the parameters that a module has in `World.prepare`. A parameter
-that is added, replaced, unfrozen or moved later has none, so its gradient is not averaged over the
-ranks. Torch reports no such change, so prepared modules are looked at in the first steps and now
-and then.
+that is added, replaced, unfrozen or moved later has no hook, so its gradient is not averaged over
+the ranks. Torch does not report such changes. Therefore the modules are checked in the first steps
+of the run, at the first global batch of every pass over a loader, and occasionally in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.wording import join_first
 
 
 class ParameterState(NamedTuple):
-    """What must not change of a parameter once its module is prepared."""
+    """The properties of a parameter that must not change after its module is prepared."""
 
     may_be_trained: bool
     dtype: torch.dtype
@@ -40,11 +40,11 @@ class PreparedParameters(NamedTuple):
     names: set[str]
     """Their names, without the parts that wrappers add (see `checkpoint.modules`)."""
     states: MutableMapping[Tensor, ParameterState]
-    """By parameter; a parameter that is freed disappears from it."""
+    """The state of each parameter. The references to the parameters are weak."""
 
 
 class ParameterCheck(Check):
-    """Compares prepared modules with what they were, in the first steps and now and then."""
+    """Checks that the trained parameters of prepared modules have not changed."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
@@ -53,7 +53,7 @@ class ParameterCheck(Check):
         self._has_warned = False
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Remembers the parameters of a module."""
+        """Records the parameters of a module as they are now."""
         module = wrapped.module
         to_plain_name = plain_names(module)
         names: set[str] = set()
@@ -65,35 +65,40 @@ class ParameterCheck(Check):
         self._prepared[id(module)] = PreparedParameters(names, states)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises or warns if trained parameters have changed since `World.prepare`.
+        """Raises an error if trained parameters have changed since `World.prepare`.
 
-        On one process such a change does no harm yet, so there it only warns, once.
+        In a run of one process, such a change does no harm, so this only warns, and only once.
 
         Raises:
-            UsageError: a parameter has changed, and there are several processes.
+            UsageError: if a parameter has changed, and there are several processes.
         """
         if self._has_warned:
             return
-        step = self.run.step
+
         # Scripts often unfreeze or replace layers between two epochs, so the first global batch of
-        # every pass over a loader is checked too.
+        # every pass over a loader is always checked.
+        step = self.run.step
         is_first_of_pass = step.training_pass.number == 1
-        if not is_first_of_pass and not check_due(step.number + 1):
+        is_checked = is_first_of_pass or check_due(step.number + 1)
+        if not is_checked:
             return
+
         changes: list[str] = []
         for module in modules:
             changes += self._changes(module)
         if not changes:
             return
+
         if not self.run.collectives.single_process:
             effect = "their gradients are not averaged over the ranks"
             raise changed_parameters_error(f"{join_first(changes)}; {effect}")
+
         self._has_warned = True
         effect = "with several processes their gradients would not be averaged"
         warn_about(changed_parameters_error(f"{join_first(changes)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
-        """Returns a phrase for each changed parameter that is trained: "fc.weight unfrozen"."""
+        """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
         prepared = self._prepared[id(module)]
         to_plain_name = plain_names(module)
         changes: list[str] = []
@@ -102,7 +107,7 @@ class ParameterCheck(Check):
                 continue
             name = to_plain_name(full_name)
             before = prepared.states.get(parameter)
-            if before is None:  # another object than any that was prepared
+            if before is None:  # the parameter is an object that did not exist in `prepare`
                 change = "replaced" if name in prepared.names else "added"
                 changes.append(f"{name} {change}")
             elif not before.may_be_trained:

@@ -1,7 +1,9 @@
-"""Decides which ranks have computed wrongly, from what all of them have computed.
+"""Decides by majority which ranks computed wrongly, when their results should be equal.
 
-The functions are pure: digests of results go in, a `Verdict` comes out. Results are *right* if more
-than half of the ranks have them.
+To check the devices, several ranks compute the same part of a global batch, a *virtual rank*, or
+hold the same tensor. If their bits differ, the functions below compare digests of the results and
+return a `Verdict`. A result is *right* if more than half of the ranks have it. The functions are
+pure: nothing is computed again or communicated here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is known of a difference."""
+    """What is known about a difference between ranks."""
 
     WRONG = "some ranks have other bits than the majority"
     WRONG_ONCE = "some ranks had other bits than the majority, and the same the second time"
@@ -25,72 +27,68 @@ class Kind(Enum):
 
 
 class Verdict(NamedTuple):
-    """Who has computed wrongly."""
+    """Which ranks computed wrongly."""
 
     kind: Kind
     ranks: Sequence[int]
-    """Those that are wrong, or if nobody knows which, those between which the error is."""
+    """The ranks that are wrong. If that is not known: the ranks of which at least one is wrong."""
 
 
 class Results(NamedTuple):
-    """What the ranks have computed for one virtual rank: digests that are equal if the bits are."""
+    """Digests of what the ranks computed for one virtual rank. Equal digests mean equal bits."""
 
     first_of_rank: Mapping[int, str]
-    """The results that differ, of two ranks."""
+    """The first results, of the two ranks that computed the virtual rank. They differ."""
     again_of_rank: Mapping[int, str]
-    """What all ranks have computed then; empty if they could not."""
+    """The results of all ranks, which computed it again because of the difference; empty if they
+    could not."""
 
 
 def judge_repeats(results: Results) -> Verdict:
-    """Returns who has computed a virtual rank wrongly.
-
-    Args:
-        results: of the ranks. The two first ones differ.
-    """
+    """Decides which ranks computed a virtual rank wrongly."""
     first_of_rank = results.first_of_rank
     again_of_rank = results.again_of_rank
     if not again_of_rank:
         return Verdict(Kind.NOT_REPEATED, sorted(first_of_rank))
-    changing = []
-    for rank, first in first_of_rank.items():
-        if again_of_rank[rank] != first:
-            changing.append(rank)
+
+    # The normal case: a majority of all ranks agrees.
     right = value_of_majority(list(again_of_rank.values()))
     if right is not None:
         wrong = [rank for rank, again in again_of_rank.items() if again != right]
         if wrong:
             return Verdict(Kind.WRONG, sorted(wrong))
-        once = [rank for rank, first in first_of_rank.items() if first != right]
-        return Verdict(Kind.WRONG_ONCE, sorted(once))
+        # The second time all ranks were right, so one of the two was wrong the first time only.
+        wrong_once = [rank for rank, first in first_of_rank.items() if first != right]
+        return Verdict(Kind.WRONG_ONCE, sorted(wrong_once))
+
+    # Without a majority, a rank whose two results differ is suspicious.
+    changing = [rank for rank, first in first_of_rank.items() if again_of_rank[rank] != first]
     if len(again_of_rank) == 2:
-        return _judge_two(first_of_rank, again_of_rank, changing)
+        return _judge_two(sorted(first_of_rank), changing)
     if len(changing) == len(first_of_rank):
         return Verdict(Kind.ALL_CHANGING, sorted(changing))
     return Verdict(Kind.NO_MAJORITY, sorted(again_of_rank))
 
 
-def _judge_two(
-    first_of_rank: Mapping[int, str], again_of_rank: Mapping[int, str], changing: Sequence[int]
-) -> Verdict:
-    """Returns who of two ranks is wrong, if they disagree the second time too.
+def _judge_two(ranks: Sequence[int], changing: Sequence[int]) -> Verdict:
+    """Decides which of two ranks is wrong, if their results differ the second time, too.
 
     Args:
-        first_of_rank: what each of them has computed.
-        again_of_rank: what it has computed then.
-        changing: those whose two results differ.
+        ranks: the two ranks.
+        changing: those of them whose second result differs from their first.
     """
-    if len(changing) == 1:  # the other one has the same bits both times
+    if len(changing) == 1:  # the other rank has the same bits both times
         return Verdict(Kind.CHANGING, changing)
     if changing:
         return Verdict(Kind.ALL_CHANGING, sorted(changing))
-    return Verdict(Kind.ONE_OF_TWO, sorted(first_of_rank))
+    return Verdict(Kind.ONE_OF_TWO, ranks)
 
 
 def judge_states(bits_of_rank: Mapping[int, int]) -> Verdict:
-    """Returns which ranks hold a wrong tensor.
+    """Decides which ranks hold wrong values of a tensor that should be equal on all ranks.
 
     Args:
-        bits_of_rank: the sum of its bits on each rank; not all are equal.
+        bits_of_rank: sum of the tensor's bits on each rank; not all sums are equal.
     """
     right = value_of_majority([str(bits) for bits in bits_of_rank.values()])
     if right is not None:
@@ -102,6 +100,6 @@ def judge_states(bits_of_rank: Mapping[int, int]) -> Verdict:
 
 
 def value_of_majority(values: Sequence[str]) -> str | None:
-    """Returns the value that more than half of all have; None if there is none."""
+    """Returns the value that makes up more than half of all values, or None."""
     value, count = Counter(values).most_common(1)[0]
     return value if 2 * count > len(values) else None

@@ -1,8 +1,8 @@
 """Writes the sample ledger: which samples this rank trained in which optimizer step.
 
-The folder and its files are described in `file_format`. A global batch counts as trained when the
-first optimizer has stepped for it. Loaders are written down by their *number*, which is their place
-among all prepared loaders of the run.
+A global batch is recorded as trained when the first optimizer has stepped for it. Loaders are
+identified by their *number*: their index in the list of all prepared loaders of the run. The folder
+and its files are described in `file_format`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class Ledger(Extension):
-    """Writes down which samples this rank trains.
+    """Records which samples this rank trains.
 
     Args:
-        folder: the folder of the file, which is made if it does not exist.
-        collectives: the collectives of the run; the ranks agree on a name for this start.
+        folder: folder of the ledger files; created if it does not exist.
+        collectives: collectives of the run, by which the ranks agree on the names of the files.
         loaders: all prepared loaders. More may be added to the list later.
 
     Raises:
-        SettingError: some rank cannot write there; raised on all ranks.
+        SettingError: if a rank cannot write to the folder; raised on all ranks.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class Ledger(Extension):
         self._folder = Path(folder)
         self._loaders = loaders
         self._described_loaders: set[int] = set()
-        """The numbers of the loaders that the file describes."""
+        """The numbers of the loaders whose description is in the file."""
         self._recorded_beginnings: set[tuple[int, int]] = set()
-        """The streams and epochs whose first samples are in the file."""
+        """Pairs of a stream's loader number and an epoch whose first samples are in the file."""
         self._untrained: dict[Loader, list[DeliveredBatch]] = {}
         """The micro-batches of each loader's current global batch, until an optimizer steps."""
+
+        # Only ranks that have samples of their own write a file.
         name = None
         if collectives.contributes:
             name = f"{RANK_INFIX}{collectives.data_parallel.rank}{LEDGER_SUFFIX}"
@@ -66,43 +68,47 @@ class Ledger(Extension):
             self._file.close()
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Remembers a micro-batch that is about to be trained, until an optimizer steps."""
-        # With a new global batch, one that was left untrained is forgotten.
+        """Keeps a micro-batch that is about to be trained, until an optimizer steps."""
+        # A new global batch replaces the previous one of the same loader, which was not trained if
+        # it is still there.
         begins_global_batch = batch.micro_batch.first
         if begins_global_batch or batch.loader not in self._untrained:
             self._untrained[batch.loader] = []
+
+        # A repeat computes samples again, only to check the devices.
         if not batch.micro_batch.is_repeat:
             self._untrained[batch.loader].append(batch)
 
     def step_finished(self, number: int) -> None:
-        """Writes down the global batch that the optimizer step of this number has trained.
+        """Writes the samples that the optimizer step with this number has trained.
 
-        If no prepared loader gave one, it writes a step without samples.
+        If the samples came from no prepared loader, a step without samples is written.
         """
         wrote_samples = False
-        # `_untrained` has what each loader has handed out since the last step.
         for loader, batches in self._untrained.items():
-            # If the pass over this loader has ended, it ended before its last global batch was
-            # trained, and this step trains something else.
+            # If the pass over a loader has ended, it ended before its last global batch was
+            # trained. Then this step has trained something else.
             pass_is_running = loader.mid_epoch
             if pass_is_running:
                 self._write_step(number, loader, batches)
                 wrote_samples = True
         self._untrained.clear()
-        if not wrote_samples:  # the step trained on something that no prepared loader gave
+
+        if not wrote_samples:
             content = step_content(
                 number, NO_LOADER, epoch=0, position=0, global_samples=0, samples=None
             )
             self._write(content)
 
     def _write_step(self, number: int, loader: Loader, batches: list[DeliveredBatch]) -> None:
-        """Writes down the micro-batches of one loader that a step has trained.
+        """Writes which samples of a loader a step has trained.
 
-        The description of the loader is written before it, and for a stream the first samples of
-        the epoch after it, unless the file has them already.
+        Writes the description of the loader first, if the file does not have it. For a stream, also
+        writes the first samples of the epoch.
         """
-        first = batches[0]
         loader_number = self._describe_loader(loader)
+
+        first = batches[0]
         content = step_content(
             number,
             loader_number,
@@ -112,14 +118,20 @@ class Ledger(Extension):
             samples=np.concatenate([batch.samples for batch in batches]),
         )
         self._write(content)
+
         self._write_beginning(loader_number, loader, first.epoch)
 
     def _describe_loader(self, loader: Loader) -> int:
-        """Returns the number of a loader. The first time, a description of it is written."""
+        """Writes the description of a loader if the file does not have it.
+
+        Returns:
+            The number of the loader.
+        """
         number = list(self._loaders).index(loader)
         if number in self._described_loaders:
             return number
         self._described_loaders.add(number)
+
         source = loader.source
         fingerprint = loader.fingerprint
         length_is_known = source.steps is not None  # a stream need not say its length
@@ -138,28 +150,31 @@ class Ledger(Extension):
         return number
 
     def _write_beginning(self, number: int, loader: Loader, epoch: int) -> None:
-        """Writes down, once an epoch, digests of the samples with which a stream began."""
+        """Writes digests of the first samples of a stream, once in each epoch."""
         if (number, epoch) in self._recorded_beginnings:
             return
         first_samples = loader.first_samples_of_epoch
         if not first_samples:  # the dataset is not a stream
             return
+
         self._recorded_beginnings.add((number, epoch))
         values: dict[str, Any] = {"stream": number, "epoch": epoch, "beginning": first_samples}
         self._write(json_content(values))
 
     def _write(self, content: bytes) -> None:
-        """Appends a record.
+        """Appends a record to the file, if this rank has one.
 
-        It is written by one system call, so that it is complete whatever ends this process.
+        The record is written with a single system call. So it is complete even if this process is
+        killed right afterwards.
 
         Raises:
-            SettingError: not all bytes could be written, for example because the disk is full.
+            SettingError: if not all bytes could be written, for example because the disk is full.
         """
-        if self._file is None:  # this rank has no samples of its own, and so no file
+        if self._file is None:  # this rank has no samples of its own
             return
         if self._file.closed:
             return
+
         record = record_bytes(content)
         try:
             num_written = self._file.write(record)
