@@ -144,7 +144,7 @@ class Autotune(Extension):
             size = search.find_micro_batch_size(shares)
             self.found.micro_batch_size = size
             largest_part = max(part_sizes(division.batch_size, shares))
-            self._print(_describe_micro_batch_size(size, largest_part))
+            self._print_translated(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
 
         # This comes last, because it makes `shares_are_open` False, which the search for the
@@ -163,16 +163,20 @@ class Autotune(Extension):
         """
         result = search.find_shares()
         if len(self.plan.local_devices) == 1:
-            self._print(_describe_shares(result.before, result.after, result.times, "rank"))
+            self._print_translated(
+                _describe_shares(result.before, result.after, result.times, "rank")
+            )
             return result.after
 
         for module in self.modules:
             if isinstance(module, DataParallel):
                 module.set_shares(result.after)
-        self._print(_describe_shares(result.before, result.after, result.times, "device"))
+        self._print_translated(
+            _describe_shares(result.before, result.after, result.times, "device")
+        )
         return shares_of_processes
 
-    def _print(self, text: str) -> None:
+    def _print_translated(self, text: str) -> None:
         """Prints a text in the user's language, on the main rank only."""
         if self.run.topology.is_main:
             print_note(translate(text))

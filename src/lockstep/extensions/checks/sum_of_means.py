@@ -1,9 +1,9 @@
-"""Warns if means of batches are summed over the ranks and divided by the batches of one rank.
+"""Warns if a script sums means of batches over all ranks, and divides by the batches of one rank.
 
 `world.sum(total_loss) / len(test)`, where `total_loss` adds up the means of batches, is right on
-one process. On N ranks the sum has the batches of all ranks, but `len(test)` is the number of
-batches of one rank, so the result is N times too large. The values do not show it, so the script's
-own source is read (`mean_of_batches`).
+one process. On N ranks, the sum covers the batches of all ranks, but `len(test)` is the number of
+batches of one rank, so the result is N times too large. The values do not show this mistake, so the
+source of the script is parsed (`mean_of_batches`).
 """
 
 from __future__ import annotations
@@ -24,64 +24,74 @@ from lockstep.user_code import Location, user_call, user_location
 
 
 class SumOfMeansCheck(Check):
-    """Remembers the line of a sum after an evaluation, and reads the script some time later.
+    """Records the line of a sum after an evaluation, and parses the script some time later.
 
-    It reads later because the script may ask for the length of a loader only after the sum.
+    The script is not parsed at once, because it may call `len` of the loader only after the sum.
     """
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._evaluations_before = 0
-        """Evaluations over prepared loaders that had ended when a sum was last remembered."""
+        """How many evaluations over prepared loaders had ended when a sum was last recorded."""
         self._sum_location: Location | None = None
-        """The line of the script with that sum. None once the script was read."""
+        """The line of the script with that sum; None after the script was parsed."""
         self._has_warned = False
         if not run.collectives.single_process:
             run.collectives.sum_listeners.append(self._look_at_sum)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Reads the script, if there was a sum before this step."""
+        """Parses the script if a sum was recorded before this step."""
         if self._sum_location is not None:
-            self._read_script()
+            self._parse_script()
 
     def close(self, failed: bool) -> None:
-        """Reads the script, if there was a sum before the end."""
+        """Parses the script if a sum was recorded before the end of the run."""
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
-            self._read_script()
+            self._parse_script()
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Remembers the line of a sum if it may be a sum of means of batches.
+        """Records the line of a sum if it may be a sum of means of batches.
 
         Called after every sum over the ranks, on all ranks.
 
         Args:
-            local_leaves: the tensors and numbers that this rank has given to the sum.
+            local_leaves: tensors and numbers that this rank contributed to the sum.
             summed_leaves: the sums.
         """
+        if self._has_warned:
+            return
+
+        # Only the first sum after an evaluation is recorded.
         num_evaluations = sum(loader.evaluated for loader in self.run.loaders)
-        if self._has_warned or num_evaluations == self._evaluations_before:
-            return  # no evaluation has ended since the sum that is remembered
+        if num_evaluations == self._evaluations_before:
+            return
+
+        # Whole numbers are not means, but counts, for example of correct predictions.
         are_counts = all(number == int(number) for number in numbers_in(local_leaves))
         if are_counts:
-            return  # whole numbers are counts, such as correct predictions, and no means
+            return
+
+        # Lockstep itself also sums, inside other functions that the script calls.
         if user_call() != "world.sum()":
-            return  # Lockstep itself sums, inside another function that the script has called
-        self._read_script()  # for the previous sum, which is forgotten now
+            return
+
+        self._parse_script()  # checks the previous sum, which is replaced below
         self._evaluations_before = num_evaluations
         self._sum_location = user_location()
 
-    def _read_script(self) -> None:
-        """Warns if the script divides the remembered sum by the length of a prepared loader.
+    def _parse_script(self) -> None:
+        """Warns if the script divides the recorded sum by the length of a prepared loader.
 
-        Afterwards no sum is remembered.
+        The record of the sum is then removed.
         """
         location = self._sum_location
         self._sum_location = None
         if location is None or self._has_warned or not self.run.topology.is_main:
             return
         size = self.run.collectives.data_parallel.size
-        if size == 1:
-            return  # every loader has all batches
+        if size == 1:  # every loader has all batches
+            return
+
         file, sum_line = location
         source = "".join(linecache.getlines(file))
         for loader in self.run.loaders:
@@ -92,6 +102,7 @@ class SumOfMeansCheck(Check):
                 continue
             if not divides_sum_by_length(source, sum_line, length_line):
                 continue
+
             self._has_warned = True
             warn(
                 "world.sum over all ranks, divided by len(loader)",

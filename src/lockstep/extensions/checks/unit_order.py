@@ -1,10 +1,11 @@
 """Checks that all ranks run the same units of a sharded model (FSDP), in the same order.
 
 The *units* of a sharded model are the submodules whose parameters are gathered together, just
-before they run. If a rank runs other units than the rest, or has gradients for other parameters, it
-receives what other ranks send for another unit; if the sizes happen to be equal, nothing fails. So
-each step compares what the ranks have used, with one small all-reduce on the host. It runs in the
-background, and its result is read when the next step or forward pass begins.
+before they run. If one rank runs other units than the rest, or has gradients for other parameters,
+it receives the data that other ranks send for another unit. If the sizes happen to be equal,
+nothing fails. Therefore the ranks compare in each step what they have used, by a small all-reduce
+on the host. It runs in the background; its result is read when the next step or forward pass
+begins.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ _TIMEOUT_AT_CLOSE = timedelta(seconds=5)
 
 
 class UnitOrderCheck(Check):
-    """Compares what the ranks use of each module that has units."""
+    """Checks that all ranks use the same units and parameters of each sharded module."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._usage_by_module: dict[int, _ModuleUsage] = {}
-        """What this rank has used of each module with units, by the id of the module."""
+        """For each module with units, counts of what this rank has used, by the module's id."""
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Begins to count what this rank uses of a module, if the module has units."""
+        """Starts counting what this rank uses of a module, if the module has units."""
         if wrapped.units:
             self._usage_by_module[id(wrapped.module)] = _ModuleUsage(wrapped)
 
     def close(self, failed: bool) -> None:
-        """Warns if ranks differed in the last step: no later step reads that comparison."""
+        """Warns if ranks differed in the last step, whose comparison no later step reads."""
         for usage in self._usage_by_module.values():
             usage.warn_at_close()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Reads the comparison of the previous step and starts that of this one.
+        """Reads the result of the previous step's comparison, and starts the one of this step.
 
         Raises:
             RanksDifferError: on all ranks, if the ranks differed in the previous step.
@@ -67,12 +68,12 @@ class UnitOrderCheck(Check):
 class _ModuleUsage:
     """Counts what this rank uses of one module, and compares it with the other ranks.
 
-    It compares four things: how many forward passes each unit has made, the order of these passes,
-    how many times `load_state_dict` was called, and which parameters have gradients. It registers
-    hooks that count.
+    Four things are compared: the number of forward passes of each unit, the order of these passes,
+    the number of calls of `load_state_dict`, and which parameters have gradients. They are counted
+    by hooks that this class registers.
 
     Args:
-        wrapped: the module, with its units by name.
+        wrapped: the prepared module with its units.
     """
 
     def __init__(self, wrapped: PreparedModule) -> None:
@@ -80,59 +81,65 @@ class _ModuleUsage:
         self._units = list(wrapped.units)
         self._parameters = dict(root.named_parameters())
         self._num_passes = [0] * len(self._units)
-        """How many forward passes each unit has made."""
+        """The number of forward passes of each unit."""
         self._order_checksum = 0
         """A checksum of the order of these passes."""
         self._num_loads = 0
-        """How many times `load_state_dict` was called. Each rank takes its own shards of a state,
-        so all ranks must call it."""
+        """The number of calls of `load_state_dict`. All ranks must call it, because each of them
+        takes its own shards of the state."""
         self._comparison: tuple[dist.Work, Tensor] | None = None
-        """The all-reduce that is under way, and the tensor that it writes to."""
+        """The all-reduce that is in progress, and the tensor that it writes to."""
+
         for number, unit in enumerate(wrapped.units.values()):
             unit.register_forward_hook(partial(self._count_pass, number))
-        # Prepended: it must come before the hook of torch that gathers the parameters.
+        # This hook must run before torch's own hook, which gathers the parameters.
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
 
     @outside_compiled_code
     def _before_forward(self, *_: Any) -> None:
+        """Reads the result of the previous step's comparison before the first gather."""
         self._finish_comparison()
 
     @outside_compiled_code  # else torch.compile would compile it again whenever a counter changes
     def _count_pass(self, unit: int, *_: Any) -> None:
-        """Counts a forward pass of the unit with this number."""
+        """Counts a forward pass of the unit with the given number."""
         self._num_passes[unit] += 1
         self._order_checksum = hash((self._order_checksum, unit)) & _ORDER_MASK
 
     def _count_load(self, *_: Any) -> None:
+        """Counts a call of `load_state_dict`."""
         self._num_loads += 1
 
     def start_comparison(self) -> None:
-        """Starts to compare the ranks, in the background; ends the previous comparison.
+        """Starts comparing the ranks in the background, after finishing the previous comparison.
 
         Raises:
             RanksDifferError: on all ranks, if the previous comparison found a difference.
         """
         self._finish_comparison()
+
+        # `_difference` reads the values in the same order.
         has_gradient = [p.grad is not None for p in self._parameters.values()]
-        # The four things that the class compares, in the order in which `_difference` reads them.
         values = torch.tensor(
             [*self._num_passes, self._order_checksum, self._num_loads, *has_gradient]
         )
-        # The minimum over the ranks is found as the maximum of the negative values.
+
+        # The ranks are equal if maximum and minimum are. A single all-reduce finds both, because
+        # the minimum is the negative of the maximum of the negative values.
         maxima = torch.cat([values, -values])
         work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
         self._comparison = cast(dist.Work, work), maxima
 
     def _finish_comparison(self, timeout: timedelta | None = None) -> None:
-        """Waits for the comparison that is under way, if there is one.
+        """Waits for the comparison in progress, if there is one, and reads its result.
 
         Args:
-            timeout: how long to wait. None for the timeout of the process group.
+            timeout: how long to wait; None for the timeout of the process group.
 
         Raises:
-            RanksDifferError: on all ranks, if it found a difference.
-            RuntimeError: the other ranks did not come.
+            RanksDifferError: on all ranks, if the ranks differ.
+            RuntimeError: if not all ranks took part in the comparison in time.
         """
         if self._comparison is None:
             return
@@ -142,6 +149,7 @@ class _ModuleUsage:
             work.wait()
         else:
             work.wait(timeout)
+
         largest, negative_smallest = maxima.chunk(2)
         differs = (largest != -negative_smallest).tolist()
         if any(differs):
@@ -156,18 +164,19 @@ class _ModuleUsage:
                 warn_about(error)
 
     def _difference(self, differs: Sequence[bool]) -> RanksDifferError:
-        """Returns the error that says what some ranks have done and others have not.
+        """Builds the error that tells the user what only some of the ranks have done.
 
         Args:
-            differs: a bool for each value that `start_comparison` compares, in its order: the
-                passes of each unit, their order, the calls of `load_state_dict`, and for each
-                parameter whether it has a gradient. True if ranks have different values.
+            differs: for each value that `start_comparison` compares, True if it differs between
+                ranks. The order is: the passes of each unit, the order of the passes, the calls of
+                `load_state_dict`, and for each parameter whether it has a gradient.
         """
         num_units = len(self._units)
         passes_differ = differs[:num_units]
         order_differs = differs[num_units]
         loads_differ = differs[num_units + 1]
         gradients_differ = differs[num_units + 2 :]
+
         if loads_differ:
             return RanksDifferError(
                 "load_state_dict of a sharded model",
@@ -175,6 +184,7 @@ class _ModuleUsage:
                 "call it on all ranks, never under `if world.is_main:`",
                 code="LS304",
             )
+
         if any(passes_differ) or order_differs:
             units: list[str] = []
             for name, differ in zip(self._units, passes_differ, strict=True):
@@ -191,6 +201,7 @@ class _ModuleUsage:
                 "some ranks run (the experts of a layer), with find_unused_parameters=True",
                 code="LS301",
             )
+
         names: list[str] = []
         for name, differ in zip(self._parameters, gradients_differ, strict=True):
             if differ:
