@@ -1,15 +1,17 @@
-"""What a rank keeps of a step: which tensors, where in its area, and the text that describes them.
+"""Decides what a rank keeps of a step, where it lies in the rank's memory area, and describes it.
 
 The states that a checkpoint would save are cut into *sections*: one for each object, and one for
-each entry of an optimizer's state, which has the tensors under `state`. A section is encoded as a
-checkpoint on disk is (`encoding`), so that the same code reads it.
+each entry of an optimizer's state, where `state` holds the tensors. A section is encoded like a
+checkpoint on disk (`encoding`), so that the same code reads it. Its *leaves* are its tensors and
+numpy values, and its *skeleton* is the section without them. A *placement* is a leaf, or some of
+its rows, that this rank copies.
 
-To encode takes milliseconds for hundreds of tensors. So the outcome is kept with the section's
-*skeleton*: its value with the tensors, its *leaves*, taken out. As long as a section has the same
-skeleton and leaves of the same shapes, a step only copies the leaves.
+Encoding takes milliseconds for hundreds of tensors, so its result is reused: while a section has
+the same skeleton, and leaves of the same shapes, only the leaves are copied.
 
-What is equal on all ranks of a machine is divided between them: each copies about as many bytes, a
-range of the tensors in their order, which begins and ends with a row (of the first dimension).
+State that is equal on all ranks of a machine is divided between them. Each rank copies about the
+same number of bytes: a range of the tensors, which begins and ends between two rows (of the first
+dimension).
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ from lockstep.distributed.tensor_bytes import to_bytes
 from lockstep.distributed.torch_compat import is_sharded
 
 Rows = tuple[int, int]
-"""The first row of a tensor that a rank copies, and the first that it does not."""
+"""The rows of a tensor that a rank copies: the first one, and the one after the last."""
 _LEAF = "$leaf"
-"""Stands for a leaf in a skeleton."""
+"""Replaces a leaf in a skeleton."""
 
 
 class Section(NamedTuple):
-    """A part of the state that is encoded by itself."""
+    """A piece of the training state that is encoded separately."""
 
     file: str
-    """The name of a module, or `layout.TRAINING`, as the files of a checkpoint are called."""
+    """The checkpoint file that the section belongs to: a module's name or `layout.TRAINING`."""
     path: KeyPath
-    """The keys that lead to it in the state of that file: ("optimizer", "state"). Empty for a
-    module."""
+    """The keys that lead to the section in that file, for example ("optimizer", "state"). Empty for
+    a module."""
     value: Any
     is_partial: bool
-    """True if this rank has only some of the entries, and keeps all that it has."""
+    """True if this rank has only some of the entries. It keeps all entries that it has."""
     is_divided: bool
-    """True if the tensors are equal on all ranks of a machine, which copy a part each."""
+    """True if the tensors are equal on all ranks of a machine, so that each rank copies a share."""
 
     @property
     def key(self) -> tuple[str, KeyPath]:
@@ -62,7 +64,7 @@ class Section(NamedTuple):
 
 
 class LeafKind(NamedTuple):
-    """What a leaf has to have in common with its predecessor to be copied to its place."""
+    """The properties of a leaf. While they stay the same, the leaf keeps its place in the area."""
 
     dtype: Any
     shape: Shape
@@ -71,34 +73,34 @@ class LeafKind(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A leaf, or some rows of it, that this rank copies."""
+    """A leaf that this rank copies, or some rows of a leaf."""
 
     leaf: int
-    """The number of the leaf in its section."""
+    """The index of the leaf in its section."""
     rows: Rows | None
-    """None: all of them."""
+    """The rows to copy; None for all rows."""
     name: str
     box: Box | None
-    """The region of the whole tensor; None: the whole tensor."""
+    """The region of the whole tensor that is copied; None for the whole tensor."""
     dtype: torch.dtype
-    """The dtype in the area, where exotic ones are stored as bytes."""
+    """The dtype in the area. Unusual dtypes are stored as bytes."""
     shape: Shape
 
     @property
     def num_bytes(self) -> int:
-        """How much is copied."""
+        """The number of bytes that are copied."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class _Known:
-    """What is known of a section since it was last encoded."""
+    """The result of encoding a section, which is reused until the section changes."""
 
     skeleton: Any
     kinds: list[LeafKind]
     placements: list[Placement]
     tree: str | None
-    """The tree as JSON; None if another rank of the machine has it."""
+    """The encoded tree as JSON; None if another rank of the machine keeps it."""
     leaves: list[Any]
     locals: list[Tensor]
     """See `_Taken`."""
@@ -107,13 +109,13 @@ class _Known:
     has_shards: bool
     """True if some leaves are DTensors."""
     has_arrays: bool
-    """True if some leaves are values of numpy, which are copied from step to step."""
+    """True if some leaves are numpy values. They must be read anew in each step."""
     addresses: list[int]
     """The memory addresses of the leaves."""
     pattern: list[int]
-    """Which of them are tied, see `_pattern`."""
+    """Which leaves share their memory, see `_pattern`."""
     sources: list[Tensor]
-    """What is copied, for each placement."""
+    """The tensor to copy from, for each placement."""
     offsets: list[int] = field(default_factory=list)
     """The offset of each placement in the values of the area."""
     text: str = ""
@@ -121,11 +123,11 @@ class _Known:
 
 
 class KeptLayout:
-    """What a rank keeps, and where.
+    """Knows which tensors a rank keeps of each step, and where they lie in its memory area.
 
     Args:
-        local_rank: of this process.
-        local_size: how many processes of the machine divide what is equal on all of them.
+        local_rank: the local rank of this process.
+        local_size: the number of ranks on this machine. They divide the state that is equal on all.
     """
 
     def __init__(self, local_rank: int, local_size: int) -> None:
@@ -133,17 +135,17 @@ class KeptLayout:
         self._local_size = local_size
         self._known: dict[tuple[str, KeyPath], _Known] = {}
         self._divided_kinds: list[list[LeafKind]] = []
-        """The leaves of all divided sections, when they were last divided."""
+        """The kinds of the leaves of all divided sections, when they were last divided."""
         self._rows: dict[tuple[str, KeyPath], list[Rows | None]] = {}
-        """What this rank copies of the leaves of each divided section."""
+        """The rows that this rank copies, for each leaf of each divided section."""
         self._to_divide_anew: set[tuple[str, KeyPath]] = set()
-        """The sections of which this rank copies other rows from now on."""
+        """The keys of sections that were divided again in this update."""
         self.version = 0
-        """Counts the changes of what is where."""
+        """Increases when values get other places in the area."""
         self.num_bytes = 0
-        """How much memory the values take."""
+        """How many bytes the values take in the area."""
         self.sources: list[Tensor] = []
-        """What is copied."""
+        """The tensors to copy from in this step."""
 
     @property
     def header_sections(self) -> str:
@@ -152,9 +154,9 @@ class KeptLayout:
 
     @property
     def has_own_parts(self) -> bool:
-        """True if there are shards, stages or the like, of which each rank keeps what it has.
+        """True if this rank has state that other ranks lack, such as shards or a pipeline stage.
 
-        The random states do not count. A machine may be without those of other machines.
+        Random states do not count: a machine can resume without those of other machines.
         """
         for (file, _), known in self._known.items():
             if known.has_shards or (known.is_partial and file != RANDOM):
@@ -162,14 +164,14 @@ class KeptLayout:
         return False
 
     def leaves(self) -> list[Any]:
-        """Returns the tensor of the state that each of `sources` is, or is a part of."""
+        """Returns the tensor of the training state that each of `sources` was taken from."""
         leaves = []
         for known in self._known.values():
             leaves += [known.leaves[placement.leaf] for placement in known.placements]
         return leaves
 
     def places(self, area: Area) -> list[Tensor]:
-        """Returns where in an area each of `sources` is to be copied."""
+        """Returns the tensors in an area that `sources` are copied to, as views of its memory."""
         places = []
         for known in self._known.values():
             for placement, offset in zip(known.placements, known.offsets, strict=True):
@@ -179,24 +181,32 @@ class KeptLayout:
 
     @torch.no_grad()
     def update(self, sections: Sequence[Section]) -> None:
-        """Finds out what is copied now, and encodes what has changed since the last call.
+        """Sets `sources` for the present step, and encodes the sections that have changed.
+
+        Args:
+            sections: the whole state of this rank.
 
         Raises:
-            CheckpointError: something in the state cannot be stored.
+            CheckpointError: the state contains something that cannot be stored.
         """
         taken = [_Taken(section, self._known.get(section.key)) for section in sections]
+
+        # The ranks of the machine divide the state again if the shapes of its tensors have changed.
         divided_kinds = [each.kinds for each in taken if each.section.is_divided]
         self._to_divide_anew = set()
         if divided_kinds != self._divided_kinds:
             self._divide(taken)
             self._divided_kinds = divided_kinds
+
         placements_before = self._placements()
         known: dict[tuple[str, KeyPath], _Known] = {}
         for each in taken:
             known[each.section.key] = self._update_section(each)
         self._known = known
         if self._placements() != placements_before:
-            self._place_all()
+            self._assign_offsets()
+
+        # The text holds the offsets, so it can only be made now.
         self.sources = []
         for each in taken:
             section_known = known[each.section.key]
@@ -208,31 +218,38 @@ class KeptLayout:
         """Returns the placements of each section."""
         return [known.placements for known in self._known.values()]
 
-    def _place_all(self) -> None:
-        """Gives each placement its offset."""
+    def _assign_offsets(self) -> None:
+        """Assigns each placement its offset in the area, one after the other."""
         self.version += 1
         end = 0
         for known in self._known.values():
             known.offsets = []
-            known.text = ""
+            known.text = ""  # it holds the old offsets
             for placement in known.placements:
                 known.offsets.append(end)
                 end = round_up(end + placement.num_bytes, ALIGNMENT)
         self.num_bytes = end
 
     def _update_section(self, taken: _Taken) -> _Known:
-        """Returns what is known of a section, encoded anew if it has changed."""
+        """Returns the encoded section for this step; it is only encoded again if it has changed."""
         known = taken.known
         has_other_rows = taken.section.key in self._to_divide_anew
         if known is None or has_other_rows:
             return self._encode(taken)
+
         if taken.is_unchanged:
             return known
-        if known.skeleton != taken.skeleton or known.kinds != taken.kinds:
+
+        has_other_form = known.skeleton != taken.skeleton or known.kinds != taken.kinds
+        if has_other_form:
             return self._encode(taken)
+
         addresses = _addresses(taken.locals)
-        if _pattern(addresses) != known.pattern:  # other tensors than before are tied
+        has_other_ties = _pattern(addresses) != known.pattern
+        if has_other_ties:
             return self._encode(taken)
+
+        # Only the tensors are different ones, so the encoded section still fits.
         known.leaves = taken.leaves
         known.locals = taken.locals
         known.addresses = addresses
@@ -240,11 +257,12 @@ class KeptLayout:
         return known
 
     def _encode(self, taken: _Taken) -> _Known:
-        """Returns a section, encoded."""
+        """Encodes a section, and notes what this rank copies of it."""
         section = taken.section
         is_main = self._local_rank == 0
         encoder = _LayoutEncoder(section, is_main=is_main, rows=self._rows.get(section.key))
         tree = encoder.encode(section.value, section.path)
+
         has_tree = is_main or section.is_partial
         addresses = _addresses(taken.locals)
         known = _Known(
@@ -261,43 +279,52 @@ class KeptLayout:
             pattern=_pattern(addresses),
             sources=_sources(encoder.placements, taken.locals),
         )
+
+        # The old offsets hold while the placements stay the same. If not, `update` assigns others.
         if taken.known is not None:
-            known.offsets = taken.known.offsets  # if placements have changed, they are given anew
+            known.offsets = taken.known.offsets
         return known
 
     def _divide(self, taken: Sequence[_Taken]) -> None:
-        """Divides the leaves of the divided sections between the ranks of this machine.
+        """Divides the state that is equal on all ranks of this machine between them, by rows.
 
-        Every rank computes the same bounds: its range of the bytes of all these leaves.
+        The bytes of all leaves are numbered from first to last, and each rank gets an equal range
+        of them. Example: 2 ranks, tensors of 300 and 100 bytes with rows of 10 bytes. Local rank 0
+        copies rows 0 to 20 of the first tensor, local rank 1 its other rows and the second tensor.
+
+        Every rank computes this for itself, from the same sizes. The rows are stored in `_rows`.
         """
         self._rows = {}
         divided = [each for each in taken if each.section.is_divided]
         self._to_divide_anew = {each.section.key for each in divided}
         if self._local_size == 1:
             return
-        total = sum(each.num_divided_bytes for each in divided)
-        begin = total * self._local_rank // self._local_size
-        end = total * (self._local_rank + 1) // self._local_size
-        position = 0
+
+        total_bytes = sum(each.num_divided_bytes for each in divided)
+        range_begin = total_bytes * self._local_rank // self._local_size
+        range_end = total_bytes * (self._local_rank + 1) // self._local_size
+
+        leaf_begin = 0  # the number of the first byte of the leaf
         for each in divided:
             rows_of_leaf: list[Rows | None] = []
             for leaf, kind in zip(each.locals, each.kinds, strict=True):
+                # A shard is different on each rank, and a scalar has no rows.
                 if kind.is_sharded or leaf.dim() == 0:
                     rows_of_leaf.append(None)
                     continue
-                first = _row_at(leaf, begin - position)
-                last = _row_at(leaf, end - position)
-                rows_of_leaf.append((first, last))
-                position += leaf.nbytes
+                first_row = _row_at(leaf, range_begin - leaf_begin)
+                end_row = _row_at(leaf, range_end - leaf_begin)
+                rows_of_leaf.append((first_row, end_row))
+                leaf_begin += leaf.nbytes
             self._rows[each.section.key] = rows_of_leaf
 
 
 class _Taken:
-    """A section as it is in this step.
+    """A section in the present step, split into its skeleton and its leaves.
 
     Args:
         section: the section.
-        known: what is known of it; None: it was not encoded yet.
+        known: the result of encoding it in an earlier step; None if it was not encoded yet.
     """
 
     def __init__(self, section: Section, known: _Known | None) -> None:
@@ -306,7 +333,7 @@ class _Taken:
         self.leaves: list[Any] = []
         self.skeleton = _skeleton(section.value, self.leaves)
         self.locals: list[Tensor] = []
-        """The leaves as plain tensors; of a DTensor this rank's shard."""
+        """The leaves as plain tensors. For a DTensor, this is the shard of this rank."""
         self.kinds: list[LeafKind] = []
         self.is_unchanged = known is not None and self._is_as(known)
         if known is not None and self.is_unchanged:
@@ -319,16 +346,19 @@ class _Taken:
         """Returns True if the section has the same tensors as before, in the same memory."""
         if self.skeleton != known.skeleton or known.has_arrays:
             return False
-        if not all(map(_is, self.leaves, known.leaves)):
+
+        has_same_leaves = all(map(_is, self.leaves, known.leaves))
+        if not has_same_leaves:
             return False
-        # A tensor may have been given other memory, as by `parameter.data = ...`.
-        present = self.leaves
+
+        # The same tensor may have got other memory, for example by `parameter.data = ...`.
+        tensors = self.leaves
         if known.has_shards:
-            present = [_local(leaf) for leaf in self.leaves]
-        return _addresses(present) == known.addresses
+            tensors = [_local(leaf) for leaf in self.leaves]
+        return _addresses(tensors) == known.addresses
 
     def _read_leaves(self) -> None:
-        """Finds out what the leaves are."""
+        """Sets `locals` and `kinds` from the leaves."""
         for leaf in self.leaves:
             local = _local(leaf)
             is_array = isinstance(leaf, np.ndarray | np.generic)
@@ -339,7 +369,7 @@ class _Taken:
 
     @property
     def num_divided_bytes(self) -> int:
-        """How many bytes of the leaves are divided between the ranks of the machine."""
+        """The number of bytes that the ranks of the machine divide between them."""
         num_bytes = 0
         for leaf, kind in zip(self.locals, self.kinds, strict=True):
             if not kind.is_sharded and leaf.dim() > 0:
@@ -348,12 +378,12 @@ class _Taken:
 
 
 class _LayoutEncoder(Encoder):
-    """Encodes a section, and notes what this rank copies instead of copying it.
+    """Encodes a section without copying its tensors: it only notes what this rank copies.
 
     Args:
-        section: whose leaves it meets in the order of `_skeleton`.
-        is_main: True on the first rank of the machine, which keeps what is not divided.
-        rows: what this rank copies of each leaf; None: the section is not divided.
+        section: the section to encode. Its leaves are met in the same order as in `_skeleton`.
+        is_main: True on the first rank of the machine, which keeps everything that is not divided.
+        rows: the rows of each leaf that this rank copies; None if the section is not divided.
     """
 
     def __init__(self, section: Section, *, is_main: bool, rows: list[Rows | None] | None) -> None:
@@ -364,7 +394,7 @@ class _LayoutEncoder(Encoder):
         self._num_leaves = 0
         self._names: set[str] = set()
         self._box: Box | None = None
-        """The region of the present leaf that is stored."""
+        """The region of the present leaf that this rank stores; None if it stores nothing of it."""
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
         self._num_leaves += 1
@@ -376,22 +406,26 @@ class _LayoutEncoder(Encoder):
         return super()._encode_numpy(value, path)
 
     def _box_to_store(self, value: Any) -> Box | None:
+        """Returns the region of a tensor that this rank stores, or None if it stores nothing."""
         self._box = super()._box_to_store(value)
         if is_sharded(value):
             return self._box
+
         rows = None if self._rows is None else self._rows[self._num_leaves - 1]
         if rows is not None:
-            first, last = rows
-            rest = tuple(value.shape[1:])
-            self._box = Box((first, *(0 for _ in rest)), (last - first, *rest))
+            first_row, end_row = rows
+            other_sizes = tuple(value.shape[1:])
+            offsets = (first_row, *(0 for _ in other_sizes))
+            self._box = Box(offsets, (end_row - first_row, *other_sizes))
         elif not self._keeps_whole:
             self._box = None
         return self._box
 
     def _free_name(self, path: KeyPath) -> str:
-        """Returns the path joined by dots, with a number if another tensor has that name.
+        """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
 
-        A name is taken even if another rank stores the tensor: so all ranks give the same names.
+        `("a", "b") -> "a.b"`, or `"a.b#2"` if "a.b" is taken. A name is also taken if another rank
+        stores the tensor, so that all ranks choose the same names.
         """
         joined_path = ".".join(str(part) for part in path) or "value"
         name = joined_path
@@ -403,19 +437,19 @@ class _LayoutEncoder(Encoder):
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Notes what of the present leaf is copied."""
+        """Notes that the chosen region of the present leaf is to be copied."""
         box = self._box
-        if box is None:  # a numpy array that the first rank of the machine keeps
+        if box is None:  # a numpy value that the first rank of the machine keeps
             return
-        rows = None
-        if self._rows is not None and self._rows[self._num_leaves - 1] is not None:
-            rows = self._rows[self._num_leaves - 1]
+
+        leaf_index = self._num_leaves - 1
+        rows = None if self._rows is None else self._rows[leaf_index]
         dtype = tensor.dtype
         shape: Shape = tuple(box.sizes)
         if dtype in DTYPES_STORED_AS_BYTES:
             shape = (math.prod(shape) * dtype.itemsize,)
             dtype = torch.uint8
-        self.placements.append(Placement(self._num_leaves - 1, rows, name, box, dtype, shape))
+        self.placements.append(Placement(leaf_index, rows, name, box, dtype, shape))
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -427,10 +461,12 @@ def _is(one: object, other: object) -> bool:
 
 
 def _skeleton(value: Any, leaves: list[Any]) -> Any:
-    """Returns a value with its tensors and values of numpy taken out, and adds these to `leaves`.
+    """Returns a value with its tensors and numpy values removed, and appends these to `leaves`.
 
-    Two skeletons are equal if the values have the same form, and are the same except for these. The
-    order of dictionaries counts, since the leaves are in that order.
+    Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), "$leaf"])`.
+
+    Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
+    the same order, since the leaves are in that order.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:
@@ -447,13 +483,13 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
 
 
 def _sources(placements: Sequence[Placement], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what is copied for each placement: leaves, or some rows of them."""
+    """Returns the tensor to copy from for each placement: a leaf, or some rows of a leaf."""
     sources = []
     for placement in placements:
         source = leaves[placement.leaf].detach()
         if placement.rows is not None:
-            first, last = placement.rows
-            source = source[first:last]
+            first_row, end_row = placement.rows
+            source = source[first_row:end_row]
         if source.dtype != placement.dtype:
             source = to_bytes(source)
         sources.append(source)
@@ -472,18 +508,24 @@ def _local(leaf: Any) -> Tensor:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns where tensors are in memory."""
+    """Returns the memory address of each tensor."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def _pattern(addresses: Sequence[int]) -> list[int]:
-    """Returns, for each address, the place of the first that is equal: which tensors are tied."""
-    first_place: dict[int, int] = {}
-    return [first_place.setdefault(address, place) for place, address in enumerate(addresses)]
+    """Returns, for each address, the index of the first equal one. It shows which tensors are tied.
+
+    Example: `[700, 800, 700] -> [0, 1, 0]`.
+    """
+    first_index: dict[int, int] = {}
+    return [first_index.setdefault(address, index) for index, address in enumerate(addresses)]
 
 
 def _row_at(tensor: Tensor, position: int) -> int:
-    """Returns the row of a tensor at a position in bytes from its beginning, within its bounds."""
+    """Returns the row that holds the byte at a position, which may lie outside the tensor.
+
+    4 rows of 10 bytes: 25 -> 2. A position before the tensor gives 0, one after it gives 4.
+    """
     num_rows = tensor.shape[0]
     if tensor.nbytes == 0 or position >= tensor.nbytes:
         return num_rows
@@ -553,7 +595,10 @@ def sections_of(
 
 
 def _can_be_cut(state: Any) -> bool:
-    """Returns True for a dictionary with `state`, whose tree is a plain JSON object."""
+    """Returns True if each entry of a state can be a section of its own.
+
+    It must be a dictionary with an entry `state`, and be encoded as a plain JSON object.
+    """
     if type(state) is not dict or "state" not in state:
         return False
     return all(type(key) is str and not key.startswith("$") for key in state)

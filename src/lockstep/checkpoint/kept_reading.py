@@ -1,13 +1,14 @@
 """Finds the newest step that the ranks of a run have kept in memory, and reads it.
 
-What one rank has kept of a step is a *part*, in one of its two areas. The parts of all ranks with
-the same attempt and serial number are a *kept step*. It is complete if the part of every rank is
-there, on its machine or as a copy on another one (`partner_copies`). If no rank has kept anything
-that others have not, such as a shard, the parts of the ranks of one machine are enough.
+A *part* is what one rank has kept of a step, in one of its memory areas. All parts with the same
+attempt and serial number form a *kept step*. It is complete if the part of every rank is there,
+on its own machine or as a copy on another one (`partner_copies`). If the ranks of each machine
+together have the whole state (there are no shards, for example), the parts of one machine are
+enough.
 
-The ranks of a later attempt, which may be fewer, tell each other what lies in the areas, choose the
-same step, and read it as a checkpoint on disk: values are read when they are loaded, and of a shard
-only what a rank needs.
+The ranks of a later attempt, which may be fewer, tell each other what lies in their areas, and all
+choose the same step. They read it like a checkpoint on disk: values are only read when they are
+loaded, and of a shard only what a rank needs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class PartReport:
-    """What a rank tells the others about a part in one of the areas. All of it is JSON."""
+    """Describes a part in one of the areas to the other ranks. All values can be sent as JSON."""
 
     path: str
     """The path of the area."""
@@ -46,57 +47,61 @@ class PartReport:
     serial: int
     step: int
     rank: int
-    """The rank that has written it."""
+    """The rank that wrote the part."""
     world_size: int
     folders: list[str]
-    """The folder of the checkpoint that it belongs to. Its path may differ between machines: these
-    are all that it had."""
+    """The paths of the checkpoint folder on the machines of the attempt that wrote the part."""
     writer_machine: int
-    """The number that the machine of the rank that has written it had then."""
+    """The number that the writer's machine had in that attempt."""
     writers_on_machine: int
-    """How many ranks that machine had then."""
+    """How many ranks that machine had in that attempt."""
     is_replica: bool
-    """True if no rank has kept anything that the ranks of each machine do not have together."""
+    """True if the ranks of each machine together have kept the whole state."""
     strategy: str
-    """The strategy of the rank that has written it."""
+    """The strategy of the rank that wrote the part."""
     epoch: int
     num_bytes: int
-    """How much of the area is in use."""
+    """How many bytes of the area are in use."""
     holder: int
-    """The rank that reports it, and has access to the area."""
+    """The rank that reports the part, and has access to the area."""
     machine: int
     """The number of the machine on which the area is now."""
 
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step whose parts are all there."""
+    """A step in memory that is complete, so that it can be resumed."""
 
     attempt: int
     serial: int
     step: int
     epoch: int
     copies: tuple[PartReport, ...]
-    """All parts that are there; of one part there may be several copies."""
+    """All parts that exist. There may be several copies of one part."""
     choices: tuple[tuple[int, ...], ...]
-    """Sets of ranks; the parts of the ranks of one set are the whole state."""
+    """Sets of ranks. The parts of any one of these sets make up the whole state."""
 
     def paths_on(self, machine: int) -> set[str]:
-        """Returns the paths of the areas of a machine in which something of the step is."""
+        """Returns the paths of the areas on a machine that hold a part of this step."""
         return {copy.path for copy in self.copies if copy.machine == machine}
 
     def copies_of(self, rank: int) -> list[PartReport]:
-        """Returns the copies of the part of a rank."""
+        """Returns all copies of the part that a rank has written."""
         return [copy for copy in self.copies if copy.rank == rank]
 
 
 def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[dict[str, Any]]:
-    """Returns a `PartReport` of each area that is sealed and undamaged, as JSON.
+    """Describes the parts in the given areas, for the other ranks.
+
+    Areas without a seal, or with damaged contents, are left out.
 
     Args:
-        areas: on this machine.
-        holder: this rank.
+        areas: memory areas on this machine.
+        holder: the rank of this process.
         machine: the number of this machine.
+
+    Returns:
+        A `PartReport` for each part, as a dictionary.
     """
     reports = []
     for area in areas:
@@ -106,6 +111,7 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
         header = area.read_header(seal)
         if header is None or not area.is_sound(seal):
             continue
+
         facts = json.loads(header)["facts"]
         report = PartReport(
             path=area.path,
@@ -129,13 +135,13 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
 
 
 def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> KeptStep | None:
-    """Returns the newest step that is complete; None: there is none.
+    """Returns the newest complete step of a checkpoint, or None if there is no complete step.
 
     Args:
-        reports: the parts in all areas.
-        folders: the paths of the folder of the checkpoint on the machines of the run, the same on
-            all ranks. Parts of which no path is among them belong to another checkpoint, and are
-            left out.
+        reports: the parts in the areas of all ranks.
+        folders: the paths of the checkpoint folder on the machines of the run, the same on all
+            ranks. A part that has none of these paths belongs to another checkpoint, and is
+            ignored.
     """
     newest: KeptStep | None = None
     for (attempt, serial), copies in _copies_of_steps(reports, folders).items():
@@ -143,18 +149,20 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
         if not choices:
             continue
         kept = KeptStep(attempt, serial, copies[0].step, copies[0].epoch, tuple(copies), choices)
-        # Of one step there may be two: before and after what a loop does at the end of an epoch.
+
+        # The same step may have been kept twice: before and after the code at the end of an epoch.
+        # The higher serial number is the later one.
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept
     return newest
 
 
 def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str]) -> str:
-    """Says why no step in memory can be resumed, when `choose_step` has found none.
+    """Explains why `choose_step` has found no step in memory that can be resumed.
 
     Args:
-        reports: as in `choose_step`.
-        folders: as in `choose_step`.
+        reports: the parts in the areas of all ranks.
+        folders: the paths of the checkpoint folder, see `choose_step`.
 
     Returns:
         A clause without a full stop.
@@ -162,6 +170,7 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
     copies_of_step = _copies_of_steps(reports, folders)
     if not copies_of_step:
         return "no step of it is in memory"
+
     newest = max(copies_of_step.values(), key=lambda copies: (copies[0].step, copies[0].serial))
     missing = set(range(newest[0].world_size)) - {copy.rank for copy in newest}
     return (
@@ -173,35 +182,47 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
 def _copies_of_steps(
     reports: Sequence[PartReport], folders: Collection[str]
 ) -> dict[tuple[int, int], list[PartReport]]:
-    """Returns the parts of each step of a checkpoint, by attempt and serial number.
+    """Groups the parts of a checkpoint by step.
 
     Args:
-        reports: as in `choose_step`.
-        folders: as in `choose_step`.
+        reports: the parts in the areas of all ranks.
+        folders: the paths of the checkpoint folder, see `choose_step`.
+
+    Returns:
+        The parts of each step, by the step's attempt and serial number.
     """
     copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
-        if not set(report.folders).isdisjoint(folders):
+        belongs_to_checkpoint = not set(report.folders).isdisjoint(folders)
+        if belongs_to_checkpoint:
             copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
     return copies_of_step
 
 
 def _complete_sets(copies: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sets of ranks whose parts are the whole state of a step.
+    """Finds the sets of ranks whose parts make up the whole state of a step.
 
     Args:
-        copies: what there is of the parts of the step.
+        copies: the parts of the step that exist.
+
+    Returns:
+        The sets, which are empty if parts are missing. If each machine has the whole state, there
+        is a set for each machine: `((0, 1), (2, 3))`. Otherwise all ranks are needed:
+        `((0, 1, 2, 3),)`.
     """
-    any_part = copies[0]
-    ranks_there = {copy.rank for copy in copies}
-    all_ranks = tuple(range(any_part.world_size))
-    if not all(copy.is_replica for copy in copies):
-        return (all_ranks,) if len(ranks_there) == any_part.world_size else ()
+    world_size = copies[0].world_size
+    each_machine_has_all = all(copy.is_replica for copy in copies)
+    if not each_machine_has_all:
+        present_ranks = {copy.rank for copy in copies}
+        is_complete = len(present_ranks) == world_size
+        return (tuple(range(world_size)),) if is_complete else ()
+
     ranks_of_machine: dict[int, set[int]] = {}
     size_of_machine: dict[int, int] = {}
     for copy in copies:
         ranks_of_machine.setdefault(copy.writer_machine, set()).add(copy.rank)
         size_of_machine[copy.writer_machine] = copy.writers_on_machine
+
     sets = []
     for machine, ranks in sorted(ranks_of_machine.items()):
         if len(ranks) == size_of_machine[machine]:
@@ -210,10 +231,13 @@ def _complete_sets(copies: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
 
 
 def read_random_state(path: str) -> dict[str, Any]:
-    """Returns the random state of the rank that has written an area.
+    """Reads the random state that a rank has kept.
+
+    Args:
+        path: the path of the area that the rank has written.
 
     Raises:
-        CheckpointError: the area has changed.
+        CheckpointError: the area has been overwritten.
     """
     part = _Part(path)
     state: dict[str, Any] = _read_file([part], RANDOM, lacks_shards=False)["state"]
@@ -228,14 +252,16 @@ def read_step(
     *,
     lacks_shards: bool,
 ) -> dict[str, Any]:
-    """Returns the states of a kept step by name, with its `manifest` and the `random` states.
+    """Reads a kept step in the form of a checkpoint that was read from disk.
 
     Args:
-        paths: the areas with the parts of a complete set, in the order of their ranks.
-        module_names: the names of the modules in it.
-        random_states: of all ranks; None where it is not known.
-        lacks_shards: True if there are shards in other parts, on other machines, which no rank of
-            this machine needs.
+        paths: the areas with the parts of a complete set of ranks, in the order of the ranks.
+        module_names: the names of the modules in the step.
+        random_states: the random states of all ranks; None where it is not known.
+        lacks_shards: True if some shards are on other machines. No rank of this machine needs them.
+
+    Returns:
+        The states by name, with the manifest as `manifest` and the random states as `random`.
 
     Raises:
         CheckpointError: the parts do not fit together.
@@ -244,9 +270,12 @@ def read_step(
     names: set[str] = set()
     for part in parts:
         names.update(section["file"] for section in part.sections)
+
     saved: dict[str, Any] = {}
-    for name in names - {layout.TRAINING, RANDOM}:
-        saved[name] = _read_file(parts, name, lacks_shards=lacks_shards)
+    for module_name in names - {layout.TRAINING, RANDOM}:
+        saved[module_name] = _read_file(parts, module_name, lacks_shards=lacks_shards)
+
+    # This file holds the states of everything else, by name.
     saved.update(_read_file(parts, layout.TRAINING, lacks_shards=lacks_shards))
     saved[RANDOM] = list(random_states)
     saved["manifest"] = {**parts[0].facts, "modules": list(module_names)}
@@ -254,13 +283,13 @@ def read_step(
 
 
 class _Part:
-    """What one rank has kept.
+    """The part of a step that one rank has kept, opened for reading.
 
     Args:
-        path: of the area.
+        path: the path of the memory area that holds the part.
 
     Raises:
-        CheckpointError: it is not there any more.
+        CheckpointError: the area no longer holds a part.
     """
 
     def __init__(self, path: str) -> None:
@@ -280,47 +309,48 @@ class _Part:
         self._values_at = seal.values_at
 
     def sections_of(self, file: str) -> list[dict[str, Any]]:
-        """Returns the sections of a file."""
+        """Returns the sections that belong to a file of the checkpoint."""
         return [section for section in self.sections if section["file"] == file]
 
     def tensor(self, code: str, shape: Shape, offset: int) -> TensorInFile:
-        """Returns a tensor that lies in the area. Reads no values.
+        """Describes a tensor in the area, without reading its values.
 
         Args:
-            code: of its dtype.
-            shape: as it is stored.
-            offset: where it is in the values.
+            code: the code of its dtype in safetensors, such as "F32".
+            shape: the shape that is stored.
+            offset: where the tensor begins, in bytes from the first value in the area.
         """
         dtype = DTYPE_OF_CODE[code]
-        place = self._values_at + offset
-        return TensorInFile(Path(self._area.path), dtype, tuple(shape), place)
+        offset_in_area = self._values_at + offset
+        return TensorInFile(Path(self._area.path), dtype, tuple(shape), offset_in_area)
 
     def view(self, tensor: TensorInFile) -> Tensor:
-        """Returns a view of the area's memory for a tensor that `tensor` has returned."""
+        """Returns a tensor described by `tensor()` as a view of the area's memory."""
         return self._area.view(tensor.offset, tensor.dtype, tensor.shape)
 
 
 class _ShardsOfThisMachine(TensorInShards):
-    """A tensor of which some shards are on other machines: each rank reads its own shard only."""
+    """A tensor with some shards on other machines. Each rank can only read its own shard."""
 
     def read_box(self, offsets: Shape, sizes: Shape) -> Tensor:
-        """Returns the values of a shard.
+        """Reads the shard with exactly this offset and size.
 
         Raises:
-            CheckpointError: there is no shard with this offset and size.
+            CheckpointError: there is no such shard on this machine.
         """
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
+
         for shard in self.shards:
             if shard.offsets == offsets and shard.sizes == sizes:
                 return shard.values.read()
         raise self._not_here()
 
     def read_range(self, begin: int, end: int) -> Tensor:
-        """Raises an error, unless nothing is asked for.
+        """Returns an empty tensor for an empty range; any other range cannot be read.
 
         Raises:
-            CheckpointError: `begin` is less than `end`.
+            CheckpointError: the range is not empty.
         """
         if begin < end:
             raise self._not_here()
@@ -335,13 +365,17 @@ class _ShardsOfThisMachine(TensorInShards):
 
 
 def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
-    """Returns the state of a module, or the states of everything else by name.
+    """Puts together what the ranks have kept for one file of a checkpoint.
 
     Args:
-        parts: of a complete set of ranks.
-        file: the name of the module, `layout.TRAINING` or `RANDOM`.
-        lacks_shards: as in `read_step`.
+        parts: the parts of a complete set of ranks.
+        file: the name of a module, `layout.TRAINING` or `RANDOM`.
+        lacks_shards: see `read_step`.
+
+    Returns:
+        The state of the module, or for the other two files a dictionary of states by name.
     """
+    # Each rank has kept a region (box) of some tensors, and an encoded tree for each section.
     whole_tensors: dict[str, Tensor] = {}
     boxes_of_tensor: dict[str, dict[tuple[Shape, Shape], TensorInFile]] = {}
     tree: Any = {}
@@ -349,19 +383,22 @@ def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
         for section in part.sections_of(file):
             for name, (code, shape, offset, box_offsets, box_sizes) in section["tensors"].items():
                 tensor = part.tensor(code, shape, offset)
-                # Several ranks may have the same; the first one's is taken.
+
+                # Several ranks may have kept the same tensor or region. The first one is taken.
                 if name not in whole_tensors:
                     whole_tensors[name] = part.view(tensor)
                 box = (tuple(box_offsets), tuple(box_sizes))
                 boxes_of_tensor.setdefault(name, {}).setdefault(box, tensor)
+
             if "tree" in section:
                 tree = _put(tree, section["path"], section["tree"], section["partial"])
 
     def find_shards(name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
-        """Returns a tensor of which several ranks have kept a part each."""
+        """Returns a tensor that several ranks have kept in pieces."""
         shards = []
         for (offsets, sizes), tensor in boxes_of_tensor.get(name, {}).items():
             shards.append(Shard(offsets, tensor.view_as(dtype, sizes)))
+
         num_elements = sum(shard.values.num_elements for shard in shards)
         if lacks_shards and num_elements < math.prod(shape):
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
@@ -371,28 +408,39 @@ def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
 
 
 def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
-    """Returns a tree with a branch put in its place, or merged with what another rank has there.
+    """Returns a copy of a tree of nested dictionaries with a branch inserted at a path.
+
+    Example: `_put({"a": 1}, ["b", "c"], 2, False) -> {"a": 1, "b": {"c": 2}}`.
 
     Args:
-        tree: the tree of a file so far.
-        path: the keys that lead to the place of the branch; empty: it is the whole tree.
-        branch: the tree of a section.
-        is_partial: True if each rank has only some entries of the section.
+        tree: the tree of the file so far.
+        path: the keys that lead to the branch. If it is empty, the branch is the whole tree.
+        branch: the tree of one section.
+        is_partial: True if each rank has kept only some entries of the section. The branch is then
+            merged with what other ranks have at the same path; otherwise it replaces it.
     """
     if not path:
-        return _merged(tree, branch) if is_partial and tree else branch
+        must_merge = is_partial and tree
+        return _merged(tree, branch) if must_merge else branch
+
     first, *rest = path
-    below = tree.get(first)
-    if below is None:
-        below = {}
-    return {**tree, first: _put(below, rest, branch, is_partial)}
+    subtree = tree.get(first)
+    if subtree is None:
+        subtree = {}
+    return {**tree, first: _put(subtree, rest, branch, is_partial)}
 
 
 def _merged(tree: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of both: those that the first lacks are taken from the second.
+    """Merges the entries that two ranks have kept of one object. Where both have one, `tree` wins.
 
-    Both are the entries of a module, {"$ordered": [[name, tree or None], ...]} with all names, or
-    those of another object by number, {"$dict": [[number, tree], ...]}; {} if there are none.
+    There are two forms. A module has an entry for every name, which is None if another rank has it:
+
+        {"$ordered": [["a", A], ["b", None]]} and {"$ordered": [["a", None], ["b", B]]}
+        -> {"$ordered": [["a", A], ["b", B]]}
+
+    Another object has entries by number, or is {} if it has none:
+
+        {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
     """
     if "$ordered" in tree:
         entry_of_name = dict(branch["$ordered"])
@@ -400,6 +448,7 @@ def _merged(tree: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any
         for name, entry in tree["$ordered"]:
             pairs.append([name, entry_of_name.get(name) if entry is None else entry])
         return {**tree, "$ordered": pairs}
+
     entries = dict(tree.get("$dict", []))
     for number, entry in branch.get("$dict", []):
         entries.setdefault(number, entry)
