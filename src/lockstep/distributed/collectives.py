@@ -1,21 +1,26 @@
-"""Collectives on tensors, numbers and nests of them; on one process they are the identity.
+"""Sums, gathers and broadcasts over all ranks, of tensors, numbers and nested containers of them.
 
-A *nest* is a tensor, number or text, or lists and dicts of them; those are its *leaves*. A rank
-*contributes* if its values count: all do, but in a pipeline only the first ranks, which hold the
-results. Before any data moves, the ranks compare a *digest* of which collective each of them called
-and what it passed.
+A *nest* is a tensor, number or string, or a list or dict of nests; the values inside it are its
+*leaves*. All ranks *contribute* to a result, except in a pipeline, where only the first ranks hold
+values that count. Before any data moves, the ranks compare a hash (the *digest*) of what each of
+them called and passed.
 
-That is one 16-byte all-gather on the CPU side, the same for every collective. If the ranks agree,
-which is nearly always, the collective proceeds. If not, every rank learns what every other called,
-and either the difference is harmless (a rank whose loop had no batch passes the number 0 instead of
-a tensor) or all of them raise the same error. The alternative is what c10d does: wrong numbers, a
-hang, an aborted process, or a message without a name.
+Comparing digests takes one all-gather of 16 bytes per rank. The ranks nearly always agree, and the
+collective proceeds. If they do not, every rank learns what every other rank called. Either the
+difference is harmless (a rank whose loop had no batch passes the number 0 instead of a tensor), or
+all ranks raise the same error. Without this check, c10d would return wrong numbers, hang, abort the
+process, or raise an error that does not say which collectives were mixed up.
 
-Communication pattern, after the digest: `barrier` nothing; `exchange` one all-gather of lengths and
-first bytes, and where a text is longer one of the rest, padded; `sum`, `mean`, `max` and `min` one
-all-reduce for each tensor, all numbers of a nest travelling in one exchange; `gather` one
-all-gather for each tensor, padded to the longest first dimension; `broadcast` one exchange and one
-broadcast for each tensor.
+What each collective communicates after the digest:
+
+- `barrier`: nothing.
+- `exchange`: one all-gather of the length and the first bytes of each rank's text; if a text is
+  longer, a second, padded all-gather of the rest.
+- `sum`, `mean`, `max`, `min`: one all-reduce for each tensor, and one exchange for all numbers.
+- `gather`: one all-gather for each tensor, padded to the largest number of rows.
+- `broadcast`: one exchange, and one broadcast for each tensor.
+
+In a run with a single process, nothing is communicated.
 """
 
 from __future__ import annotations
@@ -63,46 +68,57 @@ from lockstep.user_code import user_call
 from lockstep.wording import format_ranks
 
 TEXT_LENGTH = struct.Struct("=q")
-"""How an exchange sends the length of a rank's text."""
+"""The format in which an exchange sends the length of a rank's text: an 8-byte integer."""
 FIRST_TEXT_BYTES = 120
-"""An exchange sends this much of a text together with its length. Numbers, and most of what ranks
-tell each other, are no longer."""
+"""The number of bytes of a text that an exchange sends together with its length. Most texts that
+ranks exchange fit, so that a second all-gather is rarely needed."""
 
 
 class RankHistory(Protocol):
-    """What each rank did since the ranks were last compared. It must be equal on all ranks."""
+    """Records what this rank has done since the ranks were last compared.
+
+    Each collective checks that the records are equal on all ranks.
+    """
 
     def history_digest(self) -> Any:
-        """Returns, as JSON, a summary that each collective includes in its digest."""
+        """Returns a short summary, as JSON, which becomes part of each collective's digest."""
 
     def history_details(self) -> Any:
-        """Returns, as JSON, what `compare_histories` needs of each rank."""
+        """Returns the details, as JSON, that `compare_histories` needs from each rank."""
 
     def compare_histories(self, details_of_ranks: list[Any]) -> None:
-        """Called on all ranks if their digests differ, with the details of each rank."""
+        """Raises an error if the histories differ by mistake.
+
+        It is called on all ranks when their digests differ.
+
+        Args:
+            details_of_ranks: the result of `history_details` on each rank.
+        """
 
 
 class Collectives:
     """The collectives of one run.
 
     Args:
-        topology: this process's place.
-        device: where CUDA backends need their tensors; CPU tensors stay on the CPU.
+        topology: this process's rank, and how many ranks there are.
+        device: the device on which this rank receives tensors from other ranks.
     """
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.topology = topology
         self.device = device
         self.data_parallel = DataParallelRank(topology.rank, topology.size)
-        """What this rank computes of a global batch; the strategy may replace it."""
+        """Which part of each global batch this rank computes; the strategy may replace it."""
         self.blocked_reason: str | None = None
-        """Why a collective would hang just now (set by an evaluation loop), or None."""
+        """Why a collective would hang at this point of the program, or None if it would not. An
+        evaluation loop sets it."""
         self.in_main_process_first = False
-        """True inside the block of `main_process_first`, where the other ranks are not."""
+        """True inside the block of `main_process_first`, which ranks do not run together."""
         self.sum_listeners: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
-        """Called on all ranks with the leaves that this rank passed to a sum, and the sums."""
+        """Functions that are called on all ranks after each sum, with the leaves that this rank
+        passed and with the resulting sums."""
         self.rank_histories: list[RankHistory] = []
-        """What each collective compares besides the call itself."""
+        """Records that each collective compares between the ranks, besides the call itself."""
 
     @property
     def single_process(self) -> bool:
@@ -111,7 +127,7 @@ class Collectives:
 
     @property
     def num_contributing_ranks(self) -> int:
-        """How many ranks contribute. In a pipeline these are the first ranks; otherwise all."""
+        """The number of ranks that contribute: in a pipeline the first ones, otherwise all."""
         return self.data_parallel.size
 
     @property
@@ -120,10 +136,10 @@ class Collectives:
         return self.topology.rank < self.num_contributing_ranks
 
     def exchange(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in the order of the ranks.
+        """Returns a list with the value of every rank, in the order of the ranks.
 
         Args:
-            value: what JSON can hold. Tuples come back as lists.
+            value: this rank's value, which must be serializable as JSON. Tuples come back as lists.
         """
         self._agree_on_call(CallDescription("exchange"))
         return self._exchange(value)
@@ -150,31 +166,33 @@ class Collectives:
         return pytree.tree_map(lambda leaf: divide(leaf, self.num_contributing_ranks), total)
 
     def gather(self, value: Any, *, gradient: bool = False) -> Any:
-        """Returns the leaves of all ranks that contribute, on every rank.
+        """Gathers the leaves of all contributing ranks, and returns them on every rank.
 
-        Tensors of shape `(n_r, *)` are concatenated to `(sum of n_r, *)` in the order of the ranks,
-        0-dimensional ones stacked to `(size,)`; numbers and texts become lists of length `size`,
-        where `size` is the number of ranks that contribute.
+        With 2 ranks that pass tensors of shapes `(3, 8)` and `(2, 8)`, the result has shape `(5,
+        8)`: tensors are concatenated along the first dimension, in the order of the ranks.
+        0-dimensional tensors are stacked to a vector; numbers and strings become lists. Both have
+        one element for each contributing rank.
 
         Args:
-            value: a tensor, a number, a text, or a nest of them.
-            gradient: the result carries gradients back to the tensors of every rank. The gradient
-                of a rank's rows is the sum, over ranks, of the gradients of their losses with
-                respect to these rows (one all-reduce in the backward pass, in which all ranks must
-                take part).
+            value: a tensor, number or string, or a nest of them.
+            gradient: True to let gradients flow back to the tensors of every rank. The gradient of
+                a tensor is then the sum of its gradients from the losses of all ranks. This takes
+                one all-reduce in the backward pass, in which all ranks must take part.
         """
         leaves, spec = pytree.tree_flatten(value)
-        # For each rank the descriptions of its leaves: type, dtype and shape.
+        # For each rank, the descriptions of its leaves: type, dtype and shape.
         leaves_of_rank = self._agree_on_call(describe_call("gather", leaves, spec), can_be_joined)
         if gradient and not self.single_process:
-            leaves = self._with_gradients_alike(leaves)
+            leaves = self._with_equal_requires_grad(leaves)
+
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):  # a number or a text
+            if not isinstance(leaf, Tensor):  # a number or a string
                 leaf_of_rank = self._exchange(leaf)
                 # The ranks that contribute come first.
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])
                 continue
+
             rows_of_rank = [descriptions[position].num_rows for descriptions in leaves_of_rank]
             needs_gradient = gradient and leaf.requires_grad and torch.is_grad_enabled()
             if needs_gradient and not self.single_process:
@@ -184,47 +202,56 @@ class Collectives:
                 gathered.append(self._gather_tensor(leaf, rows_of_rank))
         return pytree.tree_unflatten(gathered, spec)
 
-    def _with_gradients_alike(self, leaves: list[Any]) -> list[Any]:
-        """Returns the leaves so that each needs a gradient on all ranks, or on none.
+    def _with_equal_requires_grad(self, leaves: list[Any]) -> list[Any]:
+        """Makes each leaf require a gradient on all ranks, if it requires one on any rank.
 
-        All ranks must take part in the backward pass. A rank whose tensor needs no gradient, such
-        as the output of a frozen model, takes part with a copy whose gradient is thrown away.
+        All ranks must take part in the backward pass of a gather. A rank whose own tensor requires
+        no gradient (the output of a frozen model, for example) takes part with a detached tensor,
+        whose gradient is never used.
 
         Raises:
-            UsageError: some ranks record no gradients, so that they could not take part.
+            UsageError: some ranks are under `torch.no_grad()`, so they would not take part.
         """
-        needs_gradient = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        state_of_rank = self._exchange([torch.is_grad_enabled(), needs_gradient])
-        silent_ranks = [rank for rank, state in enumerate(state_of_rank) if not state[0]]
-        if len(silent_ranks) == len(state_of_rank):  # nobody wants gradients
+        requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        answers = self._exchange([torch.is_grad_enabled(), requires_grad])
+        grad_enabled_on_rank = [grad_enabled for grad_enabled, _ in answers]
+        requires_grad_on_rank = [flags for _, flags in answers]  # each has one flag per leaf
+
+        if not any(grad_enabled_on_rank):  # no rank will run a backward pass
             return leaves
-        if silent_ranks:
+        if not all(grad_enabled_on_rank):
+            silent_ranks = [
+                rank for rank, grad_enabled in enumerate(grad_enabled_on_rank) if not grad_enabled
+            ]
             raise UsageError(
                 "world.gather(..., gradient=True)",
                 f"{format_ranks(silent_ranks)} called it under torch.no_grad(), the others did not",
                 "call it under no_grad() on all ranks or on none",
             )
-        alike = []
+
+        result = []
         for position, leaf in enumerate(leaves):
-            is_needed = any(state[1][position] for state in state_of_rank)
-            if is_needed and not leaf.requires_grad:
+            required_on_any_rank = any(flags[position] for flags in requires_grad_on_rank)
+            if required_on_any_rank and not leaf.requires_grad:
                 leaf = leaf.detach().requires_grad_()
-            alike.append(leaf)
-        return alike
+            result.append(leaf)
+        return result
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Returns rank `source`'s value on every rank.
+        """Sends the value of rank `source` to all ranks, and returns it on every rank.
 
         Args:
-            value: what `gather` takes, or None, or a nest of these. It is used on rank `source`
-                only; the other ranks may pass None.
+            value: a tensor, number, string or None, or a nest of them. Only rank `source`'s value
+                is used; the other ranks may pass None.
             source: the rank that sends.
         """
         if self.single_process:
             return value
-        # What this rank sends: its value, taken apart, on rank `source`, and nothing elsewhere.
+
+        # Only rank `source` has something to send; the other ranks keep this empty nest.
         sent = PackedNest(form={}, tensors=[], problem=None)
-        if type(source) is not int or not 0 <= source < self.topology.size:
+        is_a_rank = type(source) is int and 0 <= source < self.topology.size
+        if not is_a_rank:
             problem = (
                 f"world.broadcast(..., source={source!r})",
                 f"it is not the number of a rank: there are {self.topology.size} of them",
@@ -233,17 +260,23 @@ class Collectives:
             sent = PackedNest(form={}, tensors=[], problem=problem)
         elif self.topology.rank == source:
             sent = pack_nest(value)
+
         # If there is a problem on any rank, all ranks raise it here.
         self._agree_on_call(
             CallDescription("broadcast", f"from rank {source}", problem=sent.problem)
         )
-        # First the structure and the leaves that are no tensors, as JSON. Then each tensor.
+
+        # First, the structure is sent as JSON, with the numbers and strings in it. A tensor is
+        # represented by its `LeafDescription`, which JSON turns into a list.
         form_of_rank = self._exchange(sent.form)
         form = form_of_rank[source]
+
+        # Then the tensors are sent one by one.
         tensors_to_send = iter(sent.tensors)
         received = []
         for leaf in form["leaves"]:
-            if isinstance(leaf, list):  # JSON has made a list of the `LeafDescription` of a tensor
+            is_tensor = isinstance(leaf, list)
+            if is_tensor:
                 tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
                 leaf = self._broadcast_tensor(tensor_to_send, LeafDescription(*leaf), source)
             received.append(leaf)
@@ -255,7 +288,13 @@ class Collectives:
             self._agree_on_call(CallDescription("barrier"))
 
     def check_not_in_main_process_first(self, action: str) -> None:
-        """Raises UsageError inside `main_process_first`, where the other ranks are not."""
+        """Raises UsageError inside the block of `main_process_first`.
+
+        The ranks run the block one after the other, so a collective would hang there.
+
+        Args:
+            action: what the caller was about to do, for the message.
+        """
         if self.in_main_process_first:
             raise UsageError(
                 f"{action} inside of `with world.main_process_first()`",
@@ -267,23 +306,25 @@ class Collectives:
         """Reduces every leaf over the ranks: tensors by an all-reduce, numbers by an exchange.
 
         Args:
-            name: "sum", "mean" (which sums too), "max" or "min".
+            name: "sum", "mean", "max" or "min". For "mean", only the sum is computed here; the
+                caller divides it.
             value: a nest of tensors and numbers.
-            combine: reduces the numbers of all ranks to one.
+            combine: function that reduces a list with one number for each rank to one number.
 
         Returns:
-            A nest like `value`, with the reduction of each leaf. On one process it is `value`.
+            A nest like `value` that has the reduced leaves. In a single process, `value` itself.
         """
         leaves, spec = pytree.tree_flatten(value)
         leaves_of_rank = self._agree_on_call(describe_call(name, leaves, spec), can_be_reduced)
         if self.single_process:
             return value
-        # `leaves_of_rank` has a row for each rank. This has one for each leaf: its type, dtype and
-        # shape on each rank.
-        descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
 
+        # Transposed from [rank][leaf] to [leaf][rank]: the type, dtype and shape of one leaf on
+        # each rank.
+        descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
         reduced_numbers = self._reduce_numbers(leaves, descriptions_of_leaf, combine)
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
+
         reduced = []
         for position, leaf in enumerate(leaves):
             if position in reduced_numbers:
@@ -291,11 +332,13 @@ class Collectives:
                 check_fits(name, number, descriptions_of_leaf[position])
                 reduced.append(number_like(leaf, number, descriptions_of_leaf[position]))
             else:
-                # Every rank must take part. One that does not contribute must not change anything.
+                # Every rank must take part in an all-reduce. A rank that does not contribute passes
+                # a tensor that leaves the result unchanged, such as zeros for a sum.
                 contribution = leaf if self.contributes else identity_element(leaf, operation)
                 reduced.append(all_reduced_copy(contribution, operation))
+
         if name == "sum":
-            for listener in self.sum_listeners:  # checks that look for mistakes of the script
+            for listener in self.sum_listeners:  # they look for mistakes in the user's script
                 listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
 
@@ -305,17 +348,18 @@ class Collectives:
         descriptions_of_leaf: Sequence[Sequence[LeafDescription]],
         combine: Callable[[list[Number]], Number],
     ) -> dict[int, Number]:
-        """Reduces the leaves that are numbers, or tensors without dimensions, on all ranks.
+        """Reduces, in one exchange, all leaves that are numbers or 0-dimensional tensors.
 
-        All of them travel in one exchange.
+        Example, for a sum: rank 0 passes the leaves `[tensor, 1, 5]` and rank 1 `[tensor, 2, 6]`.
+        The result is `{1: 3, 2: 11}`.
 
         Args:
-            leaves: what this rank passed.
+            leaves: the leaves that this rank passed.
             descriptions_of_leaf: for each leaf, its type, dtype and shape on each rank.
-            combine: reduces the numbers of all ranks to one.
+            combine: function that reduces a list with one number for each rank to one number.
 
         Returns:
-            The reduced numbers, by the positions of the leaves.
+            The reduced numbers, by the position of their leaf in `leaves`.
         """
         positions = []
         local_numbers = []
@@ -325,41 +369,47 @@ class Collectives:
                 local_numbers.append(leaf.item() if isinstance(leaf, Tensor) else leaf)
         if not positions:
             return {}
+
         numbers_of_rank = self._exchange(local_numbers)
         # The ranks that contribute come first.
         contributed = numbers_of_rank[: self.num_contributing_ranks]
-        reduced: dict[int, Number] = {}
-        for column, position in enumerate(positions):
-            reduced[position] = combine([numbers[column] for numbers in contributed])
-        return reduced
+
+        # Transposed from [rank][number] to [number][rank], so that each number can be reduced.
+        numbers_over_ranks = zip(*contributed, strict=True)
+        return {
+            position: combine(list(numbers))
+            for position, numbers in zip(positions, numbers_over_ranks, strict=True)
+        }
 
     def _agree_on_call(
         self,
         call: CallDescription,
         is_compatible: Callable[[Sequence[LeafDescription]], bool] | None = None,
     ) -> list[tuple[LeafDescription, ...]]:
-        """Compares this rank's call with the calls of all others; every collective begins with it.
+        """Checks that all ranks make the same call. Every collective begins with this.
 
         Args:
-            call: what this rank called.
-            is_compatible: returns True if the descriptions of one leaf on all ranks, which are not
-                equal, are no mistake; None: they must be equal.
+            call: the collective that this rank called, and what was passed to it.
+            is_compatible: function that takes the descriptions of one leaf on all ranks, and
+                returns True if their differences are allowed. If None, they must be equal.
 
         Returns:
-            The leaves that each rank passed, in the order of the ranks.
+            For each rank, the descriptions of the leaves that it passed.
 
         Raises:
             UsageError: a collective cannot be called here, or some rank cannot take part.
-            RanksDifferError: the ranks called different collectives. All of them raise it.
+            RanksDifferError: the ranks called different collectives. All ranks raise it.
         """
-        # Exchanges are Lockstep's own, and made only where all ranks make them.
-        if self.blocked_reason is not None and call.name != "exchange":
+        # Only Lockstep itself makes exchanges, at points that all ranks reach.
+        is_called_by_user = call.name != "exchange"
+        if self.blocked_reason is not None and is_called_by_user:
             raise UsageError(
                 f"world.{call.name} in the body of an evaluation loop",
                 self.blocked_reason,
                 "sum up inside the loop and call the collective once, after it",
             )
         self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
+
         history = [part.history_digest() for part in self.rank_histories]
         if self.single_process or self._digests_agree(call, history):
             return self._same_leaves_on_all_ranks(call)
@@ -370,49 +420,58 @@ class Collectives:
         call: CallDescription,
         is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
     ) -> list[tuple[LeafDescription, ...]]:
-        """Finds out on all ranks how their calls, or their histories, differ.
+        """Decides what happens after the digests of the ranks have turned out to differ.
 
-        The history of a rank is what it did before the call (`RankHistory`). Every rank sends its
-        call and its history. If the difference is harmless, the collective proceeds. Otherwise all
-        ranks raise the same error.
+        Every rank sends its call and its history (what it did before the call, see `RankHistory`).
+        If the difference is harmless, the collective proceeds. Otherwise all ranks raise the same
+        error.
 
         Args:
-            call: what this rank called.
-            is_compatible: returns True if the descriptions of one leaf on all ranks, which are not
-                equal, are no mistake; None: they must be equal.
+            call: the collective that this rank called, and what was passed to it.
+            is_compatible: function that takes the descriptions of one leaf on all ranks, and
+                returns True if their differences are allowed. If None, they must be equal.
 
         Returns:
-            The leaves that each rank passed, in the order of the ranks.
+            For each rank, the descriptions of the leaves that it passed.
         """
         call_with_user_call = call._replace(user_call=user_call())
         details = [part.history_details() for part in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
-        calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
-        # `compare_histories` raises an error if the histories differ in a way that is a mistake.
+
+        # An error is raised here if the histories differ by mistake.
         for index, part in enumerate(self.rank_histories):
             part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
-        # If the calls are equal, only the histories differ, and that is no mistake.
+
+        # If the calls are equal, only the histories differ, and that is harmless.
+        calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:
             return self._same_leaves_on_all_ranks(call)
-        # All ranks called the same collective, and some rank cannot take part: all raise its error.
+
+        # If all ranks called the same collective, but one cannot take part, all raise its error.
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
                     was_set, found, do = other.problem
                     raise UsageError(was_set, f"rank {rank}: {found}", do, of_rank=rank)
-        # All passed nests of the same structure, and the leaves differ in ways that are no mistake,
-        # such as the number of rows of what is gathered.
+
+        # If only the leaves differ, this may be allowed: for example, ranks may pass tensors with
+        # different numbers of rows to `gather`.
         leaves_of_rank = [other.leaves for other in calls]
         forms = {(other.name, other.detail, other.structure) for other in calls}
         if len(forms) == 1 and is_compatible is not None:
             descriptions_of_leaf = zip(*leaves_of_rank, strict=True)
             if all(is_compatible(descriptions) for descriptions in descriptions_of_leaf):
                 return leaves_of_rank
+
         raise calls_differ_error(calls)
 
     def _same_leaves_on_all_ranks(self, call: CallDescription) -> list[tuple[LeafDescription, ...]]:
-        """Returns the leaves of each rank if all have made this call; raises its problem."""
+        """Returns the leaves of each rank, given that all ranks have made this same call.
+
+        Raises:
+            UsageError: the call is one that cannot be carried out.
+        """
         if call.problem is not None:
             raise UsageError(*call.problem)
         return [call.leaves] * self.topology.size
@@ -421,40 +480,45 @@ class Collectives:
         """Returns True if all ranks make the same call, with the same history before it.
 
         Args:
-            call: what this rank called.
-            history: what it did before, as JSON (see `RankHistory`).
+            call: the collective that this rank called, and what was passed to it.
+            history: what this rank did before, as JSON (see `RankHistory`).
 
         Raises:
-            RanksDifferError: other ranks do something else than a collective of Lockstep's, such
-                as averaging gradients.
+            RanksDifferError: other ranks are communicating for another reason than a collective of
+                this class; they are averaging gradients, for example.
         """
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
+
         try:
             digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
             called = user_call()
             if called is None:  # the user's line is not known, so the error cannot name it
                 raise
-            # Not `from error`: it says the same, with lines of Lockstep's own in its traceback.
+            # `from None`, as the original error says the same with a traceback through Lockstep.
             raise RanksDifferError(
                 f"{called} on some ranks only", error.found, advise_call_on_all_ranks([called])
             ) from None
+
         return bool((digest_of_rank == digest).all())
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Returns a list with the value of every rank, without comparing calls before.
+        """Returns the values of all ranks, without first checking that all ranks call this.
 
-        Each value travels as JSON: its length and first bytes in one all-gather, and the rest, if
-        the text of some rank is longer, in another one.
+        Each value is sent as JSON. A first all-gather sends the length of the text and its first
+        bytes. If any text is longer, a second all-gather sends the rest.
         """
         text = json.dumps(value)
         if self.single_process:
             return [json.loads(text)]
+
+        # All ranks must send the same number of bytes, so a short text is padded with spaces, which
+        # JSON ignores.
         data = text.encode()
-        # All ranks must send equally much. A short text is padded with spaces, which JSON ignores.
         first_bytes = data[:FIRST_TEXT_BYTES].ljust(FIRST_TEXT_BYTES)
         message = _bytes_to_tensor(TEXT_LENGTH.pack(len(data)) + first_bytes)
+
         lengths = []
         texts = []
         for row in self._all_gather(message).tolist():
@@ -462,16 +526,18 @@ class Collectives:
             (length,) = TEXT_LENGTH.unpack_from(received)
             lengths.append(length)
             texts.append(received[TEXT_LENGTH.size :])
+
         if max(lengths) > FIRST_TEXT_BYTES:
             rest_lengths = [max(0, length - FIRST_TEXT_BYTES) for length in lengths]
             own_rest = _bytes_to_tensor(data[FIRST_TEXT_BYTES:])
             rest_of_rank = self._all_gather_padded(own_rest, rest_lengths)
             for rank, rest in enumerate(rest_of_rank):
                 texts[rank] += bytes(rest.tolist())
+
         return [json.loads(text) for text in texts]
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, which have one shape, stacked: one row a rank."""
+        """Stacks the tensors of all ranks, which must have the same shape: row 0 is rank 0's."""
         rows = tensor.new_empty(self.topology.size, *tensor.shape)
         routing.all_gather(rows, tensor)
         return rows
@@ -489,68 +555,85 @@ class Collectives:
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def _gather_tensor(self, tensor: Tensor, rows_of_rank: Sequence[int]) -> Tensor:
-        """Returns the rows of all ranks that contribute, concatenated; without a gradient.
+        """Concatenates the rows of all contributing ranks. The result carries no gradient.
+
+        In a single process, a tensor with rows is returned unchanged, with its gradient.
 
         Args:
-            tensor: this rank's rows; a 0-dimensional tensor is one row.
+            tensor: this rank's rows. A 0-dimensional tensor is taken as one row.
             rows_of_rank: the number of rows of each rank.
         """
-        if self.single_process:  # the tensor itself, which may have a gradient
+        if self.single_process:
             return tensor if tensor.dim() else tensor.detach().reshape(1)
+
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if not self.contributes:
             rows = rows[:0]
-        # The rows travel as bytes, since a backend can gather some dtypes only.
+
+        # The rows are sent as bytes, because some backends cannot gather every dtype.
         bytes_per_row = rows.shape[1:].numel() * rows.element_size()
         contributed_rows = rows_of_rank[: self.num_contributing_ranks]
         lengths = [num_rows * bytes_per_row for num_rows in contributed_rows]
-        # The ranks that do not contribute take part with no bytes.
+        # The ranks that do not contribute must take part too, and send no bytes.
         lengths += [0] * (self.topology.size - self.num_contributing_ranks)
+
         joined = torch.cat(self._all_gather_padded(to_bytes(rows), lengths))
         return from_bytes(joined, rows.dtype, (sum(contributed_rows), *rows.shape[1:]))
 
     def _broadcast_tensor(
         self, tensor: Tensor | None, description: LeafDescription, source: int
     ) -> Tensor:
-        """Returns the tensor of rank `source` on every rank.
+        """Sends the tensor of rank `source` to all ranks, and returns it on every rank.
+
+        The result is on the device of the tensor on rank `source`, and on `self.device` elsewhere.
 
         Args:
-            tensor: what this rank sends; None on all ranks but the source.
+            tensor: the tensor to send; None on all ranks but `source`.
             description: the dtype and shape of the tensor.
             source: the rank that sends.
         """
         dtype: torch.dtype = getattr(torch, description.dtype)
         shape = torch.Size(description.shape)
-        # The tensor of the source may be on the CPU; the others receive it on their device.
+
         if tensor is None:
             num_bytes = shape.numel() * dtype.itemsize
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         else:
-            # A copy, because the result is made of this memory.
+            # A copy, because the returned tensor uses this memory and must not be the user's own.
             data = to_bytes(tensor).to(self.device, copy=True)
+
         routing.broadcast(data, source)
         received = from_bytes(data, dtype, shape)
         return received if tensor is None else received.to(tensor.device)
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """An all-gather and its adjoint.
+    """An all-gather whose backward pass sums the gradients over the ranks.
 
-    What is minimised is the mean over ranks of their losses, each times its weight, and DDP or FSDP
-    takes that mean. The rows of a rank are part of the loss of every rank, so their gradient is the
-    sum over ranks; then the mean is exact for parts of any sizes, whether each rank computes the
-    loss of the whole batch or of its own rows against all.
+    The rows of one rank enter the losses of all ranks, so their gradient is the sum of the
+    gradients of all these losses. DDP or FSDP then averages the gradients of the parameters over
+    the ranks, which gives the exact gradient of the mean of the (weighted) losses. This holds for
+    any distribution of the rows, and whether each rank computes the loss of the whole batch or that
+    of its own rows against all rows.
     """
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, collectives: Collectives, rows_of_rank: list[int]
     ) -> Tensor:
-        """Returns the rows of all ranks that contribute; `tensor` has those of this rank."""
-        rank = collectives.topology.rank
+        """Concatenates the rows of all contributing ranks.
+
+        Args:
+            ctx: object that keeps what `backward` needs.
+            tensor: this rank's rows.
+            collectives: the collectives of the run.
+            rows_of_rank: the number of rows of each rank.
+        """
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
-        # The rows of this rank in the result, which has the rows of rank 0, of rank 1, ...
+
+        # The result has the rows of rank 0, then those of rank 1, and so on.
+        rank = collectives.topology.rank
         ctx.first_row = sum(rows_of_rank[:rank])
         ctx.num_rows = rows_of_rank[rank]
         return collectives._gather_tensor(tensor, rows_of_rank)
@@ -560,11 +643,13 @@ class _GatherWithGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Returns the gradient of this rank's rows, summed over the losses of all ranks."""
         total = all_reduced_copy(gradient, dist.ReduceOp.SUM)
+
         if ctx.contributes:
             own_rows = total[ctx.first_row : ctx.first_row + ctx.num_rows]
             gradient_of_tensor = own_rows.reshape(ctx.shape)
         else:  # the rows of this rank are not in the result
             gradient_of_tensor = total.new_zeros(ctx.shape)
+
         # One gradient for each argument of `forward`; only the tensor has one.
         return gradient_of_tensor, None, None
 
@@ -577,15 +662,18 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T]) -> T:
-    """Calls `work` on every rank and returns this rank's result. If it raises, all ranks raise.
+    """Calls `work` and returns its result. If `work` raises on one rank, all ranks raise.
+
+    All ranks must call this. So no rank goes on, and waits in vain for one that has failed.
 
     Args:
-        collectives: of the run.
-        action: what `work` does, for messages.
-        work: returns the result of this rank.
+        collectives: the collectives of the run.
+        action: what `work` does, for error messages.
+        work: function that returns the result of this rank.
     """
 
     def work_without_answer() -> tuple[T, None]:
+        """Calls `work`, and has nothing to tell the other ranks."""
         return work(), None
 
     result, _ = exchange_on_all_ranks(collectives, action, work_without_answer)
@@ -598,18 +686,20 @@ def gather_answers(
     make_answer: Callable[[], Any],
     error_type: type[LockstepError] = CheckpointError,
 ) -> list[Any]:
-    """Calls `make_answer` on every rank and returns the answers of all ranks, on every rank.
+    """Calls `make_answer` on every rank, and returns the answers of all ranks on every rank.
 
     If it raises on one rank, all ranks raise, as in `exchange_on_all_ranks`.
 
     Args:
-        collectives: of the run.
-        action: what `make_answer` does, for messages.
-        make_answer: returns the answer of this rank, which JSON can hold.
-        error_type: what the other ranks raise.
+        collectives: the collectives of the run.
+        action: what `make_answer` does, for error messages.
+        make_answer: function that returns the answer of this rank, which must be serializable as
+            JSON.
+        error_type: type of the error that the other ranks raise.
     """
 
     def work_without_result() -> tuple[None, Any]:
+        """Makes the answer of this rank, and has no result to keep."""
         return None, make_answer()
 
     _, answers = exchange_on_all_ranks(collectives, action, work_without_result, error_type)
@@ -622,24 +712,25 @@ def exchange_on_all_ranks(
     work: Callable[[], tuple[T, Any]],
     error_type: type[LockstepError] = CheckpointError,
 ) -> tuple[T, list[Any]]:
-    """Calls `work` on every rank. If it raises on one rank, all ranks raise.
+    """Calls `work` on every rank, and exchanges the answers. If one rank fails, all ranks raise.
 
-    No rank waits in vain: a rank on which `work` raises takes part in the exchange that follows,
-    and sends its error instead of an answer.
+    A rank on which `work` raises still takes part in the exchange, and sends its error instead of
+    an answer. So the other ranks do not wait for it in vain.
 
     Args:
-        collectives: of the run.
-        action: what `work` does, for messages.
-        work: returns the result of this rank, and an answer that JSON can hold for all ranks.
-        error_type: what the other ranks raise.
+        collectives: the collectives of the run.
+        action: what `work` does, for error messages.
+        work: function that returns two values: the result of this rank, and an answer for all
+            ranks, which must be serializable as JSON.
+        error_type: type of the error that the other ranks raise.
 
     Returns:
         The result of this rank, and the answers of all ranks.
 
     Raises:
-        LockstepError: `work` raised. The rank where it did raises its own error, the others one of
-            `error_type` with the same text.
-        UsageError: in the body of an evaluation loop.
+        LockstepError: `work` raised. That rank raises its own error; the others raise an error of
+            type `error_type` with the same text.
+        UsageError: this was called in the body of an evaluation loop.
     """
     if collectives.blocked_reason is not None:
         raise UsageError(
@@ -647,6 +738,7 @@ def exchange_on_all_ranks(
             collectives.blocked_reason,
             "do it after the loop",
         )
+
     failure: Exception | None = None
     message: dict[str, Any]
     try:
@@ -655,10 +747,11 @@ def exchange_on_all_ranks(
     except LockstepError as error:
         failure = error
         message = {"error": (error.was_set, error.found, error.do)}
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # of any type, as the other ranks must not wait for this rank
         failure = error
         found = f"{type(error).__name__}: {error}"
         message = {"error": (action, found, "see the traceback of that rank")}
+
     messages = collectives.exchange(message)
     if failure is not None:
         raise failure
@@ -674,8 +767,8 @@ def check_same_metric(was_set: str, values: Sequence[Any], code: str | None = No
 
     Args:
         was_set: where the metric was passed, for the message.
-        values: the metric of each rank. NaN is equal to NaN.
-        code: of the entry in the catalogue of findings.
+        values: the value of the metric on each rank. NaN counts as equal to NaN.
+        code: code of the error in the catalogue of findings.
     """
     distinct_values = {str(value) for value in values}
     if len(distinct_values) > 1:

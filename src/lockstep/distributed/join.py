@@ -1,20 +1,22 @@
-"""The join protocol: how ranks that have met at a store decide whether to start the run.
+"""The join protocol, by which the processes of a run decide whether the run can start.
 
-Each rank writes a *join request* with its *manifest* (command, code, versions, settings) to the
-store. Rank 0 reads all requests and writes the *decision*: start, or an error that all ranks then
-raise. The processes whose requests count, one for each rank, are the *members* of the run.
-Everything written is JSON. The keys, on a store of torch's (no process group exists yet):
+The processes share a *store* (torch's key-value store). Each writes a *join request* with its
+*manifest* (command, code, versions, settings) to it. Rank 0 reads all requests and writes the
+*decision*: either to start, or an error that all ranks then raise. If two processes claim the same
+rank, the first one is the *member* of the run. No process group exists yet.
+
+The protocol in the order of its steps; all values are JSON:
 
     each rank   n = add("requests", 1); set("request/n", its request)
-    rank 0      set("rank 0", its request); reads the requests until all ranks have come, two have
-                the same rank, two have different world sizes, or the time is over; then
+    rank 0      set("rank 0", its request); reads requests until all ranks have come, two have the
+                same rank, two have different world sizes, or the time is up; then
                 set("member/rank", n) for each rank, and set("decision", ...)
-    each rank   reads the decision; set("read/n"); goes on, or raises what the decision says; goes
-                on only where its own request is the one that counts
+    each rank   reads the decision, and set("read/n", ""); raises the error of the decision, or
+                continues if its own request is that of the member
     rank 0      after an error, stays until the others have read it, as it may host the store
 
-Only rank 0 reads what all others have written, and the size of its answer does not grow with their
-number. If each of 1024 ranks read each manifest, half a gigabyte would be moved.
+Only rank 0 reads all requests, and the size of the decision does not grow with the number of
+requests. If each of 1024 ranks read every manifest, half a gigabyte would be sent.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
 
 GRACE_S = 5.0
-"""How long past the deadline a rank waits for a rank 0 that has come, and rank 0 for readers."""
+"""How many seconds longer than the timeout a rank waits for the decision of a rank 0 that has come,
+and how long rank 0 waits until the others have read an error."""
 
 REQUEST_MARK = '{"number": '
 """How the JSON of a `JoinRequest` begins."""
@@ -49,10 +52,10 @@ JoinFailure = errors.JoinError | errors.RanksDifferError
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What one process has written to the store."""
+    """The request of one process to join the run, as it stands in the store."""
 
     number: int
-    """Counts the requests, from 1."""
+    """The number of the request, from 1, in the order in which the processes came."""
     rank: int
     size: int
     """The world size that the process was started with."""
@@ -67,7 +70,8 @@ class JoinRequest:
     local_size: int = 1
     node_rank: int = 0
     unknown: Sequence[str] = ()
-    """Which of the three numbers before the process does not know yet: see `Topology.unknown`."""
+    """The names of those of the three fields above that the process does not know yet (see
+    `Topology.unknown`)."""
 
     @property
     def process(self) -> str:
@@ -76,25 +80,27 @@ class JoinRequest:
 
 
 def read_request(store: Store, key: str) -> JoinRequest:
-    """Returns the request that was written under a key; the key must exist."""
+    """Reads the request that is stored under a key, which must exist."""
     return JoinRequest(**json.loads(store.get(key)))
 
 
 def name_machines(requests: Sequence[JoinRequest]) -> list[str]:
-    """Returns a name for the machine of each request, which is equal for those of one machine.
+    """Returns the name of each request's machine. Different machines get different names.
 
-    The name is the host name. If several machines have the same one, the second is called "name
-    (2)", and so on. As for NCCL, two processes are on one machine if both host name and boot id are
-    equal: containers of one machine share the boot id, and machines may share a host name.
+    The name is the host name. If several machines have the same host name, such as "node", they are
+    called "node", "node (2)", and so on.
+
+    Two processes are on one machine if both the host name and the boot id are equal, which is
+    NCCL's rule too. The host name is not enough, as two machines may have the same one. The boot id
+    is not enough either: containers on one machine share it.
     """
     boot_ids_of_host: dict[str, list[str]] = {}
     names = []
     for request in requests:
-        if request.host not in boot_ids_of_host:
-            boot_ids_of_host[request.host] = []
-        boot_ids = boot_ids_of_host[request.host]
+        boot_ids = boot_ids_of_host.setdefault(request.host, [])
         if request.boot_id not in boot_ids:  # another machine with this host name
             boot_ids.append(request.boot_id)
+
         number = boot_ids.index(request.boot_id) + 1
         names.append(request.host if number == 1 else f"{request.host} ({number})")
     return names
@@ -105,11 +111,11 @@ class Join:
     """One rank's side of the join protocol, from its request to the decision."""
 
     store: Store
-    """The store in which the ranks of this run, and of no other, meet."""
+    """The store that the ranks share. Its keys belong to this run only."""
     topology: Topology
     manifest: Mapping[str, str]
     store_location: str
-    """The place of the store, for messages."""
+    """The address or path of the store, for messages."""
     timeout_s: float
     """How long ranks wait for each other."""
     file: Path | None = None
@@ -120,27 +126,29 @@ class Join:
     """The requests that rank 0 has read."""
 
     def agree(self) -> list[str]:
-        """Asks to join and returns when rank 0 has decided to start the run.
+        """Asks to join, and returns once rank 0 has decided to start the run.
 
         Returns:
-            The host of each rank, as `name_machines` returns them.
+            The name of each rank's machine (see `name_machines`).
 
         Raises:
-            JoinError, RanksDifferError: the same on all ranks.
+            JoinError, RanksDifferError: the run does not start. All ranks raise the same error.
         """
         try:
-            # If two processes have rank 0, the first one decides and the second asks like others.
-            # The key counts them.
+            # Two processes may claim rank 0 by mistake. Then only the first one decides, and the
+            # second one waits for its decision, as other ranks do.
             decides = self.topology.is_main and self.store.add("ranks 0", 1) == 1
             request = self._write_request()
             if decides:
                 return self._decide(request)
             return self._await_decision(request)
-        except RuntimeError as error:  # what torch's stores raise
+        except RuntimeError as error:  # torch's stores raise this type, and so does Lockstep
             if isinstance(error, errors.LockstepError):
                 raise
             reason = str(error).partition("\n")[0]
-        # Raised outside of the `except` block: the context of the error would keep the store alive.
+
+        # This is raised outside the `except` block, so that the new error does not refer to the old
+        # one, whose traceback would keep the store alive.
         raise errors.MissingRankError(
             self._requested_run,
             f"rank 0 or its store went away during the join ({reason})",
@@ -169,12 +177,12 @@ class Join:
 
     @property
     def _requested_run(self) -> str:
-        """What the user asked for, as error messages say it."""
+        """The run that the user asked for, as error messages describe it."""
         return f"a run of {self.topology.size} processes that meet at {self.store_location}"
 
     @property
     def _advice_for_second_run(self) -> str:
-        """What to give a second run, so that it does not meet this one."""
+        """The advice on what a second run needs so that it does not meet this one."""
         if self.file is None:
             return "a port of its own"
         return "a file of its own (if no other run uses this one, it is left over: remove it)"
@@ -182,10 +190,13 @@ class Join:
     # On every rank but rank 0
 
     def _await_decision(self, request: JoinRequest) -> list[str]:
-        """Waits for rank 0's decision; returns the host of each rank, or raises its error.
+        """Waits for rank 0's decision, and raises the error if the decision is one.
 
         Args:
-            request: what this process has written.
+            request: this process's own request.
+
+        Returns:
+            The name of each rank's machine.
         """
         advice_on_file = ""
         if self.file is not None:
@@ -201,15 +212,19 @@ class Join:
                 "look at rank 0's process: it was ended, stopped, or its machine is out of reach"
                 + advice_on_file,
             )
+
         decision = json.loads(self.store.get("decision"))
-        self.store.set(f"read/{request.number}", "")  # rank 0 may wait for it before it leaves
+        # After an error, rank 0 keeps the store open until it sees this key.
+        self.store.set(f"read/{request.number}", "")
+
         if decision["error"] is not None:
             error_name, was_set, found, do, may_pass = decision["error"]
-            error_class = getattr(errors, error_name)  # such as `MissingRankError`
+            error_class = getattr(errors, error_name)  # for example `MissingRankError`
             error: JoinFailure = error_class(was_set, found, do, may_pass=may_pass)
             raise error
 
-        # The decision has each host once, with the number of its consecutive ranks.
+        # Consecutive ranks of one host are written as one pair:
+        # [["a", 2], ["b", 1]] -> ["a", "a", "b"]
         hosts = []
         for host, num_ranks in decision["hosts"]:
             hosts += [host] * num_ranks
@@ -217,11 +232,11 @@ class Join:
         return hosts
 
     def _await_rank_0(self, request: JoinRequest, advice_on_file: str) -> None:
-        """Returns when rank 0 has come to the store; raises MissingRankError if it does not.
+        """Waits until rank 0 has come to the store; raises MissingRankError if it does not come.
 
         Args:
-            request: what this process has written.
-            advice_on_file: ends the advice, if the store is a file.
+            request: this process's own request.
+            advice_on_file: text that is appended to the advice; empty if the store is not a file.
         """
         if self._wait_for_key("rank 0", time.monotonic() + self.timeout_s):
             return
@@ -232,7 +247,7 @@ class Join:
         )
 
     def _wait_for_key(self, key: str, deadline: float) -> bool:
-        """Returns True as soon as the store has the key, and False after the deadline."""
+        """Waits for a key of the store. Returns False if it has not appeared by the deadline."""
         return wait_until(
             lambda: self.store.check([key]),
             deadline,
@@ -240,19 +255,21 @@ class Join:
         )
 
     def _check_is_member(self, request: JoinRequest, num_members: int) -> None:
-        """Raises DuplicateRankError if the run has started with another process of this rank.
+        """Raises DuplicateRankError if the run has started without this process.
+
+        That happens if another process had claimed the same rank before.
 
         Args:
-            request: what this process has written.
-            num_members: the number of ranks of the run, for each of which the store has the number
-                of the request that counts.
+            request: this process's own request.
+            num_members: the number of members, which is the world size of the run.
         """
-        # A process of a second, larger run may have a rank that this run does not have. Any member
-        # will do then: its number is another one than this request's.
+        # This process may belong to a second, larger run by mistake, and have a rank that the run
+        # at this store does not have. The modulo then picks some member of the run to name.
         member_rank = request.rank % num_members
         member_number = int(self.store.get(f"member/{member_rank}"))
         if member_number == request.number:
             return
+
         member = read_request(self.store, f"request/{member_number}")
         raise errors.DuplicateRankError(
             self._requested_run,
@@ -264,40 +281,47 @@ class Join:
     # On rank 0
 
     def _decide(self, own_request: JoinRequest) -> list[str]:
-        """Waits for the other ranks, writes the decision, and acts on it as the other ranks do.
+        """Waits for the other ranks, then decides whether the run starts and tells all ranks.
 
         Args:
-            own_request: what this process, which has rank 0, has written.
+            own_request: the request of this process, which has rank 0.
 
         Returns:
-            The host of each rank.
+            The name of each rank's machine.
 
         Raises:
-            JoinError, RanksDifferError: the run does not start. Once the other ranks have read
-                that, the file of the store, if it has one, is removed.
+            JoinError, RanksDifferError: the run does not start. Before this is raised, the other
+                ranks have had time to read the decision, and the store's file has been removed.
         """
         self.store.set("rank 0", json.dumps(vars(own_request)))
         wait_until(self._can_decide, time.monotonic() + self.timeout_s)
-        # If several processes have one rank, the first one is the member.
+
+        # If several processes claim the same rank, the first one is the member.
         first_request_of_rank: dict[int, JoinRequest] = {}
         for request in self.requests:
-            if request.rank not in first_request_of_rank:
-                first_request_of_rank[request.rank] = request
+            first_request_of_rank.setdefault(request.rank, request)
         members = [first_request_of_rank[rank] for rank in sorted(first_request_of_rank)]
 
-        # Only if all ranks have come, once each, can their manifests be compared.
+        # The manifests can only be compared if each rank has come exactly once, so the checks for
+        # that come first.
         error = self._find_contradiction() or self._find_absence() or self._find_mismatch(members)
         error_fields = None
         if error is not None:
             texts = (error.was_set, error.found, error.do)
             error_fields = (type(error).__name__, *texts, error.may_pass)
+
+        # Consecutive ranks mostly share a host, so they are written as one pair:
+        # ["a", "a", "b"] -> [("a", 2), ("b", 1)]
         hosts = name_machines(members)
-        # Consecutive ranks mostly share a host, so each host is written once, with their number.
         host_counts = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+
+        # The members are written before the decision, since ranks look them up when they have read
+        # the decision.
         if error is None:
             for member in members:
                 self.store.set(f"member/{member.rank}", str(member.number))
         self.store.set("decision", json.dumps({"hosts": host_counts, "error": error_fields}))
+
         if error is not None:
             self._wait_for_readers(own_request, error)
             if self.file is not None:
@@ -306,12 +330,12 @@ class Join:
         return hosts
 
     def _can_decide(self) -> bool:
-        """Returns True if all ranks have come, or an error is certain already."""
+        """Reads new requests. Returns True if all ranks have come, or an error is certain."""
         self._read_new_requests()
         return self._find_contradiction() is not None or not self._missing_ranks()
 
     def _read_new_requests(self) -> None:
-        """Adds the requests that were written since the last call to `requests`."""
+        """Appends all requests to `self.requests` that were written since the last call."""
         while True:
             next_key = f"request/{len(self.requests) + 1}"
             if not self.store.check([next_key]):
@@ -319,12 +343,12 @@ class Join:
             self.requests.append(read_request(self.store, next_key))
 
     def _missing_ranks(self) -> set[int]:
-        """Returns the ranks of which no request has been read."""
+        """Returns the ranks that have not come, as far as rank 0 has read the requests."""
         ranks_that_came = {request.rank for request in self.requests}
         return set(range(self.topology.size)) - ranks_that_came
 
     def _find_contradiction(self) -> JoinFailure | None:
-        """Returns the error if processes differ in the world size or have the same rank."""
+        """Returns an error if processes have different world sizes or the same rank, else None."""
         ranks_of_size = group_by_key((request.size, request.rank) for request in self.requests)
         if len(ranks_of_size) > 1:
             texts = []
@@ -337,6 +361,7 @@ class Join:
                 "start all with the same world size, and give a second run "
                 f"{self._advice_for_second_run}",
             )
+
         requests_of_rank = group_by_key((request.rank, request) for request in self.requests)
         for rank in sorted(requests_of_rank):
             requests = requests_of_rank[rank]
@@ -351,14 +376,16 @@ class Join:
         return None
 
     def _find_absence(self) -> JoinFailure | None:
-        """Returns the error if ranks did not come in time."""
+        """Returns an error if ranks did not come in time, else None."""
         missing_ranks = self._missing_ranks()
         if not missing_ranks:
             return None
+
         ranks_of_host = group_by_key((request.host, request.rank) for request in self.requests)
         ranks_that_came = []
         for host, ranks in ranks_of_host.items():
             ranks_that_came.append(f"{format_ranks(ranks)} on {host}")
+
         pronoun = "it" if len(missing_ranks) == 1 else "them"
         return errors.MissingRankError(
             self._requested_run,
@@ -369,28 +396,34 @@ class Join:
         )
 
     def _find_mismatch(self, members: Sequence[JoinRequest]) -> JoinFailure | None:
-        """Returns the error if the manifests of the members differ."""
+        """Returns an error if the manifests of the members differ, else None.
+
+        Differences that are harmless, such as a `--local-rank` argument, are ignored.
+        """
         manifests = [member.manifest for member in members]
         if not mismatches(manifests):
             return None
+
         lines = mismatches(without_harmless_differences(manifests, self._topologies_of(members)))
         if not lines:
             return None
+
         do = "start the same command, with the same code and versions, on every machine"
         if any(line.startswith("arguments: ") for line in lines):
             do += (
                 "; an argument may differ if its value is the rank, local rank or machine number "
                 "of each process and its name says so (--rank, --local-rank, --node-rank)"
             )
-        # A launcher starts the same commands, with the same code and versions, again.
+
+        # A restart would not help, as a launcher starts the same commands and code again.
         found = "; ".join(lines)
         return errors.RanksDifferError(self._requested_run, found, do, may_pass=False)
 
     def _topologies_of(self, members: Sequence[JoinRequest]) -> list[Topology]:
-        """Returns the place of each rank, as it will be once the run has started.
+        """Returns the topology of each rank, as it will be once the run has started.
 
         Args:
-            members: the processes of the run, in the order of their ranks.
+            members: the members of the run, in the order of their ranks.
         """
         hosts = name_machines(members)
         topologies = []
@@ -407,23 +440,28 @@ class Join:
         return topologies
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
-        """Waits, up to `GRACE_S`, until all processes that may still come have read the error.
+        """Waits, up to `GRACE_S` seconds, until the other processes have read the error.
+
+        Rank 0 may host the store, so the others could not read the error after it has exited.
 
         Args:
-            own_request: that of rank 0, which need not read its own error.
-            error: what the decision says.
+            own_request: the request of rank 0 itself.
+            error: the error of the decision.
         """
-        # These ranks are not waited for: they have had the whole timeout to come.
-        ranks_are_missing = isinstance(error, errors.MissingRankError)
+        # Ranks that are missing have had the whole timeout to come, so they are not waited for.
+        # After any other error, some processes may still be on their way.
+        more_may_come = not isinstance(error, errors.MissingRankError)
 
         def all_have_read() -> bool:
-            """Returns True if each process that may come has come and has read the decision."""
+            """Returns True if every expected process has come and has read the decision."""
             self._read_new_requests()
-            if not ranks_are_missing:
+            if more_may_come:
                 largest_size = max(request.size for request in self.requests)
                 if len(self.requests) < largest_size:
-                    return False  # more processes are expected
-            keys = []  # each process writes its own after it has read the decision
+                    return False
+
+            # Each process sets its key when it has read the decision.
+            keys = []
             for request in self.requests:
                 if request.number != own_request.number:
                     keys.append(f"read/{request.number}")

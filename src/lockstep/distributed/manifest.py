@@ -1,8 +1,9 @@
-"""What all ranks must have in common before the first step: command, code, versions, settings.
+"""Checks that all ranks run the same command and code, with the same versions and settings.
 
-A rank's *manifest* is a dict of texts, such as `{"arguments": "train.py --lr 0.1", "python":
-"3.12", ...}`. The ranks compare their manifests when they join the run (see `join`), and the
-differences become lines such as "arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'".
+Each rank collects these facts in a *manifest*, a dict of strings such as `{"arguments": "train.py
+--lr 0.1", "python": "3.12", ...}`. When the ranks join the run (see `join`), their manifests are
+compared, and each difference is reported in one line: "arguments: rank 0 has '--lr 0.1', rank 1 has
+'--lr 0.2'".
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MAX_VALUES_SHOWN = 4
 
 
 def collect(settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns this rank's manifest: the command, the code, the versions and the settings.
+    """Collects this rank's manifest: its command, code, versions and settings.
 
     Args:
-        settings: what else must be equal on all ranks, such as the seed.
+        settings: further values that must be equal on all ranks, such as the seed, by name.
     """
     manifest = {
         "arguments": shlex.join(masking.mask_secrets(command_of_script(sys.argv))),
@@ -56,16 +57,20 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
 def without_harmless_differences(
     manifests: Sequence[Mapping[str, str]], topologies: Sequence[Topology]
 ) -> list[dict[str, str]]:
-    """Returns the manifests without the differences of arguments that may be, see `arguments`.
+    """Returns the manifests with all allowed differences of their arguments blanked out.
+
+    An argument may differ if it is the rank of the process, for example in `--local-rank=1`. The
+    module `arguments` has the rules.
 
     Args:
-        manifests: one for each rank, in the order of the ranks.
-        topologies: the place of each rank.
+        manifests: the manifest of each rank, in the order of the ranks.
+        topologies: the topology of each rank.
     """
     compared = [dict(manifest) for manifest in manifests]
     texts = [manifest.get("arguments", "") for manifest in manifests]
     if len(set(texts)) == 1:
         return compared
+
     places = []
     for topology in topologies:
         places.append(
@@ -76,6 +81,7 @@ def without_harmless_differences(
                 processes_of_machine=topology.local_size,
             )
         )
+
     commands = [shlex.split(text) for text in texts]
     launch = Launch(
         places,
@@ -90,19 +96,20 @@ def without_harmless_differences(
 
 
 def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns one line for each field that is not equal on all ranks.
+    """Describes each field that is not equal on all ranks, in one line per field.
 
     Args:
-        manifests: one for each rank, in the order of the ranks.
+        manifests: the manifest of each rank, in the order of the ranks.
 
     Returns:
         Lines such as "arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'". Ranks with the
         same value are grouped.
     """
-    # The fields that any rank has, in the order in which they come; a set would lose the order.
+    # A dict serves as an ordered set of the names of all fields that any rank has.
     field_names: dict[str, None] = {}
     for manifest in manifests:
         field_names.update(dict.fromkeys(manifest))
+
     lines = []
     for name in field_names:
         ranks_of_value = group_by_key(
@@ -110,6 +117,7 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
         )
         if len(ranks_of_value) == 1:
             continue
+
         texts = []
         for value, ranks in list(ranks_of_value.items())[:MAX_VALUES_SHOWN]:
             verb = "has" if len(ranks) == 1 else "have"
@@ -122,9 +130,9 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def cuda_version() -> str:
-    """Returns the version of CUDA or ROCm that torch was built for, such as `12.8` or `ROCm 6.4`.
+    """Returns the version of CUDA or ROCm that torch was built for: `12.8` or `ROCm 6.4`.
 
-    `none` if torch was built for neither.
+    Returns `none` if torch was built for neither.
     """
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
@@ -132,7 +140,7 @@ def cuda_version() -> str:
 
 
 def nccl_version() -> str:
-    """Returns the version of NCCL, or of RCCL under ROCm, such as `2.27.5`; `none` without it."""
+    """Returns the version of NCCL (RCCL under ROCm), such as `2.27.5`; `none` if torch has none."""
     is_built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
     if not is_built_for_gpus or not dist.is_nccl_available():
         return "none"
@@ -141,7 +149,7 @@ def nccl_version() -> str:
 
 
 def _script_hash() -> str:
-    """Returns a hash of the source of the script that runs."""
+    """Returns a hash of the script that was started; `none` if there is no file (at a prompt)."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None or not Path(path).is_file():
         return "none"

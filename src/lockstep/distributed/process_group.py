@@ -1,9 +1,9 @@
-"""Joining and leaving a run: from settings and environment to an open process group.
+"""Joins and leaves a run: opens torch's process group and everything around it, and closes it.
 
-A `Run` is one process's part in a training job. `join_run` finds out which rank this process is,
-meets the other ranks at a *store* (torch's key-value store, which they share before a process
-group exists), chooses the device and opens the process group; `leave` closes all of it. A *choice*
-is something Lockstep decided by itself, with the reason, for the log.
+`join_run` finds out which rank this process is, meets the other ranks at a *store* (torch's
+key-value store, which works before a process group exists), chooses the device and opens the
+process group. It returns a `Run`, and a list of *choices*: what Lockstep decided by itself, with
+the reasons, for the log. `leave` closes everything again.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ if TYPE_CHECKING:
 
 
 MAIN_PROCESS_FIRST_TIMEOUT = timedelta(days=7)
-"""Long enough for any work of rank 0. A rank that has died ends the run in other ways."""
+"""How long the other ranks wait for rank 0: longer than any preparation of data takes. If rank 0
+dies, the launcher ends the run."""
 
 CLOSING_TIMEOUT = timedelta(seconds=5)
-"""How long a request to the store may take at the end of a run, when its rank may have left."""
+"""How long a request to the store may take at the end of a run, when the rank that serves the store
+may have left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +63,16 @@ class Run:
     topology: Topology
     device: torch.device
     backend: str
-    """In torch's notation; empty on one process, where there is no process group."""
+    """The backend in torch's notation, such as "gloo"; empty in a single process, which has no
+    process group."""
     collectives: Collectives
     step: Step
     settings: Settings
     joined: Joined | None
-    """The store that the ranks met at; None on one process."""
+    """The store at which the ranks have met; None in a single process."""
     examples: list[Callable[[], Any]] = field(default_factory=list)
-    """Functions that return a batch of a loader that is being prepared, for strategies that
-    measure."""
+    """Functions that return an example batch of a loader that is being prepared. A strategy that
+    measures how fast the model is calls them."""
     link: Link | None = None
     """The network between machines; None if there is one machine, or it was not measured."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -89,14 +92,15 @@ class Run:
 
 _current_run: Run | None = None
 _num_joins = 0
-"""How often this process has joined a run."""
+"""How many times this process has tried to join a run of several ranks."""
 
 
 @contextmanager
 def store_at_end(joined: Joined) -> Iterator[Store]:
-    """Gives the store of the run for a few requests at its end, with a short timeout.
+    """Gives the store of the run a short timeout, for a few last requests at the end of the run.
 
-    If the store's rank has left, the block ends early and nothing is raised.
+    If the rank that serves the store has left already, the `with` block ends early and no error is
+    raised.
     """
     store: Any = joined.store  # torch's annotations leave `timeout` out
     timeout_before = store.timeout
@@ -106,29 +110,31 @@ def store_at_end(joined: Joined) -> Iterator[Store]:
     except RuntimeError:
         return
     finally:
-        # Checkpoints that are still being written need the long timeout.
+        # Checkpoints that are still being written use the store, too, and need the long timeout.
         store.set_timeout(timeout_before)
 
 
 def run_of(module: nn.Module) -> Run | None:
-    """Returns the run that a module was prepared in, if that is the current run; else None.
+    """Returns the current run if the module was prepared in it, else None.
 
-    A module that `torch.compile` made from a prepared module belongs to the run, too.
+    A module that `torch.compile` made from a prepared module counts as prepared, too.
     """
     run = _current_run
     if run is None:
         return None
-    # Look for the module itself, then for the one that was given to `torch.compile`, and so on.
+
+    # If the module itself was not prepared, the module that was passed to `torch.compile` may have
+    # been. Modules can be compiled more than once.
     while not any(reference() is module for reference in run.prepared):
         inner_module = without_compile(module)
-        if inner_module is module:  # it is not compiled
+        if inner_module is module:  # it was not made by `torch.compile`
             return None
         module = inner_module
     return run
 
 
 def blocked_reason() -> str | None:
-    """Returns why a collective of the current run would hang just now, or None."""
+    """Returns why a collective of the current run would hang if it were called now, or None."""
     if _current_run is None:
         return None
     return _current_run.collectives.blocked_reason
@@ -141,37 +147,40 @@ def join_run(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> tuple[Run, list[Choice]]:
-    """Brings the processes together and opens the process group.
+    """Waits for the other ranks, and opens the process group.
 
     Args:
-        settings: what the user set.
+        settings: the user's settings.
         environ: the environment variables.
-        rank: of this process, if the script gives it instead of a launcher.
-        world_size: given together with `rank`.
+        rank: the rank of this process, if the script sets it instead of a launcher.
+        world_size: the number of ranks, if the script sets it instead of a launcher.
 
     Returns:
         The run, and what Lockstep chose for it.
 
     Raises:
-        JoinError: the ranks did not come together within `settings.join_timeout_s`.
-        RanksDifferError: they run other code, arguments, versions or settings.
-        SettingError: something that was set cannot be honoured.
+        JoinError: the ranks did not come together within `settings.join_timeout_s` seconds.
+        RanksDifferError: the ranks run different code, arguments, versions or settings.
+        SettingError: a setting is impossible here.
         UsageError: this process is in a run already.
     """
     global _current_run
-    if _current_run is not None or dist.is_initialized():
-        if _current_run is not None:
-            found = "this process is in a run already"
-        else:
-            found = "torch.distributed.init_process_group was called before it"
+    found = None
+    if _current_run is not None:
+        found = "this process is in a run already"
+    elif dist.is_initialized():
+        found = "torch.distributed.init_process_group was called before it"
+    if found is not None:
         raise UsageError(
             "lockstep.init",
             found,
             "call lockstep.init once, and nothing else that opens a process group; "
             "world.close() leaves the run",
         )
+
     topology = _find_topology(environ, settings.init_method, rank, world_size)
-    set_rank(topology.rank if topology.size > 1 else None)
+    set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
+
     joined = None
     try:
         if topology.size > 1:
@@ -184,6 +193,7 @@ def join_run(
             joined.close(others_leave=False)
         set_rank(None)
         raise
+
     _current_run = run
     return run, choices
 
@@ -191,19 +201,24 @@ def join_run(
 def _find_topology(
     environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
 ) -> Topology:
-    """Returns this process's place, from the environment or from the arguments of `init`.
+    """Finds out which rank this process is, of how many, and on which machine.
+
+    This follows from the environment variables that a launcher has set, or else from the arguments
+    of `lockstep.init`.
 
     Args:
-        environ: the environment variables, in which a launcher has set the place.
-        init_method: the argument of `init`, such as `tcp://host:port`.
-        rank: the argument of `init`; None if it was not given.
-        world_size: the argument of `init`; None if it was not given.
+        environ: the environment variables.
+        init_method: the argument of `lockstep.init`, such as `tcp://host:port`.
+        rank: the argument of `lockstep.init`; None if it was not given.
+        world_size: the argument of `lockstep.init`; None if it was not given.
 
     Raises:
-        SettingError: only one of `rank` and `world_size` is given, or a launcher says otherwise.
+        SettingError: only one of `rank` and `world_size` is given, or the launcher has set other
+            values.
     """
     detected = detect(environ, sys.argv[1:]) or Topology()
-    if (rank is None) != (world_size is None):
+
+    if (rank is None) != (world_size is None):  # exactly one of them is given
         raise SettingError(
             f"rank={rank}, world_size={world_size}",
             "only one of them was given",
@@ -211,6 +226,8 @@ def _find_topology(
         )
     if rank is None or world_size is None:
         return detected
+
+    # A launcher and the script may both set the rank, but then they must agree.
     if detected.size > 1:
         if detected.rank == rank and detected.size == world_size:
             return detected
@@ -219,9 +236,10 @@ def _find_topology(
             f"{detected.source} says rank {detected.rank} of {detected.size}",
             "leave them out under a launcher",
         )
-    # Without a launcher nothing says which processes share this machine. If the address of rank 0
-    # is a loopback address, all of them do. Otherwise each is taken to be alone on its machine
-    # until the ranks have met (`Topology.with_hosts`).
+
+    # Without a launcher, it is not known which processes share this machine. If the address of rank
+    # 0 is a loopback address, all of them must be on this machine. Otherwise, each process is
+    # assumed to be alone on its machine until the ranks have met (`Topology.with_hosts`).
     master_host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
         master_host = urlsplit(init_method).hostname
@@ -241,25 +259,28 @@ def _find_topology(
 
 
 def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
-    """Waits for the other ranks at the store and compares settings and versions with theirs.
+    """Waits for the other ranks at the store, and compares settings and versions with theirs.
 
     Returns:
-        The store, and who is where.
+        The store, and the host of each rank.
 
     Raises:
-        JoinError, RanksDifferError, SettingError: see `rendezvous.join`.
+        JoinError, RanksDifferError, SettingError: as in `rendezvous.join`.
     """
     from lockstep.distributed.rendezvous import join  # not needed by a single process
 
     global _num_joins
     _num_joins += 1
+
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
-    # Secrets are hidden in the arguments that the ranks compare.
+    # The arguments are compared with their secrets masked, so the secrets are compared as a hash.
     compared_settings["hidden arguments"] = digest_of_secrets(sys.argv)
-    # A store may outlive this run. The next one must not find the requests of this one there, so
-    # keys contain the launcher's run and restart, and the number of this join. If the script has
-    # numbered the processes, each may have a launcher of its own, and another run of it.
+
+    # A launcher's store may outlive this run, and the next run must not find the requests of this
+    # one in it. So the keys contain the launcher's run id, its number of restarts, and the number
+    # of this join. If the ranks were set by hand, each process may have a launcher of its own, and
+    # their ids would differ; they are left out then.
     run_id = ""
     restart_count = ""
     if not topology.is_set_by_hand:
@@ -280,10 +301,13 @@ def _set_up_run(
     """Chooses the device, opens the process group and builds the run.
 
     Args:
-        topology: this process's place.
-        settings: what the user set.
+        topology: this process's rank and machine.
+        settings: the user's settings.
         environ: the environment variables.
-        joined: the store that the ranks met at; None on one process.
+        joined: the store at which the ranks have met; None in a single process.
+
+    Returns:
+        The run, and what Lockstep chose for it.
     """
     device, reason = choose_device(
         settings.device,
@@ -295,7 +319,7 @@ def _set_up_run(
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif settings.virtual_ranks is None:  # else the number is pinned, and that is printed
+    elif settings.virtual_ranks is None:  # virtual ranks fix the number, which is logged elsewhere
         source = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
         choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {source}"))
 
@@ -313,6 +337,7 @@ def _set_up_run(
     collectives = Collectives(topology, device)
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))
+
     link = None
     several_machines = joined is not None and not topology.one_node
     if several_machines and backend == "gloo" and settings.measure_link:
@@ -321,6 +346,7 @@ def _set_up_run(
         reason = "measured: each machine sends and receives at a time"
         latency = f"{link.latency_s * 1e3:.2g} ms from one machine to the next"
         choices.append(Choice("link", str(link), f"{reason}; {latency}"))
+
     run = Run(
         topology=topology,
         device=device,
@@ -335,16 +361,19 @@ def _set_up_run(
 
 
 def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str) -> list[str]:
-    """Returns the texts of all processes of this machine, this one's included.
+    """Returns the texts of all processes on this machine, including this one.
+
+    The texts are ids of GPUs, and the caller refuses the device if two processes have the same one.
+    So if a text does not come in time, this returns `[text, text]`, and the device is refused.
 
     Args:
-        joined: the store that the ranks met at; None on one process.
-        timeout_s: how long to wait for the texts of the others.
-        text: of this process, such as the id of its GPU. Processes must have different texts, or
-            the device is refused. So if a text does not come in time, the result is `[text, text]`.
+        joined: the store at which the ranks have met; None in a single process.
+        timeout_s: how long to wait for the other processes, in seconds.
+        text: the text of this process.
     """
     if joined is None:
         return [text]
+
     store = joined.store
     keys = [f"here/{rank}" for rank in joined.ranks_on_this_host]
     store.set(f"here/{joined.rank}", text)
@@ -356,12 +385,15 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
 def _share_memory(
     collectives: Collectives, settings: Settings, timeout: timedelta | None
 ) -> Choice:
-    """Makes CPU tensors go through shared memory if that is possible; returns what was chosen.
+    """Makes the ranks of a machine exchange CPU tensors through shared memory, if possible.
 
     Args:
-        collectives: of the run.
-        settings: what the user set. If that is a backend, there is no shared memory.
-        timeout: how long a collective may take; None: torch's default.
+        collectives: the collectives of the run.
+        settings: the user's settings. If they name a backend, that backend is used instead.
+        timeout: how long a collective may take; None for torch's default.
+
+    Returns:
+        What was chosen, for the log.
     """
     if settings.backend is not None:
         shared_memory = None
@@ -379,18 +411,21 @@ def _share_memory(
 
 
 def _measure_link(collectives: Collectives) -> Link | None:
-    """Measures the network between the first ranks of all machines; None if there is only one.
+    """Measures the network between the machines; returns None if there is only one machine.
 
-    Messages go round in a ring of machines: each machine sends to the next one.
+    The machines form a ring, in which each sends messages to the next one. The first rank of each
+    machine does this; the other ranks wait.
     """
+    # Example: the machine of each rank is [0, 0, 1, 1], so the first ranks are [0, 2].
     node_of_rank = collectives.exchange(collectives.topology.node_rank)
-    nodes = list(dict.fromkeys(node_of_rank))  # each once, in order
-    first_ranks = [node_of_rank.index(node) for node in nodes]  # of each node its first rank
+    nodes = list(dict.fromkeys(node_of_rank))  # without duplicates
+    first_ranks = [node_of_rank.index(node) for node in nodes]
     num_machines = len(first_ranks)
     if num_machines == 1:  # although the environment says that there are several
         return None
+
     rank = collectives.topology.rank
-    ring_position = None  # this rank is not the first of its machine, and only waits
+    ring_position = None
     if rank in first_ranks:
         ring_position = first_ranks.index(rank)
 
@@ -399,25 +434,28 @@ def _measure_link(collectives: Collectives) -> Link | None:
 
 
 def _shift_in_ring(first_ranks: Sequence[int], ring_position: int | None, size: int) -> float:
-    """Sends some bytes to the next machine, and receives as many from the one before.
+    """Sends bytes to the next machine, and receives as many from the previous one.
 
     Args:
         first_ranks: the first rank of each machine. These ranks form the ring.
-        ring_position: the position of this rank in it; None if this is no first rank, which
-            does nothing.
+        ring_position: the index of this rank in `first_ranks`. If None, this rank is not part of
+            the ring and does nothing.
         size: the number of bytes.
 
     Returns:
-        The seconds that it took.
+        How long it took, in seconds.
     """
     if ring_position is None:
         return 0.0
+
     data_to_send = torch.zeros(size, dtype=torch.uint8)
     received_data = torch.zeros(size, dtype=torch.uint8)
     next_rank = first_ranks[(ring_position + 1) % len(first_ranks)]
     previous_rank = first_ranks[ring_position - 1]
+
     begin = time.perf_counter()
-    # Sending first may halve the speed, see `routing.start_all_to_all`.
+    # The receive is started first: the other order may halve the speed (see
+    # `routing.start_all_to_all`).
     receiving = dist.irecv(received_data, previous_rank)
     sending = dist.isend(data_to_send, next_rank)
     for work in (receiving, sending):
@@ -431,14 +469,15 @@ def leave(run: Run, *, failed: bool) -> None:
 
     Args:
         run: the run to leave.
-        failed: this process ends with an error, so the others cannot be counted on.
+        failed: True if this process ends with an error. Then it does not wait for other ranks.
     """
     global _current_run
     if _current_run is not run:  # it was left before
         return
     _current_run = None
-    # The stack calls these in reverse order: the extensions are closed first. It calls all of
-    # them, even if one raises.
+
+    # An ExitStack calls its callbacks in reverse order, so the extensions are closed first. It
+    # calls all of them, even if one raises.
     with ExitStack() as stack:
         stack.callback(set_rank, None)
         stack.callback(_leave_group, run, failed)
@@ -449,13 +488,14 @@ def _leave_group(run: Run, failed: bool) -> None:
     """Closes the process groups and the store of a run.
 
     Args:
-        run: the run.
-        failed: this process ends with an error, so the others cannot be counted on.
+        run: the run to leave.
+        failed: True if this process ends with an error. Then it does not wait for other ranks.
     """
     run.groups.clear()
-    if run.joined is None:  # one process
+    if run.joined is None:  # a single process
         return
-    # NCCL would wait for outstanding work of ranks that may never do theirs.
+
+    # NCCL would wait for collectives in which the other ranks may never take part.
     nccl_may_hang = failed and run.device.type == "cuda"
     if not nccl_may_hang:
         close_group()
@@ -463,13 +503,14 @@ def _leave_group(run: Run, failed: bool) -> None:
 
 
 def close_at_exit(close: Callable[..., None]) -> None:
-    """Leaves the run when Python ends.
+    """Leaves the run when Python exits; it is registered with `atexit`.
 
-    Python ends with exit code 0 even if a function raises that was registered with `atexit`. So an
-    error of Lockstep's is printed here and the process ends with the exit code of the error.
+    If a function that `atexit` calls raises an error, Python still exits with code 0. So an error
+    of Lockstep is printed here, and the process exits with the code of that error.
 
     Args:
-        close: called with `failed`: True if the script ended with an exception.
+        close: function that leaves the run. Its argument `failed` is True if the script ended with
+            an exception.
     """
     script_raised = hasattr(sys, "last_type")  # set by an uncaught exception
     try:
@@ -483,20 +524,22 @@ def close_at_exit(close: Callable[..., None]) -> None:
 
 @contextmanager
 def main_process_first(run: Run, call_id: str) -> Iterator[None]:
-    """Lets rank 0 run the block first, then the other ranks.
+    """Lets rank 0 run the `with` block first, then all other ranks.
 
-    They wait at the store, which has no short timeout as collectives have.
+    The other ranks wait for a key of the store, since a collective would run into its timeout if
+    the block of rank 0 takes long.
 
     Args:
         run: the current run.
-        call_id: the same text on all ranks for one call, and another one for each call.
+        call_id: text that identifies this call. It is the same on all ranks.
 
     Raises:
-        UsageError: on the other ranks, if rank 0's block raised.
+        UsageError: the block raised on rank 0. This is raised on the other ranks.
     """
-    if run.joined is None:
+    if run.joined is None:  # a single process
         yield
         return
+
     store = run.joined.store
     key = f"main_process_first/{call_id}"  # rank 0 sets it at the end of its block
     if not run.topology.is_main:
@@ -507,6 +550,7 @@ def main_process_first(run: Run, call_id: str) -> Iterator[None]:
                 "rank 0 raised in its block",
                 "look at rank 0's error",
             )
+
     run.collectives.in_main_process_first = True
     result = "failed"
     try:

@@ -1,13 +1,14 @@
-"""How the ranks meet: at the store of `env://`, `tcp://host:port` or `file:///path`.
+"""Opens the store at which the ranks meet: `env://`, `tcp://host:port` or `file:///path`.
 
-A *store* is torch's key-value store, which processes share before there is a process group. Under
-`env://` and `tcp://` rank 0 serves a TCPStore at an *endpoint* (a host and a port), and the other
-ranks connect to it; `file://` is torch's FileStore (see `init_file`). Once they have met, the ranks
-decide by the protocol of `join` whether the run starts.
+A *store* is torch's key-value store, which processes can share before a process group exists. With
+`env://` and `tcp://`, rank 0 serves a TCPStore at an *endpoint* (a host and a port), and the other
+ranks connect to it. With `file://`, all ranks open torch's FileStore (see `init_file`). Once they
+have met, the ranks decide whether the run starts (see `join`).
 
-Torch's own TCPStore listens on all interfaces; ours is given a socket that listens on one. Before
-torch's client is built, a plain socket finds out what is behind the port, since the client waits
-without end for something that listens but is not a store, and reports all causes alike.
+Two things differ from what torch does by itself. Torch's TCPStore listens on all network
+interfaces; ours is given a socket that listens on one. And before torch's client connects, a plain
+socket finds out what is behind the port: the client would wait forever for a program that listens
+but is not a store, and its errors do not tell the causes apart.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ INIT_METHOD_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///abso
 NOT_A_STORE = "something listens there, but it is not a torch store"
 
 ATTEMPT_TIMEOUT_S = 2.0
-"""How long one attempt to connect, or to be answered, may take."""
+"""How long one attempt may take to connect or to get an answer."""
 OWN_STORE_TIMEOUT_S = 60.0
-"""How long a busy machine may take to answer itself."""
+"""How long this process waits for an answer of its own store; a busy machine is slow."""
 CLOSING_TIMEOUT_S = 5.0
 """How long rank 0 waits until the other ranks have closed the store."""
 FILE_REMOVAL_TIMEOUT_S = 1.0
 """How long rank 0 waits until torch has removed the file of a FileStore."""
 RANK_0_ANNOUNCEMENT_S = 2.0
-"""How long a store may be served before rank 0 has announced itself there."""
+"""How long after a store has been opened rank 0 may take to announce itself in it."""
 
 
 @dataclass(eq=False)
 class Joined:
-    """What the ranks share once they have joined the run: the store, and who is where."""
+    """The store that the ranks share once they have joined the run, and the host of each rank."""
 
     store: Store
-    """For process groups and small messages, until `close`. While anyone has a reference to it, its
-    port or file stays in use."""
+    """Used for process groups and small messages until `close` is called. Its port or file stays in
+    use as long as there is a reference to it."""
     hosts: Sequence[str]
     """The host of each rank."""
     rank: int
@@ -69,38 +70,45 @@ class Joined:
         return [rank for rank, host in enumerate(self.hosts) if host == this_host]
 
     def close(self, *, others_leave: bool = True) -> None:
-        """Closes the store. Each rank calls it after the process group was closed.
+        """Closes the store. Each rank calls this after it has closed the process group.
 
-        If rank 0 serves the store, it waits until the other ranks have closed it. The file of
-        `file://` is removed by torch when the last rank closes its store, or else by rank 0.
+        Rank 0 waits a few seconds until the other ranks have closed the store, since it may serve
+        it. The file of a FileStore is removed by torch when the last rank closes the store; if
+        torch fails to do so, rank 0 removes it.
 
         Args:
-            others_leave: True if the other ranks will close it too, so that rank 0 should wait for
-                them (for a few seconds).
+            others_leave: True if the other ranks will close the store, too. If False, rank 0 does
+                not wait for them.
         """
         store = self.store
         del self.store
-        if not self.served_by_rank_0 and self.file is None:
-            return  # the launcher serves it
+
+        served_by_launcher = not self.served_by_rank_0 and self.file is None
+        if served_by_launcher:
+            return
+
         others_have_left = False
-        # A RuntimeError: the other side has gone, which is what this rank is about to do.
+        # The store raises a RuntimeError if the rank at the other end has gone. That is harmless,
+        # as this rank is about to leave as well.
         with suppress(RuntimeError):
             if self.rank != 0:
-                store.set(f"left/{self.rank}", "")  # tells rank 0 that this rank needs it no longer
+                store.set(f"left/{self.rank}", "")  # rank 0 waits for this key
                 return
             if others_leave:
                 keys = [f"left/{rank}" for rank in range(1, len(self.hosts))]
                 deadline = time.monotonic() + CLOSING_TIMEOUT_S
                 others_have_left = wait_until(partial(store.check, keys), deadline)
-        del store  # torch closes it when nothing refers to it any more
+
+        del store  # torch closes the store when the last reference is gone
         if others_have_left and self.file is not None:
             _remove_file(self.file)
 
 
 def _remove_file(file: Path) -> None:
-    """Removes the file of a FileStore that all ranks have closed, if torch does not remove it.
+    """Removes the file of a FileStore that all ranks have closed, unless torch does so in time.
 
-    If two ranks close it at the same time, torch's count of users may let neither be the last.
+    The last rank that closes the store should remove its file. But if two ranks close it at the
+    same time, torch may count wrongly, so that neither of them is the last.
     """
     deadline = time.monotonic() + FILE_REMOVAL_TIMEOUT_S
     if not wait_until(lambda: not file.exists(), deadline):
@@ -115,24 +123,27 @@ def join(
     timeout: float,
     attempt: str = "0",
 ) -> Joined:
-    """Meets the other ranks; returns on all of them, or raises the same error on all of them.
+    """Meets the other ranks at the store, and starts the run on all of them or on none.
+
+    If the run cannot start, all ranks that have met raise the same error.
 
     Args:
-        topology: this process's place.
-        init_method: `env://` (also None), `tcp://host:port` or `file:///path`.
-        manifest: from `manifest.collect`; must be equal on all ranks.
+        topology: this process's rank and machine.
+        init_method: `env://`, `tcp://host:port` or `file:///path`. None means `env://`.
+        manifest: the result of `manifest.collect`, which must be equal on all ranks.
         timeout: how long ranks wait for each other, in seconds.
-        attempt: distinguishes restarts that meet at the same store of a launcher.
+        attempt: text that sets this start of the run apart from others, such as restarts, at the
+            same store.
 
     Raises:
         SettingError: the init method is malformed, or the address of rank 0 is not known.
-        MissingRankError: a rank did not come; says which.
+        MissingRankError: a rank did not come; the error says which.
         DuplicateRankError: two processes have the same rank.
         WorldSizeError: the ranks were started with different world sizes.
-        RanksDifferError: the manifests differ; says where and how.
-        MasterUnreachableError: rank 0's address does not resolve, refuses, does not answer, or is
-            not a store's.
-        PortTakenError: rank 0's port belongs to another program.
+        RanksDifferError: the manifests differ; the error says where and how.
+        MasterUnreachableError: rank 0's host name does not resolve, the connection is refused,
+            nothing answers, or what answers is not a store.
+        PortTakenError: another program uses rank 0's port.
         StaleInitFileError: the file is left over from an earlier run.
     """
     opened = _open_store(topology, init_method, manifest, timeout, attempt)
@@ -143,7 +154,9 @@ def join(
         failure = error.with_traceback(None)
     else:
         return Joined(run_store, hosts, topology.rank, opened.served_by_rank_0, opened.file)
-    # While somebody looks at the error, nothing may refer to the store: that frees port and file.
+
+    # The caller may keep the error, with this frame in its traceback. Without references to the
+    # store here and in the older traceback, the store is closed, and its port or file is free.
     del opened, run_store
     raise failure
 
@@ -166,18 +179,27 @@ def _open_store(
     timeout: float,
     attempt: str,
 ) -> _OpenedStore:
-    """Serves the store, connects to it, or opens its file. Arguments and errors: see `join`."""
+    """Opens the store of the init method; rank 0 serves it where nobody else does.
+
+    The arguments and errors are those of `join`.
+    """
     location = parse_init_method(topology, init_method)
+
+    # A file: all ranks open it.
     if isinstance(location, Path):
         store = open_file(location, topology.size, timeout)
         return _OpenedStore(store, f"file://{location}", served_by_rank_0=False, file=location)
+
+    # A store that the launcher serves: all ranks connect to it.
     is_master_address = (
         location.host == topology.master_addr and location.port == topology.master_port
     )
-    if topology.agent_store and is_master_address:  # the launcher serves a store there
+    if topology.agent_store and is_master_address:
         location_text = f"the launcher's store at tcp://{location}"
         store = connect(location, timeout)
         return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
+
+    # Any other address: rank 0 serves the store, and the other ranks connect to it.
     if topology.is_main:
         store = _serve_or_connect(location, topology, manifest, timeout, attempt)
     else:
@@ -186,7 +208,10 @@ def _open_store(
 
 
 def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint | Path:
-    """Returns where the store is: an endpoint, or the path of a file.
+    """Returns the endpoint or the file path that an init method stands for.
+
+    Examples: `tcp://node1:29500` stands for an endpoint, `file:///shared/init` for a path. None is
+    the same as `env://`.
 
     Raises:
         SettingError: the init method is malformed, or it is `env://` and rank 0's address is not
@@ -194,6 +219,7 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     """
     if init_method is None or init_method == "env://":
         return _endpoint_of_environment(topology)
+
     if init_method.startswith("file://"):
         path = Path(init_method.removeprefix("file://"))
         if not path.is_absolute():
@@ -201,12 +227,14 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
                 init_method, "the path is not absolute (three slashes after 'file:')"
             )
         return path
+
     try:
         parts = urlsplit(init_method)
         host = parts.hostname
         port = parts.port
     except ValueError as error:
         raise _malformed_error(init_method, str(error)) from None
+
     if parts.scheme != "tcp":
         raise _malformed_error(init_method, f"the scheme is {parts.scheme!r}")
     if not host:
@@ -216,13 +244,18 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     if parts.path.strip("/") or parts.query:
         found = "something follows the port; rank and world_size are arguments of init"
         raise _malformed_error(init_method, found)
-    # At a loopback address only processes of this machine can meet.
+
+    # A loopback address can only be reached by processes on the same machine.
     one_node = topology.one_node or network.means_loopback(host)
     return Endpoint(host, port, one_node)
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:
-    """Returns the endpoint of `env://`: MASTER_ADDR and MASTER_PORT."""
+    """Returns the endpoint that MASTER_ADDR and MASTER_PORT name; used for `env://`.
+
+    Raises:
+        SettingError: one of them is not set.
+    """
     if topology.master_addr is None or topology.master_port is None:
         missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
         raise errors.SettingError(
@@ -230,8 +263,9 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
             f"{missing} is not set, so rank 0 cannot be found",
             f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
         )
-    # Processes of one machine meet at a loopback address. But if the launcher serves the store, it
-    # listens at the address that the launcher has chosen.
+
+    # If all processes are on one machine, they meet at a loopback address. But a launcher that
+    # serves the store has chosen its address, and listens only there.
     one_node = topology.one_node and not topology.agent_store
     return Endpoint(topology.master_addr, topology.master_port, one_node)
 
@@ -241,7 +275,7 @@ def _malformed_error(init_method: str, found: str) -> errors.SettingError:
 
 
 def _store_of_run(store: Store, attempt: str) -> Store:
-    """Returns the part of a store that belongs to this attempt to start a run."""
+    """Returns a view of a store that prefixes all keys with this attempt to start a run."""
     return PrefixStore(f"lockstep/{attempt}", store)
 
 
@@ -252,20 +286,20 @@ def _serve_or_connect(
     timeout: float,
     attempt: str,
 ) -> Store:
-    """Serves rank 0's store and returns it.
+    """Serves rank 0's store, or connects to the store of a second process that is rank 0, too.
 
-    If another process with rank 0 of the same run serves one already, it returns that process's
-    store, so that all ranks are told of the duplicate.
+    Two processes may be started as rank 0 of the same run by mistake. If the second one also joins
+    at the store of the first, the join protocol reports the duplicate to all ranks.
 
     Args:
-        endpoint: where the store is served.
-        topology: this process's place.
+        endpoint: the host and port at which to serve the store.
+        topology: this process's rank and machine.
         manifest: the command, code, versions and settings of this process.
         timeout: how long ranks wait for each other, in seconds.
-        attempt: with it begin the keys of this attempt to start the run.
+        attempt: text that distinguishes this attempt to start the run in the keys of the store.
 
     Raises:
-        PortTakenError: something else has the port.
+        PortTakenError: the port is used by another program or by another run.
     """
     try:
         return serve(endpoint, timeout)
@@ -273,12 +307,16 @@ def _serve_or_connect(
         found = _look_for_store(endpoint, time.monotonic() + ATTEMPT_TIMEOUT_S)
         if not found.is_store:
             raise
-    # The port has a store already. Is the process that serves it rank 0 of this run?
+
+    # Another process serves a store at the port. If it is not a run of Lockstep, no rank 0
+    # announces itself there.
     store = connect(endpoint, timeout)
     run_store = _store_of_run(store, attempt)
     deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
-    if not wait_until(lambda: run_store.check(["rank 0"]), deadline):  # it is no run of Lockstep's
+    if not wait_until(lambda: run_store.check(["rank 0"]), deadline):
         raise network.port_taken_error(endpoint)
+
+    # It is the same run if it was started with the same command and has not begun yet.
     other = read_request(run_store, "rank 0")
     arguments = other.manifest.get("arguments")
     same_command = (
@@ -294,20 +332,22 @@ def _serve_or_connect(
 
 
 def serve(endpoint: Endpoint, timeout: float) -> Store:
-    """Serves a store at the endpoint, on loopback or on one address of this machine.
+    """Serves a store at the endpoint, on a loopback address or one other address of this machine.
 
     Args:
-        endpoint: its host is this machine.
-        timeout: how long to wait until the host name resolves, in seconds; also of the store.
+        endpoint: a port of this machine.
+        timeout: how long to wait until the host name resolves, in seconds. It is also the timeout
+            of the store's requests.
 
     Raises:
-        MasterUnreachableError: the host does not resolve, or is not this machine.
-        PortTakenError: another program has the port.
-        SettingError: this user may not listen on it.
+        MasterUnreachableError: the host name does not resolve, or is not that of this machine.
+        PortTakenError: another program uses the port.
+        SettingError: this user is not allowed to listen on the port.
     """
     # The name of a machine that has just been started may not resolve yet.
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
         raise network.unreachable_error("rank 0", endpoint, network.UNRESOLVED)
+
     try:
         address = network.serving_address(endpoint)
         return network.serve_store(address, endpoint.port, timedelta(seconds=timeout))
@@ -316,21 +356,21 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
 
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
-    """Connects to the store at the endpoint, trying again until the timeout.
+    """Connects to the store at the endpoint, and tries again until the timeout.
 
     Args:
-        endpoint: where the store should be.
-        timeout: in seconds.
+        endpoint: the host and port at which rank 0 serves the store.
+        timeout: how long to try, in seconds.
 
     Raises:
-        MasterUnreachableError: there is no store; says what there is instead.
-        PortTakenError: another program of this machine has the port.
+        MasterUnreachableError: there is no store. The error says what was found instead.
+        PortTakenError: another program on this machine uses the port.
     """
     deadline = time.monotonic() + timeout
-    found = LookupResult("", "")  # each attempt replaces it
+    found = LookupResult("", "")  # replaced by the result of each attempt
 
     def store_is_there() -> bool:
-        """Tries once to reach a store; `found` says why there is none."""
+        """Tries once to find a store, and writes the result into `found`."""
         nonlocal found
         found = _look_for_store(endpoint, deadline)
         return found.is_store
@@ -341,6 +381,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         raise network.unreachable_error(
             "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
         )
+
+    # A store answers there, so torch's client can connect to it.
     remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
     try:
         return TCPStore(
@@ -351,20 +393,20 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
             timeout=timedelta(seconds=remaining_s),
         )
     except RuntimeError as error:
-        # torch says, for example, "The client socket has timed out after 2000ms while trying to
-        # connect to (10.0.0.5, 29500)". Its other errors are of a connection that was closed.
+        # Example of torch's message: "The client socket has timed out after 2000ms while trying to
+        # connect to (10.0.0.5, 29500)". All other errors mean that the connection was closed.
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
         raise network.unreachable_error("rank 0", endpoint, reason, address=found.address) from None
 
 
 @dataclass(frozen=True)
 class LookupResult:
-    """What one attempt to find a store has found."""
+    """The result of one attempt to find a store."""
 
     address: str
     """The address that was tried last; empty if the host name does not resolve."""
     why_no_store: str
-    """Empty if there is a store."""
+    """The reason why there is no store, for messages; empty if there is one."""
 
     @property
     def is_store(self) -> bool:
@@ -376,13 +418,14 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
     """Tries each address of the endpoint once, until a store answers.
 
     Args:
-        endpoint: where a store should be.
-        deadline: in the seconds of `time.monotonic()`; the attempts are shorter close to it.
+        endpoint: the host and port at which a store is expected.
+        deadline: time of `time.monotonic()` by which the attempts should end.
 
     Returns:
-        The address of the store; or the last address, and why there is no store.
+        The address of the store. If no store was found: the last address that was tried, and the
+        reason why there is no store.
     """
-    result = LookupResult("", network.UNRESOLVED)  # if the endpoint has no address
+    result = LookupResult("", network.UNRESOLVED)  # returned if the endpoint has no address
     for address in endpoint.addresses():
         timeout_s = min(ATTEMPT_TIMEOUT_S, max(deadline - time.monotonic(), 0.1))
         try:
@@ -393,8 +436,10 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
         except OSError:
             result = LookupResult(address, network.NO_ANSWER)
             continue
+
         with connection:
-            # A later torch may have another greeting. Then whatever listens is taken for a store.
+            # A later version of torch may use another greeting. Then the answer says nothing, and
+            # any program that listens is taken for a store.
             if answers_as_store(connection) or not _greeting_is_current():
                 return LookupResult(address, why_no_store="")
         result = LookupResult(address, NOT_A_STORE)
@@ -403,10 +448,9 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
 
 @cache
 def _greeting_is_current() -> bool:
-    """Returns True if stores of this version of torch understand the greeting that we send.
+    """Returns True if stores of this version of torch answer the greeting that Lockstep sends.
 
-    It is tried on a store of our own. If a store does not understand it, anything that listens
-    may be a store.
+    To find out, this function serves a store of its own and sends the greeting to it.
     """
     store = network.serve_store(LOOPBACK, 0, timedelta(seconds=OWN_STORE_TIMEOUT_S))
     address = (LOOPBACK, store.port)
