@@ -141,7 +141,7 @@ PATTERN_OF_FIELD = {
     "describe_peers": r"between [^\n]*",
     "does": rf"(?!on ){ANY_TEXT}",  # begins with a verb, and not as "on host a: ..."
     "element_type": r"[A-Za-z]\w*",
-    "facts": r"(?:(?!, )[^\n])*",  # of a check of `lockstep doctor`
+    "facts": r"(?:(?![,;] )[^\n])*",  # of a check of `lockstep doctor`
     "file": r"\S+",
     "format_physical_gpu": r"(?: \([^()]*\))?",
     "format_unused_accelerator": r"(?:; [^\n]*)?",
