@@ -1,4 +1,4 @@
-"""The last lines that rank 0 prints about a training: how fast it was, what it sent and saved."""
+"""Prints the last lines of a training on rank 0: how fast it was, and what was sent and saved."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ def print_closing(step: Step, folders: Sequence[str], traffic: Traffic, strategy
     Args:
         step: the step of the run, which has counted its samples.
         folders: the folders of the checkpoints that were saved.
-        traffic: what rank 0 sent to other ranks.
+        traffic: the bytes that rank 0 sent to other ranks.
         strategy: the name of the run's strategy.
     """
     if not step.number:
         return
+
     samples = step.samples
     seconds = step.seconds
     if samples:  # 0 if the steps were made without a prepared loader
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_labelled_note("trained", speed)
-    # With these strategies torch sends the data, and Lockstep cannot count it.
+
+    # With some strategies torch itself sends the data, so Lockstep cannot count the bytes.
     is_counted = strategy not in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if traffic.sent and is_counted:
         text = f"{format_bytes(traffic.sent)} by rank 0 to other ranks"
         if traffic.shared:
             text += f", {format_bytes(traffic.shared)} into shared memory"
         print_labelled_note("sent", text)
+
     if folders:
         print_labelled_note("checkpoint", str(folders[-1]))

@@ -1,4 +1,7 @@
-"""How busy a GPU is and how much of its memory is in use, as NVML says (package nvidia-ml-py)."""
+"""Measures how busy a GPU is and how much of its memory is in use, with the package nvidia-ml-py.
+
+The package gives access to NVML, the library behind `nvidia-smi`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ import torch
 
 
 class GpuUse(NamedTuple):
-    """The use of a GPU, by all processes on it."""
+    """How much a GPU is used by all processes together."""
 
     percent: int
-    """The part of the last moments in which a kernel ran, as `nvidia-smi` shows it."""
+    """The share of the last moments in which a kernel ran, as shown by `nvidia-smi`."""
     memory_bytes: int
 
 
 def measure_gpu(device: torch.device) -> GpuUse | None:
-    """Asks the driver how much a GPU is used, or returns None if it does not say.
+    """Asks the driver how much a GPU is used, or returns None if the driver does not tell.
 
-    It takes a fraction of a millisecond and does not wait for the GPU.
+    This takes a fraction of a millisecond and does not wait for the GPU.
     """
-    # Without NVML torch raises an error; NVML has its own for a GPU that does not support this, as
-    # one that is divided (MIG). A record without these values is still one.
+    # Torch raises an error if NVML is missing, and NVML raises its own if the GPU does not support
+    # the query, for example because it is divided (MIG). The run is recorded without these values.
     with suppress(Exception):
         return GpuUse(torch.cuda.utilization(device), torch.cuda.device_memory_used(device))
     return None
@@ -33,10 +36,13 @@ def device_name(device: torch.device) -> str:
     """Returns the name of a GPU, such as "NVIDIA H100 80GB HBM3", or the model of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    # Linux has the model in a file; elsewhere there is only the name of the architecture.
+
+    # On Linux, a file names the model: "model name : AMD EPYC 9654 96-Core Processor".
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
             if name.strip() == "model name":
                 return value.strip()
+
+    # Elsewhere only the architecture is known, such as "arm64".
     return platform.machine()

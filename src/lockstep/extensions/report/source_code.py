@@ -1,4 +1,7 @@
-"""Which commit of the user's code a run was started from, and whether files differed from it."""
+"""Finds out which commit of the user's code a run was started from, and which files were changed.
+
+The record of a run names them, so that its code can be found again.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,27 @@ from pathlib import Path
 from typing import Any
 
 GIT_TIMEOUT_S = 2.0
-"""In a large repository on a slow disk git may take long; a run does not wait for it."""
+"""Git may take long in a large repository on a slow disk, and a run should not wait for it."""
 MAX_CHANGED_FILES = 8
-"""So many changed files are named."""
+"""At most this many changed files are named."""
 
 
 def describe_commit(script: str) -> dict[str, Any] | None:
-    """Returns the commit of the repository that a script is in.
+    """Describes the commit that is checked out in the repository of a script.
 
     Args:
-        script: the path of the script, or anything if there is none.
+        script: the path of the script. If there is no such file, the working folder is used.
 
     Returns:
-        The `commit`, the `branch` (empty if none is checked out), `num_changed`, how many tracked
-        files were changed since, and some of them as `changed`. None if the script is in no
-        repository, or if git is missing or too slow.
+        The `commit`, the `branch` (empty if none is checked out), `num_changed`, the number of
+        tracked files changed since the commit, and the first few of them as `changed`. None if the
+        script is in no repository, or if git is missing or too slow.
     """
     folder = Path(script).resolve().parent if os.path.isfile(script) else Path.cwd()
-    # Nothing is written, and no process is left behind, which a file system monitor would be.
+
+    # Git must not write anything, nor leave a process behind: its file system monitor would be one.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false"]
-    command += ["-c", "status.relativePaths=false"]  # from the top folder, whatever the user's are
+    command += ["-c", "status.relativePaths=false"]  # paths begin at the repository's top folder
     command += ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(
@@ -44,7 +48,11 @@ def describe_commit(script: str) -> dict[str, Any] | None:
 
 
 def parse_status(text: str) -> dict[str, Any] | None:
-    """Returns what `git status --porcelain=v2 --branch` says; None if there is no commit."""
+    """Parses the output of `git status --porcelain=v2 --branch`.
+
+    Returns:
+        The values that `describe_commit` returns, or None if the repository has no commit.
+    """
     commit = ""
     branch = ""
     changed = []
@@ -54,11 +62,13 @@ def parse_status(text: str) -> dict[str, Any] | None:
         elif line.startswith("# branch.head "):
             branch = line.removeprefix("# branch.head ")
         elif line.startswith(("1 ", "u ", "2 ")):
-            # `1` a changed file, `2` one that was renamed, `u` one in conflict; before the path
-            # they have 8, 9 and 10 fields. A renamed file is followed by a tab and its old path.
+            # The line of a changed file (1), a renamed one (2) or one in conflict (u). The path
+            # follows after 8, 9 or 10 fields. In the line of a renamed file, a tab and the old path
+            # come after it.
             num_fields = {"1": 8, "2": 9, "u": 10}[line[0]]
             path = line.split(" ", num_fields)[-1]
             changed.append(path.partition("\t")[0])
+
     if not commit or commit == "(initial)":
         return None
     return {

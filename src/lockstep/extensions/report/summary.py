@@ -1,6 +1,6 @@
-"""What `lockstep report --json` writes: the report as plain values, for programs.
+"""Builds what `lockstep report --json` writes: the report as plain values, for other programs.
 
-It has the figures of the page without their formatting: seconds, bytes and fractions.
+It has the figures of the report's page without formatting: seconds, bytes and fractions.
 `docs/schemas/report.json` describes every value.
 """
 
@@ -16,7 +16,12 @@ from lockstep.extensions.report.reading import Floats, Record, Start
 
 
 def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
-    """Returns what the page says of a run, and how it compares with other runs."""
+    """Returns the figures of the report on a run, and the comparison with other runs.
+
+    Args:
+        record: the record of the run.
+        others: the records of the runs to compare it with.
+    """
     last = record.starts[-1]
     speed = analysis.speed(last)
     totals = analysis.totals(last)
@@ -39,9 +44,10 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
 
 
 def _speed(speed: analysis.Speed | None) -> dict[str, Any] | None:
-    """Returns how fast a start was; the samples are None if they are not known."""
+    """Returns how fast the training ran. The samples are None if they are not known."""
     if speed is None:
         return None
+
     values = speed._asdict()
     if speed.samples_per_step == 0:  # no prepared loader has handed them out
         values["samples_per_step"] = None
@@ -50,19 +56,19 @@ def _speed(speed: analysis.Speed | None) -> dict[str, Any] | None:
 
 
 def _seconds_per_step(start: Start) -> dict[str, dict[str, float]]:
-    """Returns the seconds of a step by rank and phase."""
+    """Returns how many seconds of a step each rank spends in each phase."""
     return {str(rank): phases for rank, phases in analysis.phases_by_rank(start).items()}
 
 
 def _last_value(steps: Floats, values: Floats) -> dict[str, float] | None:
-    """Returns the last point of a curve, or None if it has none."""
+    """Returns the last point of a curve, or None if the curve is empty."""
     if not len(steps):
         return None
     return {"step": int(steps[-1]), "value": float(values[-1])}
 
 
 def _logged(start: Start) -> dict[str, dict[str, float] | None]:
-    """Returns the last mean of everything that the script logged, such as "accuracy (training)"."""
+    """Returns the last mean of each value that the script logged, such as "accuracy (training)"."""
     last_means = {}
     for title, (steps, values) in logged_values(start).items():
         last_means[title] = _last_value(steps, values)
@@ -70,7 +76,7 @@ def _logged(start: Start) -> dict[str, dict[str, float] | None]:
 
 
 def _start(start: Start) -> dict[str, Any]:
-    """Returns when a start began, how many ranks it had, its steps and how it ended."""
+    """Returns when one start of the run began and ended, with how many ranks, and its steps."""
     has_steps = bool(start.main.rows)
     return {
         "time": start.time,
@@ -82,7 +88,7 @@ def _start(start: Start) -> dict[str, Any]:
 
 
 def _comparison(record: Record, others: Sequence[Record]) -> dict[str, Any] | None:
-    """Returns what is different in the other runs; None if there are none."""
+    """Returns how the run differs from the other runs, or None if there are none."""
     if not others:
         return None
     compared = comparison.compare([record, *others])
