@@ -1,8 +1,8 @@
-"""The page of a run that is still running, served on this machine alone.
+"""Serves the page of a run that is still running, to browsers on this machine only.
 
-The page asks for itself now and then, and puts what has changed in its place (`web/page.js`). It
-is made again if the record has grown, but not too often: that takes a core, which the training may
-need too.
+The page asks for its newest version every few seconds, and replaces what has changed
+(`web/page.js`). The page is drawn again when the record of the run has grown, but not too often:
+drawing keeps a core busy that the training may need too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from lockstep.extensions.report.reading import Record
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 5.0
-"""The page asks for changes after this time."""
+"""How often the page asks for changes."""
 MAX_AGE_S = 60.0
-"""An older page is drawn again even if the record did not grow: it says since when nothing came."""
+"""A page older than this is drawn again even if the record has not grown: it tells how long ago
+the record last grew."""
 # The header `Host` of a request to this machine: localhost:8000, 127.0.0.1, [::1]:80.
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
@@ -49,18 +50,21 @@ class LivePage:
         """After this time it is drawn again even if no record did grow."""
 
     def text(self) -> str:
-        """Returns the page, drawn again if it is time and there is something new."""
+        """Returns the page. It is only drawn again if there is something new and not too soon."""
         with self._lock:
             begin_s = time.monotonic()
             if begin_s < self._earliest_drawing_s:
                 return self._text
+
             records_have_grown = [record.refresh() for record in (self._record, *self._others)]
-            if any(records_have_grown) or begin_s >= self._latest_drawing_s:
+            is_too_old = begin_s >= self._latest_drawing_s
+            if any(records_have_grown) or is_too_old:
                 self._latest_drawing_s = begin_s + MAX_AGE_S
                 self._text = render(self._record, self._others, refresh_s=REFRESH_S)
+
+            # At most a tenth of the time is spent drawing.
             end_s = time.monotonic()
             drawing_s = end_s - begin_s
-            # At most a tenth of the time goes into drawing.
             self._earliest_drawing_s = end_s + max(REFRESH_S / 2, 10 * drawing_s)
             return self._text
 

@@ -13,10 +13,10 @@ FRAME_HEIGHT_PX = 700
 
 
 class Report:
-    """What the record of a run says.
+    """The report of a run.
 
-    A notebook shows it as the page of `lockstep report`; elsewhere its text is a summary. The
-    record is read again whenever it is shown, so that it may be one of a run that goes on.
+    A notebook shows it as the page of `lockstep report`; elsewhere it prints a summary. The record
+    of the run is read again each time, so that the report of a running run is up to date.
     """
 
     def __init__(self, record: Record, others: list[Record]) -> None:
@@ -42,9 +42,9 @@ class Report:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Returns the page in a frame of its own: its styles and scripts do not meet a notebook's.
+        """Returns the page in a frame, so that its styles and scripts do not affect the notebook.
 
-        IPython calls the method by its name.
+        IPython looks for a method of this name and calls it.
         """
         from lockstep.extensions.report.page import render
 

@@ -1,8 +1,8 @@
 """Traces one step with `torch.profiler`, on every rank, into files that ui.perfetto.dev opens.
 
-The phases of the step (`session.extension.PHASES`) stand in the trace above the operators. Other
-steps are not slowed down: the profiler starts when the step before has been made, and once the step
-is traced this extension is removed.
+The trace shows the phases of the step (`session.extension.PHASES`) above its operators. Other steps
+are not slowed down: the profiler starts after the step before, and once the step is traced, this
+extension is removed from the run.
 """
 
 from __future__ import annotations
@@ -37,45 +37,62 @@ class StepTrace(Extension):
         self._step = step
         self._profiler: Any = None
         self._phase: Any = None
-        """The range of the phase that goes on, while the profiler runs."""
+        """The range in the trace that marks the present phase, while the profiler runs."""
 
     def phase_entered(self, phase: str) -> None:
-        """Starts or ends the trace if it is time, and notes in it which phase begins."""
+        """Starts or ends the trace if it is time, and marks the new phase in it."""
+        if self._profiler is None:
+            self._start_if_step_begins(phase)
+            return
+
         steps_made = self._run.step.number
         is_aside = phase in ("evaluation", "checkpoint")
-        if self._profiler is None:
-            # A step begins where the loop asks for a batch, or without a loader at the latest in
-            # the backward pass.
-            if steps_made == self._step - 1 and phase in ("data", "backward", "optimizer"):
-                if profiler_is_running():
-                    self._leave_to_script()
-                    return
-                self._start()
-                self._enter(phase)
-            elif steps_made >= self._step:  # the run was resumed after this step
-                self._run.extensions.remove(self)
-            return
         if steps_made < self._step and is_aside:
-            # The loop had asked for a batch in vain, as its loader is at its end. The step comes
-            # after the evaluation, which may be long.
+            # The loop asked for a batch, but the loader was at its end. The step comes after the
+            # evaluation, which may be long, so the trace is dropped and started again then.
             self._stop()
             return
-        # What follows the step of the first optimizer belongs to the step, such as another
-        # optimizer's, until the loop goes on to something else.
-        goes_on_to_other_work = is_aside or phase == "data"
-        if steps_made > self._step or (steps_made == self._step and goes_on_to_other_work):
+
+        # What follows the first optimizer's step, such as the step of a second optimizer, still
+        # belongs to the traced step, until the loop turns to something else.
+        turns_to_other_work = is_aside or phase == "data"
+        has_ended = steps_made == self._step and turns_to_other_work
+        if has_ended or steps_made > self._step:
             self._finish()
             return
+
+        self._enter(phase)
+
+    def _start_if_step_begins(self, phase: str) -> None:
+        """Starts the trace if the new phase begins the step that is to be traced."""
+        steps_made = self._run.step.number
+
+        # The run was resumed after this step.
+        if steps_made >= self._step:
+            self._run.extensions.remove(self)
+            return
+
+        # A step begins when the loop asks for a batch or, without a loader, with a later phase.
+        begins_step = phase in ("data", "backward", "optimizer")
+        if steps_made != self._step - 1 or not begins_step:
+            return
+
+        if profiler_is_running():
+            self._leave_to_script()
+            return
+        self._start()
         self._enter(phase)
 
     def close(self, failed: bool) -> None:
-        """Ends the trace of a last step; warns if the step never came."""
+        """Ends the trace if the run ends with the traced step; warns if the step never came."""
         if failed:  # a device that has failed may never finish what is traced
             return
+
         steps_made = self._run.step.number
         if self._profiler is not None and steps_made >= self._step:
             self._finish()
             return
+
         if self._profiler is not None:
             self._stop()
         if steps_made < self._step:
@@ -86,7 +103,7 @@ class StepTrace(Extension):
             )
 
     def _leave_to_script(self) -> None:
-        """Warns that the step is not traced: torch can run one profiler at a time."""
+        """Warns that the step is not traced, since the script's own profiler runs in it."""
         self._run.extensions.remove(self)
         warn(
             f"trace_step={self._step}",
@@ -102,30 +119,35 @@ class StepTrace(Extension):
         self._profiler.start()
 
     def _enter(self, phase: str) -> None:
-        """Ends the range of the phase that goes on, and begins that of another."""
+        """Ends the range of the present phase in the trace, and begins one for another phase."""
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
         self._phase = record_function(phase)
         self._phase.__enter__()
 
     def _stop(self) -> Any:
-        """Stops the profiler and returns it, with what it has traced."""
+        """Stops the profiler and returns it, with everything it has traced."""
         self._phase.__exit__(None, None, None)
         self._phase = None
+
+        # The trace must include kernels of the step that are still running.
         if self._run.device.type == "cuda":
-            torch.cuda.synchronize(self._run.device)  # the kernels of the step belong to it
+            torch.cuda.synchronize(self._run.device)
+
         profiler = self._profiler
         self._profiler = None
         profiler.stop()
         return profiler
 
     def _finish(self) -> None:
-        """Stops the profiler, writes the trace and notes it in the record."""
+        """Stops the profiler, writes the trace to a file, and names the file in the record."""
         profiler = self._stop()
         self._run.extensions.remove(self)
+
         path = self._recorder.path_beside(f".step{self._step}{TRACE_SUFFIX}")
-        if path is None:  # the record has ended, as the disk is full
+        if path is None:  # the record has ended because the disk is full
             return
+
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
