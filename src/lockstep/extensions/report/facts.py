@@ -1,6 +1,7 @@
-"""What was run: the command, its arguments, the code, the machines and the choices of a start.
+"""Lists what was run: the command, its arguments, the code, the machines and Lockstep's choices.
 
-The first line of each rank's file has them (`record`), and the choices that rank 0 printed.
+A *start* is one attempt of a run. These facts come from the first line of each rank's file
+(`record`), and from the choices that rank 0 printed.
 """
 
 from __future__ import annotations
@@ -86,15 +87,17 @@ def _settings(header: Mapping[str, Any]) -> list[Fact]:
 
 
 def _code(header: Mapping[str, Any]) -> list[Fact]:
-    """Returns which commit was run, and whether files differed from it."""
+    """Returns which commit was run, and which files differed from it."""
     git = header.get("git")
     if not isinstance(git, dict) or not git.get("commit"):
         return []
+
     commit = str(git["commit"])[:12]
     if git.get("branch"):
         commit += f" ({git['branch']})"
+
     changed = git.get("changed")
-    if not isinstance(changed, list):
+    if not isinstance(changed, list):  # it is not known which files differed
         return [Fact("git commit", commit)]
     if not changed:
         return [Fact("git commit", commit, "no tracked file was changed")]
@@ -127,8 +130,8 @@ def _hosts(start: Start) -> list[Fact]:
 def all_facts(start: Start) -> dict[str, str]:
     """Returns the facts of a start by name, to compare them with those of another run.
 
-    Hosts are left out, and so are names that occur more than once; the script goes by its name
-    alone, since its folder may be another one on each machine.
+    Hosts are left out, and so are names that occur more than once. Of the script, only the file
+    name is compared, since its folder may differ between machines.
     """
     facts = {}
     occurrences = Counter(fact.name for fact in run_facts(start))

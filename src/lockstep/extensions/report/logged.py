@@ -1,12 +1,12 @@
-"""What the script gives to `World.log`: to which pass over a loader a value belongs.
+"""Takes the values that a script gives to `World.log`, and adds them to the means of a pass.
 
-A value that is logged inside a loop over a prepared loader belongs to that pass: it counts as the
-mean over the samples of the present micro-batch. Every rank keeps weighted sums of its own, in the
-`OpenPass`. When the pass is over, and now and then before, the rank writes them into its record;
-whoever reads the record adds up those of all ranks, which it knows by the identity of the pass.
+A *pass* is one loop over a prepared loader. A value that is logged inside such a loop counts as the
+mean over the samples of the present micro-batch. Each rank keeps its own weighted sums in the
+`OpenPass`, and writes them into its record when the pass ends, and now and then before. Whoever
+reads the record adds up the sums of all ranks that have the same pass identity.
 
-A value that is logged outside of any loop is written as it is. So `World.log` never waits for other
-ranks, and a script in which rank 0 alone logs does not hang.
+A value that is logged outside of any loop is recorded unchanged. So `World.log` never waits for
+other ranks, and a script in which only rank 0 logs does not hang.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from lockstep.session.step import OpenPass
 
 
 def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
-    """Adds values to the means of the pass that they belong to; see the top of this file.
+    """Adds each value to the means of its pass, or records it if no loop is running.
 
     Args:
-        run: of this process.
-        epoch: the present epoch.
-        values: by name, a number or a tensor with one element each.
+        run: the run of this process.
+        epoch: the number of the present epoch.
+        values: numbers, or tensors with one element, by name.
     """
-    outside: dict[str, Any] = {}
+    outside_any_pass: dict[str, Any] = {}
     for name, value in values.items():
         open_pass = find_pass(run.step.open_passes, name)
         if open_pass is None:
-            outside[name] = value
+            outside_any_pass[name] = value
         else:
             _add_to_pass(run, open_pass, epoch, name, value)
-    if outside:
+
+    if outside_any_pass:
         sums = new_sums(run)
-        sums.add(1.0, **outside)
+        sums.add(1.0, **outside_any_pass)
         run.extensions.values_logged(sums, None)
 
 
@@ -49,40 +50,49 @@ def new_sums(run: Run) -> WeightedSums:
 
 
 def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: Any) -> None:
-    """Adds a value to the sums of a pass; the first one gives the pass its number."""
-    run.step.number_pass(open_pass)
+    """Adds a value to the sums of a pass, weighted by the samples of the present micro-batch."""
+    run.step.number_pass(open_pass)  # with the first value, the pass gets its number
+
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
     if open_pass.training_pass is not None:
         open_pass.delivery_of_name[name] = open_pass.training_pass.in_use
+
     open_pass.sums.add(open_pass.micro_batch.counted_rows, **{name: value})
 
 
 def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
-    """Returns the pass that a value logged now belongs to; None outside of any loop.
+    """Returns the pass that a value logged now belongs to, or None outside of any loop.
 
-    It is the one that has handed out a micro-batch last. But a loop over
-    `zip(world.progress(one), other)` is two passes of one kind, and what is logged in it is shown.
+    This is the pass that handed out a micro-batch last. There is one exception: a loop over
+    `zip(world.progress(one), other)` runs two passes at once, and its values belong to the pass
+    that is shown.
     """
     return _latest([open_pass for open_pass in open_passes if open_pass.takes(name)])
 
 
 def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
-    """Returns the last of some passes, or one beside it that is shown; None if there are none."""
+    """Returns the last pass, or rather the last one of its kind that is shown, if there is one.
+
+    There are two kinds, training and evaluation. Returns None if there are no passes.
+    """
     if not open_passes:
         return None
+
     latest = open_passes[-1]
     for open_pass in reversed(open_passes):
-        if open_pass.is_shown and open_pass.is_training == latest.is_training:
+        is_same_kind = open_pass.is_training == latest.is_training
+        if open_pass.is_shown and is_same_kind:
             return open_pass
     return latest
 
 
 def means_over_ranks(run: Run) -> dict[str, float]:
-    """Returns the means of the present pass, or of the one that ended last; all ranks call it.
+    """Returns the means over all ranks in the present pass, or in the one that ended last.
 
-    The ranks need not have logged the same names: each mean is over those that have.
+    All ranks must call this. They may have logged different names: each mean is taken over the
+    ranks that logged it.
 
     Raises:
         UsageError: the ranks have logged in different passes.
@@ -91,9 +101,11 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     own: tuple[Any, dict[str, Any]] = (None, {})
     if open_pass is not None and open_pass.sums is not None:
         own = (open_pass.identity, open_pass.sums.read())
+
     of_ranks = run.collectives.exchange(own)
     _check_same_pass([identity for identity, _ in of_ranks])
-    totals: dict[str, list[float]] = {}
+
+    totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
     for _, sums in of_ranks:
         for name, (total, weight) in sums.items():
             so_far = totals.setdefault(name, [0.0, 0.0])
@@ -103,9 +115,10 @@ def means_over_ranks(run: Run) -> dict[str, float]:
 
 
 def _present_pass(open_passes: Sequence[OpenPass]) -> OpenPass | None:
-    """Returns the pass that goes on; None if there is none.
+    """Returns the pass that is running, or None if there is none.
 
-    One whose loader is exhausted is only meant if there is no other: its loop may be over.
+    The loop over an exhausted loader may be over already, so its pass is only returned if there is
+    no other.
     """
     not_exhausted = [open_pass for open_pass in open_passes if not open_pass.is_exhausted]
     return _latest(not_exhausted or open_passes)
@@ -115,8 +128,9 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
     """Raises UsageError if ranks have logged in different passes.
 
     Args:
-        identities: of the pass of each rank; None if the rank has logged nothing in its pass.
+        identities: the identity of each rank's pass; None if the rank has logged nothing in it.
     """
+    # One rank for each different pass, to name in the error.
     rank_of_pass: dict[tuple[int, ...], int] = {}
     for rank, identity in enumerate(identities):
         if identity is not None:
