@@ -26,14 +26,18 @@ from lockstep.settings import CUDA_BACKENDS, Choice, check_backend
 
 
 def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
-    """Returns the backend in torch's notation, and the reason for it.
+    """Chooses the communication backend, and gives the reason for the choice.
 
     Args:
-        backend: `nccl`, `gloo`, `mpi`, or None to choose by the device.
-        device: the one this rank computes on.
+        backend: the user's setting: `nccl`, `gloo`, `mpi`, or None to choose by the device.
+        device: the device that this rank computes on.
+
+    Returns:
+        The backend in torch's notation, and the reason, for the log.
 
     Raises:
-        SettingError: the backend is unknown, not built into this torch, or cannot serve the device.
+        SettingError: the backend is unknown, not built into this torch, or does not support the
+            device.
     """
     on_gpu = device.type == "cuda"
     if backend is None:
@@ -42,6 +46,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         if dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
+
     check_backend(backend)
     if backend in ("nccl", CUDA_BACKENDS):
         if on_gpu and dist.is_nccl_available():
@@ -51,6 +56,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         else:
             found = f"the device is {device}; NCCL moves data of GPUs only"
         raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
+
     if backend == "mpi" and not dist.is_mpi_available():
         alternative = "nccl" if on_gpu else "gloo"
         raise SettingError(
@@ -72,29 +78,35 @@ def open_group(
     """Opens torch's default process group.
 
     Args:
-        topology: this process's place.
-        backend: from `choose_backend`.
-        device: the one this rank computes on.
-        store: where the ranks have met.
-        timeout: how long a collective may take; None: torch's default for the backend.
+        topology: this process's rank and machine.
+        backend: the backend that `choose_backend` returned.
+        device: the device that this rank computes on.
+        store: the store at which the ranks have met.
+        timeout: how long a collective may take; None for torch's default.
 
     Returns:
-        The network interface of the CPU side, and those of NCCL if it does not choose them itself.
+        The network interface that Gloo uses, and those of NCCL if Lockstep had to choose them.
 
     Raises:
-        SettingError: an interface that was named does not exist, or none can be chosen, or MPI
-            numbers the ranks differently.
+        SettingError: the user named an interface that does not exist, or no interface can be
+            chosen, or MPI numbers the ranks differently.
     """
-    # DDP imports this module of torch. It is imported here, before the group is opened: its
-    # functions have the default group of that moment as the default of an argument. They would keep
-    # an open group, with its threads, alive until the process ends; see `ExactDDP.release` for what
-    # such a thread can do then.
+    # DDP will import this module of torch, so it is imported here, before the group is opened. The
+    # module's functions have the default group as the default value of an argument, taken when the
+    # module is imported. They would keep an open group, with its threads, alive until the process
+    # ends (see `ExactDDP.release` for what such a thread can do then).
     import_module("torch.distributed.nn.functional")
+
     if backend == "mpi":
         _open_mpi_group(topology, timeout)
         return [Choice("network", "MPI's own", "the backend is mpi")]
+
+    # The store still has the timeout of the join, which may be too short for collectives.
     timeout_or_default = timeout or default_pg_timeout
-    store.set_timeout(timeout_or_default)  # it has the timeout of the join, which may be too short
+    store.set_timeout(timeout_or_default)
+
+    # Gloo and NCCL read their network interfaces from environment variables, so these are set
+    # before the group is opened.
     addresses = network.local_addresses()
     if topology.is_set_by_hand and not topology.one_node:
         interface.forget_loopback_of_launcher(addresses)
@@ -109,13 +121,14 @@ def open_group(
     choices = [Choice("network", name or "by host name", reason)]
     if "nccl" in backend:
         choices += _set_nccl_interfaces(topology, addresses)
+
     dist.init_process_group(
         backend,
         store=store,
         rank=topology.rank,
         world_size=topology.size,
         timeout=timeout,
-        # With the device NCCL connects now, not in the first collective.
+        # If NCCL is given its device, it connects here and not in the first collective.
         device_id=device if "nccl" in backend else None,
     )
     _wait_until_all_are_connected(store, topology.size, timeout_or_default)
@@ -123,19 +136,24 @@ def open_group(
 
 
 def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> list[Choice]:
-    """Sets NCCL's interfaces if it would choose wrong ones, and returns what was chosen.
+    """Sets NCCL's network interfaces if NCCL by itself would choose unusable ones.
 
-    `lockstep run` has done it for its ranks; other launchers have not.
+    `lockstep run` does this for the ranks that it starts. Other launchers do not.
 
     Args:
-        topology: this process's place.
+        topology: this process's rank and machine.
         addresses: the IP addresses of each interface, by its name.
+
+    Returns:
+        What was chosen, for the log; empty if the choice is left to NCCL.
     """
     if topology.one_node:
         return []
+
     address = network.address_reaching(topology.master_addr)
     reaching_master = None
-    # On the master's own machine the way to it may be loopback, which says nothing.
+    # On the master's own machine, the master is reached by loopback. That does not tell which
+    # interface leads to the other machines.
     if address is not None and not network.is_loopback_address(address):
         reaching_master = network.find_interface(addresses, lambda each: each == address)
     chosen = interface.choose_nccl_interfaces(
@@ -143,6 +161,7 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     )
     if chosen is None:
         return []
+
     value, reason = chosen
     interface.use_nccl_interfaces(value)
     return [Choice("network of nccl", value.removeprefix("="), reason)]
@@ -152,7 +171,7 @@ def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:
     """Opens the default group with MPI, which numbers the ranks itself.
 
     Raises:
-        SettingError: MPI's rank or number of ranks is not that of the topology.
+        SettingError: MPI has another rank or number of ranks than the topology.
     """
     dist.init_process_group("mpi", timeout=timeout)
     mpi_rank = dist.get_rank()
@@ -167,13 +186,14 @@ def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:
 
 
 def _wait_until_all_are_connected(store: Store, size: int, timeout: timedelta) -> None:
-    """Returns when all ranks have opened the group, or after the timeout.
+    """Waits until all ranks have opened the group, but not longer than the timeout.
 
-    A rank that left earlier, because its strategy is refused, would close connections that other
-    ranks have yet to accept. They would then report this instead of the real error.
+    Without this, a rank that fails right after opening the group (because its strategy is refused,
+    for example) would close connections that other ranks have not accepted yet. They would then
+    report a lost connection instead of the real error.
 
     Args:
-        store: the one that the ranks share. Each rank adds 1 to the key "connected".
+        store: the store that the ranks share. Each rank adds 1 to its key "connected".
         size: the number of ranks.
         timeout: how long to wait.
     """
@@ -181,13 +201,14 @@ def _wait_until_all_are_connected(store: Store, size: int, timeout: timedelta) -
     deadline = time.monotonic() + timeout.total_seconds()
 
     def all_are_connected() -> bool:
+        """Returns True if each rank has added its 1."""
         return store.add("connected", 0) == size  # adding 0 reads the counter
 
     network.wait_until(all_are_connected, deadline, ranks=size)
 
 
 def close_group() -> None:
-    """Closes what `open_group` opened, also if it failed halfway."""
+    """Closes everything that `open_group` has opened, even if it failed halfway."""
     interface.use_gloo_interface(None)
     routing.use_shared_memory(None)
     if dist.is_initialized():

@@ -1,9 +1,9 @@
-"""Describes calls of collectives, so that ranks can compare what each of them called.
+"""Describes calls of collectives, so that the ranks can compare what each of them called.
 
-A collective takes a *nest*: a tensor, number or text, or lists and dicts of them. Its tensors,
-numbers and texts are the *leaves*. A `CallDescription` says which collective a rank called, and a
-`LeafDescription` the type, dtype and shape of each leaf. A *problem* is the reason why a leaf
-cannot be sent; a rank includes it in its description, and then all ranks raise the same error.
+A collective takes a *nest*: a tensor, number or string, or a list or dict of nests. The values
+inside are its *leaves*. A `CallDescription` holds the name of the collective and, for each leaf, a
+`LeafDescription` (type, dtype and shape). If a leaf cannot be sent, the description includes the
+reason, called the *problem*; then all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CARRIER_DTYPES = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""The dtypes that torch or a backend cannot compute with, and those that are reduced instead."""
+"""The dtypes that torch or a backend cannot reduce, and those to which they are converted first."""
 CARRIER_DTYPES.update(dict.fromkeys(dtypes_named("float8_e8m0fnu"), torch.float32))
 
 Problem = tuple[str, str, str]
@@ -92,19 +92,23 @@ class CallDescription(NamedTuple):
     problem: Problem | None = None
     """Why this rank cannot take part; all ranks raise it."""
     user_call: str | None = None
-    """What the user's line called, such as "checkpoint.save()"; None: not known, or not asked."""
+    """The call in the user's script that led here, such as "checkpoint.save()"; None if it is not
+    known or was not looked up."""
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> CallDescription:
-        """Returns the description whose fields JSON has turned into lists."""
+        """Restores a description that was sent as JSON, which turns tuples into lists."""
         name, detail, structure, leaf_fields, problem_fields, user_call = fields
+
         leaves = []
         for kind, dtype, shape in leaf_fields:
             leaves.append(LeafDescription(kind, dtype, tuple(shape)))
+
         problem: Problem | None = None
         if problem_fields is not None:
             was_set, found, do = problem_fields
             problem = (was_set, found, do)
+
         return cls(name, detail, structure, tuple(leaves), problem, user_call)
 
     def __str__(self) -> str:
@@ -118,7 +122,13 @@ class CallDescription(NamedTuple):
 
 
 def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallDescription:
-    """Describes the call of a collective on a nest, given as pytree's leaves and structure."""
+    """Describes a call of a collective.
+
+    Args:
+        name: the name of the collective, such as "gather".
+        leaves: the leaves of the nest that was passed, as pytree has flattened it.
+        spec: the structure of the nest.
+    """
     problem = None
     for leaf in leaves:
         problem = find_problem(name, leaf)
@@ -129,14 +139,27 @@ def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ca
 
 
 def can_be_reduced(descriptions: Sequence[LeafDescription]) -> bool:
-    """Returns True if a reduction can combine one leaf, given as each rank passed it."""
+    """Returns True if a reduction can combine what the ranks passed as one leaf.
+
+    Tensors must have the same dtype and shape on all ranks. Numbers of different types may be
+    mixed.
+
+    Args:
+        descriptions: the description of the leaf on each rank.
+    """
     if len(set(descriptions)) == 1:
         return True
     return all(description.is_number for description in descriptions)
 
 
 def can_be_joined(descriptions: Sequence[LeafDescription]) -> bool:
-    """Returns True if one leaf, given as each rank passed it, differs in its first size at most."""
+    """Returns True if a gather can concatenate what the ranks passed as one leaf.
+
+    Tensors may have different numbers of rows; everything else must be equal.
+
+    Args:
+        descriptions: the description of the leaf on each rank.
+    """
     forms = set()
     for leaf in descriptions:
         forms.add((leaf.kind, leaf.dtype, len(leaf.shape), leaf.shape[1:]))
@@ -144,13 +167,14 @@ def can_be_joined(descriptions: Sequence[LeafDescription]) -> bool:
 
 
 def find_problem(name: str, leaf: Any) -> Problem | None:
-    """Returns why the collective of this name cannot take the leaf, or None if it can."""
+    """Returns why the collective with this name cannot take the leaf, or None if it can."""
     if isinstance(leaf, Tensor):
         return _find_problem_of_tensor(name, leaf)
     if isinstance(leaf, float):
         return None
     if isinstance(leaf, int):  # also a bool
-        if leaf.bit_length() < 64 or name == "broadcast":  # which sends it as text, of any size
+        # A broadcast sends integers as text, so they may have any size.
+        if leaf.bit_length() < 64 or name == "broadcast":
             return None
         return (
             f"a collective on an integer of {leaf.bit_length()} bits",
@@ -169,12 +193,10 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
 
 
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
-    """Returns why the collective of this name cannot take the tensor, or None if it can.
-
-    The reason is three texts: what was called, what is wrong with it, and what to do.
-    """
+    """Returns why the collective with this name cannot take the tensor, or None if it can."""
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
-    if not (_takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES):
+    can_be_carried = _takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES
+    if not can_be_carried:
         return was_set, "no backend can carry this dtype", "convert it first"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
@@ -184,7 +206,10 @@ def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
 
 
 def _takes_part_in_promotion(dtype: torch.dtype) -> bool:
-    """Returns False for dtypes that torch only stores: quantized ones and those of a few bits."""
+    """Returns True if torch can compute with a dtype.
+
+    It cannot compute with dtypes that are only for storage: quantized ones and those of a few bits.
+    """
     try:
         return torch.promote_types(dtype, torch.bool) is not None
     except RuntimeError:
@@ -193,26 +218,28 @@ def _takes_part_in_promotion(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class PackedNest:
-    """The nest that a broadcast sends: a form that JSON can hold, and its tensors in order."""
+    """A nest as a broadcast sends it: one part that is sent as JSON, and the tensors after it."""
 
     form: dict[str, Any]
-    """`leaves`: a `LeafDescription` for each tensor and every other leaf itself; `structure`."""
+    """The part that is sent as JSON. "structure" is the structure of the nest. "leaves" is the list
+    of its leaves, with a `LeafDescription` in the place of each tensor."""
     tensors: list[Tensor]
     problem: Problem | None
-    """Why the nest cannot be sent; the form is then empty."""
+    """The reason why the nest cannot be sent, or None. If there is one, the form is empty."""
 
 
 def pack_nest(value: Any) -> PackedNest:
-    """Takes a nest apart into what a broadcast sends as JSON and the tensors that follow.
+    """Divides a nest into a part that a broadcast sends as JSON, and its tensors.
 
-    If it cannot be sent, the result has a `problem` and nothing else.
+    If the nest cannot be sent, the result contains only the `problem`.
     """
     leaves, spec = pytree.tree_flatten(value)
     problem = describe_call("broadcast", leaves, spec).problem
+
     try:
         structure = pytree.treespec_dumps(spec)
         can_be_restored = pytree.treespec_loads(structure) == spec
-    except Exception:  # whatever the serialisation of a user's own container type raises
+    except Exception:  # a user's own container type may raise any error when it is serialized
         can_be_restored = False
     if problem is None and not can_be_restored:
         problem = (
@@ -222,6 +249,7 @@ def pack_nest(value: Any) -> PackedNest:
         )
     if problem is not None:
         return PackedNest(form={}, tensors=[], problem=problem)
+
     tensors = []
     sent_leaves = []
     for leaf in leaves:
@@ -238,17 +266,18 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     """Returns the error that all ranks raise if they called different collectives.
 
     Args:
-        calls: one for each rank, in their order.
+        calls: the call of each rank, in the order of the ranks.
     """
-    collective_names = list(dict.fromkeys(call.name for call in calls))  # each once, in order
+    collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
     user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
-    # What was found: the call of each rank. The structure of its nest is shown if it may be all
-    # that differs.
+
+    # The error lists the call of each rank. The structures of the nests are shown if they differ
+    # and the names of the collectives do not, as the structures may then be the only difference.
     structures = {call.structure for call in calls}
     show_structure = len(structures) > 1 and len(collective_names) == 1
     found = []
     for rank, call in enumerate(calls):
-        # Users do not know the exchanges that Lockstep makes itself, but what they called.
+        # An exchange is made by Lockstep itself, so the user knows it by the call that led to it.
         if call.name == "exchange" and call.user_call:
             description = call.user_call
         else:
@@ -256,16 +285,18 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         if show_structure:
             description += f" in {call.structure}"
         found.append(f"rank {rank}: {description}")
+
+    # First case: the user's script called different functions on different ranks. A barrier is
+    # named last, since it is rarely the mistake: it waits for anything that the other ranks do.
     ranks_of_user_call = group_by_key((name, rank) for rank, name in enumerate(user_calls))
-    # First case: the users' lines call different functions.
     if len(ranks_of_user_call) > 1:
-        # A barrier waits for whatever the other ranks do, and is rarely the mistake: it comes last.
         ordered = sorted(ranks_of_user_call, key=lambda name: name == "world.barrier()")
         was_set = ", ".join(
             f"{name} on {format_ranks(ranks_of_user_call[name])}" for name in ordered
         )
         return RanksDifferError(was_set, "; ".join(found), advise_call_on_all_ranks(ordered))
-    # Second case: they call the same function, with other arguments or in another way.
+
+    # Second case: all ranks called the same function, but with different arguments.
     if len(collective_names) == 1:
         was_set = user_calls[0].removesuffix("()")
     else:
@@ -278,7 +309,11 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
 
 
 def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:
-    """Returns the advice for functions that only some ranks called."""
+    """Returns the advice for an error about calls that only some ranks made.
+
+    Args:
+        user_calls: the calls as the user knows them, such as "world.barrier()".
+    """
     if len(user_calls) == 1:
         return (
             f"all ranks must call {user_calls[0]}: take it out of `if world.is_main:`, and let no "
@@ -291,7 +326,7 @@ def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:
 
 
 def _usual_user_call(collective_name: str) -> str:
-    """Returns what a script usually calls to make a collective of this name."""
+    """Returns the call by which a script usually starts a collective: "sum" -> "world.sum()"."""
     if collective_name == "exchange":
         return "a collective of Lockstep's own"
     return f"world.{collective_name}()"

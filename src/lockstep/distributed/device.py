@@ -33,24 +33,30 @@ def choose_device(
     may_share: bool,
     on_this_machine: Callable[[str], Sequence[str]],
 ) -> tuple[torch.device, str]:
-    """Returns the device and the reason for it.
+    """Chooses the device that this process computes on.
 
     Args:
-        wanted: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
-        topology: this process's place.
-        environ: for `CUDA_VISIBLE_DEVICES`, which renumbers the GPUs.
-        may_share: more processes than GPUs are allowed (Gloo can; NCCL refuses).
-        on_this_machine: exchanges a text with the other processes of this machine and returns the
-            texts of all; called if there are fewer visible GPUs than processes.
+        wanted: the user's setting: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
+        topology: this process's rank, and how many processes this machine has.
+        environ: the environment variables; `CUDA_VISIBLE_DEVICES` renumbers the GPUs.
+        may_share: True if several processes may use one GPU. Gloo allows it; NCCL refuses it.
+        on_this_machine: function that exchanges a text with the other processes on this machine,
+            and returns the texts of all of them.
+
+    Returns:
+        The device, and the reason for the choice, for the log.
 
     Raises:
-        SettingError: no such device, one of a kind that is not supported, a GPU that does not work,
-            or fewer GPUs than processes.
+        SettingError: there is no such device, its type is not supported, the GPU does not work, or
+            there are fewer GPUs than processes.
     """
+    # The user asked for the CPU.
     given = None if wanted is None else _parse_device(wanted)
     if given is not None and given.type == "cpu":
         return given, "as set"
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # visible ones
+
+    # No GPU is visible.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
         if given is None:
             return torch.device("cpu"), "no CUDA device is visible" + _format_unused_accelerator()
@@ -61,25 +67,33 @@ def choose_device(
             may_pass=True,
         )
     _check_cuda_works(num_gpus, environ)
+
+    # The user asked for a GPU by its number.
     if given is not None and given.index is not None:
         _check_given_gpu(given, topology, num_gpus)
         return given, "as set" + _format_physical_gpu(given.index, environ)
-    # Any GPU: each process of the machine takes one, by its local rank.
+
+    # Any GPU will do: each process on the machine takes one, by its local rank.
     index = topology.local_rank % num_gpus
     reason = f"local rank {topology.local_rank}"
+
+    # Two processes may now have the same GPU: there may be fewer GPUs than processes, or the
+    # visible devices may be MIG slices of one GPU. NCCL mostly refuses that.
     too_few = topology.local_size > num_gpus
-    # Enough slices may be visible, and be those of one GPU.
     has_slices = topology.local_size > 1 and any(map(_is_mig_slice, range(num_gpus)))
-    if (too_few or has_slices) and not may_share and not _nccl_shares_gpus(environ):
+    may_collide = too_few or has_slices
+    sharing_is_allowed = may_share or _nccl_shares_gpus(environ)
+    if may_collide and not sharing_is_allowed:
         if not _every_process_sees_another_gpu(index, on_this_machine):
             raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
-        if too_few:  # and yet each process sees another one than the others
+        if too_few:  # each process sees only one GPU, and each sees a different one
             reason = "the one that this process is shown"
+
     return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
 
 
 def _parse_device(wanted: str) -> torch.device:
-    """Returns the device that a setting names; raises SettingError if it is not supported."""
+    """Returns the device that a setting names, or raises SettingError if it is not supported."""
     check_device(wanted)
     return torch.device(wanted)
 
@@ -87,18 +101,18 @@ def _parse_device(wanted: str) -> torch.device:
 def _every_process_sees_another_gpu(
     index: int, on_this_machine: Callable[[str], Sequence[str]]
 ) -> bool:
-    """Returns True if the visible GPUs of this number differ in all processes of this machine.
+    """Returns True if no two processes on this machine have chosen the same physical GPU.
 
-    They do under `srun --gpus-per-task=1`, under `--virtual-local-rank` of `lockstep run` and
-    torchrun, and in scripts that set CUDA_VISIBLE_DEVICES themselves: each process sees one GPU,
-    with the number 0.
+    Even if each process sees only one GPU, with the number 0, these may be different GPUs. That is
+    so with `srun --gpus-per-task=1`, with `--virtual-local-rank` of `lockstep run` and torchrun,
+    and in scripts that set CUDA_VISIBLE_DEVICES themselves.
 
     Args:
-        index: the number of the GPU in this process.
-        on_this_machine: exchanges a text with the other processes of this machine and returns the
-            texts of all.
+        index: the number of the GPU that this process has chosen, as the process sees it.
+        on_this_machine: function that exchanges a text with the other processes on this machine,
+            and returns the texts of all of them.
     """
-    # NCCL tells GPUs apart by this address, too. Slices of one GPU have the same.
+    # NCCL compares the PCI addresses, too. All MIG slices of one GPU have the same address.
     pci_addresses = on_this_machine(_pci_address(index))
     return len(set(pci_addresses)) == len(pci_addresses)
 
@@ -115,12 +129,14 @@ def _is_mig_slice(index: int) -> bool:
 
 
 def _nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
-    """Returns True if NCCL lets several ranks use one GPU, which it does since 2.30 if it is told.
+    """Returns True if NCCL lets several ranks use one GPU.
+
+    It does so since version 2.30 if NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
     Source: NCCL's "Environment Variables", NCCL_MULTI_RANK_GPU_ENABLE.
     """
-    is_told = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return is_told and _nccl_can_share_gpus()
+    is_enabled = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return is_enabled and _nccl_can_share_gpus()
 
 
 def _nccl_can_share_gpus() -> bool:
@@ -134,7 +150,7 @@ def _nccl_can_share_gpus() -> bool:
 def _too_few_gpus_error(
     topology: Topology, num_gpus: int, environ: Mapping[str, str], *, has_slices: bool
 ) -> SettingError:
-    """Returns the error for processes of a machine that would share a GPU, which NCCL refuses."""
+    """Returns the error to raise if processes on one machine would have to share a GPU."""
     found = f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}; "
     if has_slices:
         found += "MIG slices are among them, and NCCL takes slices of one GPU for one GPU"
@@ -151,10 +167,11 @@ def _too_few_gpus_error(
 
 
 def why_cuda_fails() -> str | None:
-    """Returns why CUDA cannot be used although GPUs are visible; None if it can.
+    """Returns the reason why CUDA cannot be used although GPUs are visible, or None if it can.
 
-    `torch.cuda.is_available()` asks NVIDIA's management library alone, since `import lockstep` sets
-    PYTORCH_NVML_BASED_CUDA_CHECK. That does not see whether the driver is too old for this torch.
+    `torch.cuda.is_available()` does not find this out. `import lockstep` sets
+    PYTORCH_NVML_BASED_CUDA_CHECK, so that it only asks NVIDIA's management library, which does not
+    know whether the driver is too old for this torch.
     """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -168,7 +185,7 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
 
     Args:
         num_gpus: the number of visible GPUs.
-        environ: for the variable that lists the visible GPUs.
+        environ: the environment variables; the message shows the one that lists the visible GPUs.
     """
     problem = why_cuda_fails()
     if problem is not None:
@@ -181,7 +198,10 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
 
 
 def _format_unused_accelerator() -> str:
-    """Returns "; Lockstep computes on ... and does not use mps" if torch has such a device."""
+    """Returns a note for the log if this machine has an accelerator that Lockstep does not support.
+
+    An example is Apple's mps. Returns "" if there is none.
+    """
     if not torch.accelerator.is_available():  # torch 2.6 then refuses the next call
         return ""
     accelerator = torch.accelerator.current_accelerator()
@@ -191,7 +211,7 @@ def _format_unused_accelerator() -> str:
 
 
 def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) -> None:
-    """Raises SettingError if the GPU that was given by its number does not exist or is shared."""
+    """Raises SettingError if a GPU given by its number does not exist, or all processes take it."""
     if topology.local_size > 1:
         raise SettingError(
             f"device='{device}' with {topology.local_size} processes on this machine",
@@ -212,7 +232,8 @@ def _format_physical_gpu(index: int, environ: Mapping[str, str]) -> str:
 
     Args:
         index: the number of a GPU as this process sees it.
-        environ: with CUDA_VISIBLE_DEVICES="2,3", GPU 0 of the process is physical GPU 2.
+        environ: the environment variables. With CUDA_VISIBLE_DEVICES="2,3", GPU 0 of the process is
+            physical GPU 2.
     """
     value = environ.get(_visible_devices_variable(environ))
     if not value:
@@ -234,9 +255,10 @@ def _format_visible_devices(environ: Mapping[str, str]) -> str:
 
 
 def _visible_devices_variable(environ: Mapping[str, str]) -> str:
-    """Returns the name of the variable that lists the visible GPUs.
+    """Returns the name of the environment variable that lists the visible GPUs.
 
-    Under ROCm that is HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if only that is set.
+    With CUDA, this is CUDA_VISIBLE_DEVICES. With ROCm, it is HIP_VISIBLE_DEVICES, unless only
+    CUDA_VISIBLE_DEVICES is set.
     """
     if torch.version.hip is None:
         return "CUDA_VISIBLE_DEVICES"
@@ -256,14 +278,16 @@ OUT_OF_MEMORY_TEXTS = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 ADVICE_BEGINNING = "lockstep: out of memory"
-"""How the note begins that `add_memory_advice` adds to an error."""
+"""The beginning of the note that `add_memory_advice` adds to an error."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if the error says that a device, or the CPU, has no memory left."""
+    """Returns True if the error says that a GPU or the CPU has run out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # Some errors of Lockstep's are RuntimeErrors too, and their texts may speak of memory.
+
+    # Other errors are recognized by their text. Lockstep's own errors are left out, as some of them
+    # are RuntimeErrors that mention memory for other reasons.
     if isinstance(error, LockstepError) or not isinstance(error, RuntimeError):
         return False
     message = str(error)
@@ -271,19 +295,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_memory_advice(error: BaseException | None, samples: int, devices: int = 1) -> None:
-    """Adds a note to an out-of-memory error that says what can be done about it.
+    """Adds a note to an out-of-memory error that says what the user can do about it.
 
     Args:
-        error: other errors, None, and an error that has such a note are left as they are.
-        samples: how many samples this rank was computing at a time.
+        error: the error. If it is None, another error, or has the note already, nothing happens.
+        samples: the number of samples that this rank was computing at a time.
         devices: the number of devices of this rank, over which the samples were divided.
     """
     if error is None or not is_out_of_memory(error):
         return
+
     text = f" with {count_noun(samples, 'sample')} at a time on this rank"
     if devices > 1:
         text += f" of {devices} devices"
     text += "."
+
     samples_per_device = math.ceil(samples / devices)
     if samples_per_device > 1:
         text += (
@@ -305,26 +331,28 @@ def _add_no_other_notes(error: BaseException) -> None:
 def add_memory_advice_at_end(
     step: Step, add_other_notes: Callable[[BaseException], None] = _add_no_other_notes
 ) -> Callable[[], None]:
-    """Adds the advice to an error that nobody catches, before Python prints it.
+    """Installs a hook that adds the memory advice to an uncaught error before Python prints it.
 
     Args:
-        step: of the run; it knows how many samples were computed at a time.
-        add_other_notes: called with the error, too.
+        step: the current step of the run, which knows how many samples were computed at a time.
+        add_other_notes: function that is called with the uncaught error and may add more notes.
 
     Returns:
-        A function that undoes this.
+        A function that removes the hook.
     """
     previous_hook = sys.excepthook
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        """Adds the notes to the error, and then lets the previous hook print it."""
         add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
         add_other_notes(error)
         previous_hook(kind, error, traceback)
 
     def undo() -> None:
-        if sys.excepthook is hook:  # nobody has set another one since
+        """Removes the hook, unless another one has been installed over it."""
+        if sys.excepthook is hook:
             sys.excepthook = previous_hook
 
     sys.excepthook = hook

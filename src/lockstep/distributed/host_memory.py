@@ -1,4 +1,4 @@
-"""The memory of this process."""
+"""Returns free memory of this process to the operating system."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def return_free_memory() -> None:
-    """Gives memory that is free inside the allocator of the C library back to the system.
+    """Returns memory to the operating system that the C library has kept after it was freed.
 
-    Glibc keeps what lies between blocks that are in use. After large tensors have been made and
-    freed many times, that can be more than the model.
+    Glibc keeps freed blocks that lie between blocks in use. After many large tensors have been
+    allocated and freed, this can be more memory than the model takes.
     """
     trim = _trim_function()
     if trim is not None:
@@ -20,5 +20,5 @@ def return_free_memory() -> None:
 
 @cache
 def _trim_function() -> Any | None:
-    """Returns glibc's `malloc_trim`; None where the C library is another one."""
+    """Returns glibc's function `malloc_trim`, or None if another C library is used."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)

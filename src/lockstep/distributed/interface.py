@@ -1,10 +1,9 @@
-"""Chooses the network interfaces that the ranks talk over, and tells Gloo and NCCL.
+"""Chooses the network interfaces over which the ranks communicate, and configures Gloo and NCCL.
 
-By default Gloo takes the address that the *host name* resolves to. Many systems map the host name
-to 127.0.1.1 in /etc/hosts; on several machines the ranks then tell each other a *loopback* address,
-which only their own machine can reach, and cannot connect. Gloo can be told otherwise only through
-the environment variable GLOO_SOCKET_IFNAME, which is why this module sets an environment
-variable, from the first process group of a run to its end.
+By default, Gloo uses the address that the *host name* resolves to. Many systems map the host name
+to 127.0.1.1 in /etc/hosts. This is a *loopback* address, which other machines cannot reach, so the
+ranks of several machines could not connect. Gloo can only be configured through the environment
+variable GLOO_SOCKET_IFNAME. That is why this module sets environment variables while a run goes on.
 """
 
 from __future__ import annotations
@@ -50,40 +49,47 @@ def choose_interface(
     address_reaching_master: str | None,
     hostname_address: str | None,
 ) -> tuple[str | None, str]:
-    """Returns the interface for Gloo and the reason; None lets Gloo follow the host name.
+    """Chooses the network interface for Gloo.
 
     Args:
-        environ: for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which win.
+        environ: the environment variables. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take
+            precedence over any other choice.
         addresses: the IP addresses of each interface, by its name.
-        one_node: all ranks are on this machine.
-        address_reaching_master: the own address from which packets to the master leave.
-        hostname_address: what the own host name resolves to; None: nothing.
+        one_node: True if all ranks are on this machine.
+        address_reaching_master: the address of this machine from which packets to the master leave.
+        hostname_address: the address that this machine's host name resolves to, or None.
+
+    Returns:
+        The name of the interface and the reason, for the log. The name is None if Gloo should use
+        the address of the host name.
 
     Raises:
-        SettingError: a named interface does not exist here, or none can be chosen.
+        SettingError: the user named an interface that does not exist here, or none can be chosen.
     """
     from_environment = _interface_from_environment(environ, addresses)
     if from_environment is not None:
-        name, _ = from_environment
-        # Several names, separated by commas, are not in `addresses`; they are left to Gloo.
+        name, _ = from_environment  # may be several names, such as "eth0,eth1"
         is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
-        # On one machine the loopback interface is chosen anyway, for a reason that says more.
+        # On one machine, loopback is chosen below anyway, with a reason that says more.
         would_be_chosen_anyway = one_node and is_loopback
         if not would_be_chosen_anyway:
             return from_environment
+
     if one_node:
         loopback = find_interface(addresses, is_loopback_address)
         return loopback, "all ranks are on this machine: nothing is reachable from outside"
+
     return _interface_between_machines(addresses, address_reaching_master, hostname_address)
 
 
 def _interface_between_machines(
     addresses: Addresses, address_reaching_master: str | None, hostname_address: str | None
 ) -> tuple[str | None, str]:
-    """Returns the interface for a run on several machines, and the reason; see `choose_interface`.
+    """Chooses the interface for a run on several machines.
 
-    None, so that Gloo follows the host name, if that does not resolve to a loopback address.
-    Otherwise the interface that reaches the master, or the only one to the outside.
+    If other machines can reach the address of the host name, no interface is chosen (None), and
+    Gloo uses that address. Otherwise, it is the interface that reaches the master, or else the only
+    interface that is not loopback. Arguments and results are those of `choose_interface`.
     """
     if hostname_address is None:
         problem = "the host name does not resolve"
@@ -91,13 +97,16 @@ def _interface_between_machines(
         problem = f"the host name resolves to {hostname_address}, which only this machine can reach"
     else:
         return None, f"the host name resolves to {hostname_address}, which other machines can reach"
+
     interface = find_interface(addresses, lambda address: address == address_reaching_master)
     if interface is not None and not is_loopback_address(addresses[interface][0]):
         return interface, f"{problem}; {interface} ({address_reaching_master}) reaches the master"
+
     outward_interfaces = list(facing_outward(addresses))
     if len(outward_interfaces) == 1:
         interface = outward_interfaces[0]
         return interface, f"{problem}; {interface} is the only interface to the outside"
+
     raise SettingError(
         "a run on several machines",
         f"{problem}, and it is not clear which of these interfaces to use: {listing(addresses)}",
@@ -108,9 +117,10 @@ def _interface_between_machines(
 def _interface_from_environment(
     environ: Mapping[str, str], addresses: Addresses
 ) -> tuple[str, str] | None:
-    """Returns the interface that the user has set for Gloo or NCCL, and the reason; else None.
+    """Returns the interface that the user has set in a variable of Gloo or NCCL, and the reason.
 
-    If NCCL's variable matches several interfaces, none is chosen.
+    Returns None if neither variable is set, or if NCCL's variable matches several interfaces, since
+    Gloo can use only one.
 
     Raises:
         SettingError: this machine has no such interface.
@@ -121,33 +131,40 @@ def _interface_from_environment(
             if name not in addresses:
                 raise _no_such_interface_error(GLOO_INTERFACE, gloo_names, addresses)
         return gloo_names, f"{GLOO_INTERFACE} is set"
+
     nccl_pattern = environ.get(NCCL_INTERFACE)
     if not nccl_pattern:
         return None
     matching = [name for name in addresses if nccl_matches(nccl_pattern, name)]
     if not matching:
         raise _no_such_interface_error(NCCL_INTERFACE, nccl_pattern, addresses)
-    if len(matching) > 1:  # NCCL can use several, and Gloo one
+    if len(matching) > 1:
         return None
     return matching[0], f"{NCCL_INTERFACE} is set to {nccl_pattern}"
 
 
 def nccl_matches(pattern: str, name: str) -> bool:
-    """Returns True if NCCL_SOCKET_IFNAME has a value that lets NCCL use an interface.
+    """Returns True if a value of NCCL_SOCKET_IFNAME allows NCCL to use an interface.
 
-    The value is a list of prefixes ("eth,ib"), of names ("=eth0,ib0"), or of what NCCL shall not
-    use ("^docker", "^=eth1").
+    The value is a list of prefixes ("eth,ib") or, after "=", of exact names ("=eth0,ib0"). A "^" in
+    front means that the listed interfaces must not be used ("^docker", "^=eth1").
 
     Source: NCCL documentation, "Environment Variables", NCCL_SOCKET_IFNAME.
+
+    Args:
+        pattern: the value of NCCL_SOCKET_IFNAME.
+        name: the name of the interface.
     """
     is_exclusion = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
     has_exact_names = pattern.startswith("=")
     items = pattern.removeprefix("=").split(",")
+
     if has_exact_names:
         is_listed = name in items
     else:
         is_listed = any(name.startswith(item) for item in items if item)
+
     return not is_listed if is_exclusion else is_listed
 
 
@@ -161,23 +178,26 @@ def _no_such_interface_error(variable: str, value: str, addresses: Addresses) ->
 
 
 def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
-    """Makes the process groups of this process talk over an interface, by environment variables.
+    """Makes Gloo use an interface in this process, by environment variables.
 
-    Variables that an earlier call has set are removed first; those of the user stay as they are.
+    Variables that an earlier call of this module has set are removed first. Variables that the user
+    has set are not changed.
 
     Args:
-        name: the interface; None: Gloo chooses, as it did before the first call.
-        ranks: the number of ranks. If there are many, Gloo connects two of them when they first
-            talk to each other; by default each would connect to all, in every group.
+        name: the interface. If None, Gloo chooses one by itself again.
+        ranks: the number of ranks. By default, each rank connects to all others whenever a group is
+            opened. If there are many ranks, two of them connect only when they first communicate.
     """
     for variable in _variables_set_here:
         os.environ.pop(variable, None)
     _variables_set_here.clear()
+
     wanted_values = {}
     if name is not None:
         wanted_values[GLOO_INTERFACE] = name
     if ranks > MAX_FULLY_CONNECTED_RANKS:
         wanted_values[GLOO_LAZY_CONNECTIONS] = "1"
+
     for variable, value in wanted_values.items():
         if not os.environ.get(variable):
             os.environ[variable] = value
@@ -185,10 +205,10 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
 
 
 def forget_loopback_of_launcher(addresses: Addresses) -> None:
-    """Unsets GLOO_SOCKET_IFNAME if `lockstep run` has set it to loopback.
+    """Unsets GLOO_SOCKET_IFNAME if `lockstep run` has set it to the loopback interface.
 
-    It does so for a process that is alone in its run. If the script itself has this process join
-    those of other machines (`tcp://`), Gloo has to reach them.
+    `lockstep run` does so if it starts a single process. The script may then let this process join
+    processes on other machines (`tcp://`), which cannot be reached over loopback.
 
     Args:
         addresses: the IP addresses of each interface, by its name.
@@ -200,24 +220,25 @@ def forget_loopback_of_launcher(addresses: Addresses) -> None:
 
 
 def use_nccl_interfaces(value: str) -> None:
-    """Makes the NCCL of this process talk over some interfaces, until `use_gloo_interface(None)`.
+    """Sets NCCL_SOCKET_IFNAME for this process, until `use_gloo_interface` is called again.
+
+    The user must not have set it.
 
     Args:
-        value: of NCCL_SOCKET_IFNAME, from `choose_nccl_interfaces`. It must not be set.
+        value: the value that `choose_nccl_interfaces` has returned.
     """
     os.environ[NCCL_INTERFACE] = value
     _variables_set_here.append(NCCL_INTERFACE)
 
 
 def gloo_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the variable that makes the ranks' Gloo use an interface; nothing if the user has.
+    """Returns the environment variable that a launcher sets so that Gloo uses an interface.
 
-    Gloo connects the ranks directly. By default it takes the address that the host name resolves
-    to (often 127.0.1.1).
+    The result is empty if the interface is not known, or if the user has set the variable.
 
     Args:
         environ: the launcher's environment variables.
-        interface: from `Rendezvous.interface`; None: unknown.
+        interface: the value of `Rendezvous.interface`; None if it is not known.
 
     Source: torch's "Common environment variables" of torch.distributed.
     """
@@ -229,17 +250,21 @@ def gloo_variables(environ: Mapping[str, str], interface: str | None) -> dict[st
 def choose_nccl_interfaces(
     environ: Mapping[str, str], interfaces: Sequence[str], reaching_master: str | None
 ) -> tuple[str, str] | None:
-    """Returns a value for NCCL_SOCKET_IFNAME and the reason; None leaves the choice to NCCL.
+    """Chooses a value for NCCL_SOCKET_IFNAME if NCCL by itself would use unusable interfaces.
 
-    NCCL takes InfiniBand, or else all interfaces but loopback and docker0, which is right on most
-    machines: over several interfaces it is faster than over one. But it takes other bridges of
-    containers for a network, too, and waits forever for machines that cannot be reached by them.
+    By itself, NCCL uses InfiniBand, or else all interfaces except loopback and docker0. This is
+    right on most machines, and several interfaces are faster than one. But NCCL also uses other
+    bridges to containers on this machine, and then waits forever, as they lead to no other machine.
 
     Args:
-        environ: NCCL_SOCKET_IFNAME and NCCL_COMM_ID, if they are set, tell NCCL what to take.
-        interfaces: the names of those that are up, see `network.running_interfaces`.
-        reaching_master: the one that reaches the master, from `Rendezvous.interface`; loopback if
-            all ranks are on this machine; None: unknown.
+        environ: the environment variables. If the user has set NCCL_SOCKET_IFNAME or NCCL_COMM_ID,
+            the choice is left to NCCL.
+        interfaces: the names of the interfaces that are up (see `network.running_interfaces`).
+        reaching_master: the interface that reaches the master: loopback if all ranks are on this
+            machine, None if it is not known.
+
+    Returns:
+        The value and the reason, for the log; None if the choice is left to NCCL.
 
     Source: NCCL documentation, "Environment Variables", NCCL_SOCKET_IFNAME (`=` before names:
     exactly these).
@@ -247,15 +272,20 @@ def choose_nccl_interfaces(
     if environ.get(NCCL_INTERFACE) or environ.get("NCCL_COMM_ID"):
         return None
     if reaching_master is not None and nccl_matches("lo", reaching_master):
-        return None  # on this machine all interfaces reach all ranks
+        return None  # all ranks are on this machine, so any interface reaches them
+
     present = list(interfaces)
     if reaching_master is not None and reaching_master not in present:
-        present.append(reaching_master)  # the kernel may say a second late that it is up
+        present.append(reaching_master)  # the kernel may report a second late that it is up
+
+    # The interfaces that NCCL would take by itself.
     taken: list[str] = []
     for pattern in NCCL_PREFERENCES:
         taken = [name for name in present if nccl_matches(pattern, name)]
         if taken:
             break
+
+    # Those of them that lead to other machines, and those that do not.
     usable = []
     unusable = []
     for name in taken:
@@ -264,12 +294,14 @@ def choose_nccl_interfaces(
             unusable.append(name)
         else:
             usable.append(name)
-    if not unusable:
+
+    if not unusable:  # NCCL's own choice is right
         return None
     if not usable and reaching_master is not None:
         usable = [reaching_master]
-    if not usable:
+    if not usable:  # nothing better is known
         return None
+
     reason = (
         f"by itself NCCL would use {', '.join(unusable)}, by the name loopback or an interface to "
         "containers of this machine"

@@ -46,9 +46,10 @@ MAX_ATTEMPTS_PER_SECOND = 4000
 
 
 def boot_id() -> str:
-    """Returns a random number that Linux draws when the machine is started; else "".
+    """Returns the boot id: a random text that Linux creates when the machine starts.
 
-    Together with the host name it tells machines apart, as in NCCL.
+    The host name and the boot id together identify a machine, as they do for NCCL. On other systems
+    this returns "".
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -78,7 +79,7 @@ def local_addresses() -> dict[str, list[str]]:
 
 
 def running_interfaces() -> list[str]:
-    """Returns the names of the interfaces that are up and have an address, of whatever kind."""
+    """Returns the names of the interfaces that are up and have an IP address of any kind."""
     import psutil
 
     statistics_of_interface = psutil.net_if_stats()
@@ -114,10 +115,12 @@ def address_reaching(host: str | None = ANY_OUTSIDE_ADDRESS) -> str | None:
     Nothing is sent. Returns None if the host does not resolve or cannot be reached.
 
     Args:
-        host: by default any other machine, so that the address is that of the default route.
+        host: host name or address. The default stands for any machine outside, which gives the
+            address of the default route.
     """
     if host is None:
         return None
+
     any_port = 9  # nothing is sent there
     try:
         info = socket.getaddrinfo(host, any_port, type=socket.SOCK_DGRAM)[0]
@@ -141,9 +144,11 @@ def resolve(host: str) -> list[str]:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a label is empty or has over 63 characters
         return []
-    # Each `info` is (family, kind, protocol, name, (address, port, ...)). The addresses, each once:
-    addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-    return sorted(addresses, key=_is_ipv6)  # IPv4 first, otherwise in their order
+
+    # Each `info` is (family, kind, protocol, name, (address, port, ...)).
+    addresses = [str(info[4][0]) for info in infos]
+    unique_addresses = list(dict.fromkeys(addresses))
+    return sorted(unique_addresses, key=_is_ipv6)  # a stable sort, which moves IPv4 to the front
 
 
 def _is_ipv6(address: str) -> bool:
@@ -151,17 +156,17 @@ def _is_ipv6(address: str) -> bool:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Returns True if an IP address can be reached from its own machine only.
+    """Returns True if an IP address can only be reached from its own machine.
 
     Raises:
-        ValueError: it is no IP address.
+        ValueError: the text is not an IP address.
     """
     address_without_zone = address.partition("%")[0]  # "fe80::1%eth0"
     return ip_address(address_without_zone).is_loopback
 
 
 def means_loopback(host: str | None) -> bool:
-    """Returns True if a host name or address can only mean the machine it is used on."""
+    """Returns True if a host name or address always refers to the machine on which it is used."""
     if host is None:
         return False
     if host == "localhost":
@@ -173,7 +178,7 @@ def means_loopback(host: str | None) -> bool:
 
 
 def is_here(address: str) -> bool:
-    """Returns True if an IP address is one of this machine's."""
+    """Returns True if an IP address belongs to this machine."""
     return interface_of(address) is not None
 
 
@@ -214,31 +219,33 @@ class Endpoint:
     def addresses(self) -> list[str]:
         """Returns the addresses to connect to; empty if the host name does not resolve.
 
-        If all processes are on this machine, and the host too, it is a loopback address.
+        If everything is on this machine (the host and all processes), this is a loopback address.
         """
         addresses = resolve(self.host)
+
         if self.one_node and any(is_here(address) for address in addresses):
             for address in addresses:
                 if is_loopback_address(address):
                     return [address]
             return [LOOPBACK]
+
         return addresses
 
 
 def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
-    """Returns the address of this machine to listen on, so that others find it at the endpoint.
+    """Chooses the address of this machine to listen on, so that others reach it at the endpoint.
 
-    That is the endpoint's own address, if this machine has it. It has not if the host name means
-    loopback on its own machine (127.0.1.1 in /etc/hosts), or belongs to a forwarder in front of
-    this machine, as in Kubernetes. Then it is `local_addr`, or the only address that other machines
-    may reach, or that of the default route.
+    Usually this is the endpoint's own address. But this machine may not have that address itself:
+    /etc/hosts may map its host name to 127.0.1.1, or the endpoint may be a forwarder in front of
+    this machine, as in Kubernetes. Then the first of these that exists is used: `local_addr`; the
+    only address that is not loopback; the address of the default route.
 
     Args:
-        endpoint: where the other processes connect to.
+        endpoint: the endpoint to which the other processes connect.
         local_addr: a name or address of this machine that the user chose.
 
     Raises:
-        MasterUnreachableError: the host does not resolve, or is not this machine.
+        MasterUnreachableError: the host name does not resolve, or is not that of this machine.
         SettingError: `local_addr` is not an address of this machine.
     """
     endpoint_addresses = endpoint.addresses()
@@ -254,9 +261,11 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
             for address in addresses_of_interface:
                 if not is_loopback_address(address):
                     outside_addresses.append(address)
+
         for address in endpoint_addresses:
             if address in outside_addresses:
                 return address
+
         # This machine does not have the endpoint's address itself.
         if local_addr:
             return own_address(local_addr)
@@ -265,6 +274,7 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
         default_route_address = address_reaching()
         if default_route_address is not None and default_route_address in outside_addresses:
             return default_route_address
+
     if endpoint_addresses:
         subject = ", ".join(endpoint_addresses)
     else:
@@ -294,15 +304,15 @@ def own_address(local_addr: str) -> str:
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens at an address of this machine.
+    """Opens a socket that listens on an address of this machine.
 
     Args:
-        address: an IP address.
-        port: 0: a free one.
+        address: an IP address of this machine.
+        port: the port; 0 for any free one.
 
     Raises:
-        OSError: it cannot be bound (EADDRINUSE: the port is taken).
-        SettingError: it is a loopback address, and the loopback interface does not work.
+        OSError: the socket cannot be bound; for example, EADDRINUSE if the port is taken.
+        SettingError: the address is a loopback address, and the loopback interface does not work.
     """
     family = socket.AF_INET6 if _is_ipv6(address) else socket.AF_INET
     if is_loopback_address(address):
@@ -311,15 +321,16 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 
 def _check_loopback(address: str, family: socket.AddressFamily) -> None:
-    """Raises SettingError if a loopback address cannot be reached: a connection to it is tried."""
+    """Raises SettingError if no connection can be made to a loopback address."""
     try:
         with socket.create_server((address, 0), family=family) as server:
             host_and_port = server.getsockname()[:2]
             socket.create_connection(host_and_port, timeout=LOOPBACK_TIMEOUT_S).close()
     except OSError as error:
-        # These say that the interface does not work; a connection that timed out has no number.
-        # Other errors, such as too many open files, have nothing to do with it.
-        if error.errno not in (None, errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+        # Errors such as "too many open files" have nothing to do with the interface. A connection
+        # that timed out has no error number.
+        interface_is_broken = error.errno in (None, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+        if not interface_is_broken:
             raise
         raise SettingError(
             f"processes of this machine meet at {address}",
@@ -330,21 +341,21 @@ def _check_loopback(address: str, family: socket.AddressFamily) -> None:
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Serves a store at one address; torch would listen on all interfaces.
+    """Serves a TCPStore that listens on one address. By itself, torch listens on all interfaces.
 
     Args:
-        address: of this machine.
-        port: 0: a free one.
-        timeout: how long the store waits for an answer.
+        address: an IP address of this machine.
+        port: the port; 0 for any free one.
+        timeout: how long a request to the store may take.
 
     Raises:
-        OSError: the port cannot be bound (EADDRINUSE: it is taken).
+        OSError: the port cannot be bound; for example, EADDRINUSE if it is taken.
     """
     import torch
     from torch.distributed import TCPStore
 
     with listening_socket(address, port) as listener:
-        port = listener.getsockname()[1]  # an IPv6 address has four parts
+        port = listener.getsockname()[1]  # the result may be longer than (address, port)
         return TCPStore(
             address,
             port,
@@ -352,7 +363,7 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=torch.__version__ >= "2.8",  # with it torch 2.6 takes no socket
+            use_libuv=torch.__version__ >= "2.8",  # with libuv, torch 2.6 accepts no socket
         )
 
 
@@ -360,11 +371,12 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def listening_error(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
-    """Returns the error to raise for a socket that could not be bound.
+    """Returns the error to raise if a socket could not be bound.
 
     Args:
-        error: what the operating system raised; it is returned itself if it is of another kind.
-        endpoint: where the socket should be.
+        error: the error of the operating system. It is returned unchanged unless it says that the
+            port is taken or not allowed.
+        endpoint: the endpoint at which the socket should listen.
     """
     if error.errno == errno.EADDRINUSE:
         return port_taken_error(endpoint)
@@ -378,11 +390,11 @@ def listening_error(error: OSError, endpoint: Endpoint) -> PortTakenError | Sett
 
 
 def port_taken_error(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
-    """Returns the error for a port of this machine that another program uses.
+    """Returns the error to raise if another program uses the port.
 
     Args:
-        endpoint: where this machine should serve.
-        owner: describes that program; None: it is looked up.
+        endpoint: the endpoint at which this machine should serve.
+        owner: a description of the other program; None to look it up.
     """
     return PortTakenError(
         f"this machine serves the run at {endpoint}",
@@ -393,9 +405,10 @@ def port_taken_error(endpoint: Endpoint, owner: str | None = None) -> PortTakenE
 
 
 def owner_of(port: int) -> str:
-    """Describes the process of this machine that listens on a port.
+    """Describes the process on this machine that listens on a port.
 
-    If this user may not see it, the description is "another program".
+    Example: "process 4711: python train.py". If this user is not allowed to see the process, it is
+    "another program".
     """
     import psutil
 
@@ -425,22 +438,24 @@ ADVICE_OF_REASON = {
 def unreachable_error(
     server: str, endpoint: Endpoint, reason: str, *, address: str = "", tried: float = 0.0
 ) -> MasterUnreachableError:
-    """Returns the error for a server that cannot be reached.
+    """Returns the error to raise if a server cannot be reached.
 
     Args:
-        server: who serves, such as "rank 0".
-        endpoint: where it should be.
+        server: the name of the server, such as "rank 0".
+        endpoint: the endpoint at which it should be.
         reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or `CUT`. Any other text says which program
             listens there instead.
         address: the address that was tried last; "" if the host has none.
-        tried: for how many seconds it was tried; 0 if the message shall not say it.
+        tried: how many seconds were spent on trying; 0 to leave this out of the message.
     """
     where = str(endpoint)
     if address and address != endpoint.host:
         where += f" ({address})"
+
     found = reason
     if tried:
         found += f" (tried for {tried:g} s)"
+
     advice = ADVICE_OF_REASON.get(reason, "choose a port that no other program has")
     return MasterUnreachableError(f"{server} at {where}", found, advice.format(server))
 
@@ -449,21 +464,23 @@ def unreachable_error(
 
 
 def wait_until(attempt: Callable[[], T], deadline: float, *, ranks: int = 1) -> T:
-    """Calls `attempt` until it returns something true, or `time.monotonic()` passes the deadline.
+    """Calls a function again and again, until it returns a true value or the deadline has passed.
 
-    `Store.wait` would do for keys, but it cannot be interrupted, logs its timeouts, and on files
-    looks once a second.
+    This is also used to wait for keys of a store. `Store.wait` cannot be interrupted, logs its
+    timeouts, and looks only once a second if the store is a file.
 
     Args:
-        attempt: called at least once.
-        deadline: in the seconds of `time.monotonic()`.
-        ranks: how many ranks wait for the same thing. The more, the longer are the pauses.
+        attempt: the function to call. It is called at least once.
+        deadline: the time of `time.monotonic()` at which to give up.
+        ranks: the number of ranks that wait for the same thing. If there are many, each waits
+            longer between two calls, so as not to overload the store.
 
     Returns:
-        What the last call returned.
+        The result of the last call.
     """
     pause_s = FIRST_PAUSE_S
     longest_pause_s = max(LONGEST_PAUSE_S, ranks / MAX_ATTEMPTS_PER_SECOND)
+
     while True:
         result = attempt()
         remaining_s = deadline - time.monotonic()

@@ -1,9 +1,9 @@
-"""What decides the last bits of a result besides the program: processor, libraries and threads.
+"""Reads and compares everything besides the program that affects the last bits of a result.
 
-The same program may give other bits on another CPU or GPU, with another version of torch or of a
-library under it, with another number of threads, or with TF32. These *numerics* are read as texts
-by name, such as `{"CPU": "AVX512", "torch": "2.13.0"}`, and compared between the ranks of a run, or
-between a run and the checkpoint that it resumes.
+The same program may compute slightly different values on another CPU or GPU, with another version
+of torch or its libraries, with another number of threads, or with TF32. These facts are called
+*numerics* here, and kept in a dict: `{"CPU": "AVX512", "torch": "2.13.0"}`. They are compared
+between the ranks of a run, and between a run and the checkpoint from which it resumes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Environment variables that choose kernels."""
+"""Environment variables that influence which kernels are used."""
 
 LIBRARY_PATTERNS = {
     # - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) ...
@@ -46,34 +46,36 @@ LIBRARY_PATTERNS = {
     # ... BLAS_INFO=mkl, BUILD_TYPE=Release, ...
     "BLAS": re.compile(r"BLAS_INFO=(\w+)"),
 }
-"""Finds versions of libraries in the text of `torch.__config__.show()`."""
+"""The patterns that find versions of libraries in the text of `torch.__config__.show()`."""
 
 FP32_PRECISIONS = {
     "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
     "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
 }
-"""For each type of device, the parts of `torch.backends` that may compute in TF32 or bfloat16 with
-tensors in float32."""
+"""For each type of device, the parts of `torch.backends` that may compute with float32 tensors in
+TF32 or bfloat16."""
 
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
-"""The fields of /proc/cpuinfo that name the model of a CPU, which has a stepping of its own."""
+"""The fields of /proc/cpuinfo that identify the model of a CPU."""
 
 
 def read_numerics(device: torch.device) -> dict[str, str]:
-    """Returns the numerics of this process by name, except the number of threads.
+    """Reads the numerics of this process, except the number of threads.
 
     Args:
-        device: that this process computes on.
+        device: the device that this process computes on.
     """
     numerics = {
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "CPU model": _cpu_model(),
         "torch": torch.__version__,
     }
+
     build = torch.__config__.show()
     for library, pattern in LIBRARY_PATTERNS.items():
         match = pattern.search(build)
         numerics[library] = match.group(1) if match else "none"
+
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         numerics["GPU"] = (
@@ -81,6 +83,7 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         )
         numerics["CUDA"] = cuda_version()
         numerics["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
     for part in FP32_PRECISIONS.get(device.type, ()):
         setting = f"{part}.fp32_precision"
@@ -89,6 +92,7 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         except AttributeError:  # torch 2.6 has no such setting
             value = "none"
         numerics[f"setting of {setting}"] = value
+
     for variable in VARIABLES:
         numerics[f"value of {variable}"] = os.environ.get(variable, "none")
     return numerics
@@ -100,12 +104,16 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # there is no such file on this system
         return platform.processor() or platform.machine()
+
+    # The file has a block of lines "model name : AMD EPYC" for each core. The first block is read.
     fields: dict[str, str] = {}
     for line in text.splitlines():
-        if not line.strip() and fields:  # the fields of the next core follow
+        is_end_of_block = not line.strip() and fields
+        if is_end_of_block:
             break
         name, _, value = line.partition(":")
         fields[name.strip()] = value.strip()
+
     parts = []
     for name in CPU_FIELDS:
         if name in fields:
@@ -114,34 +122,42 @@ def _cpu_model() -> str:
 
 
 def compare_ranks(collectives: Collectives, numerics: Mapping[str, str]) -> str:
-    """Compares the numerics of all ranks, which call it together.
+    """Compares the numerics of all ranks. All ranks must call this.
 
     Args:
-        collectives: of the run.
-        numerics: of this rank.
+        collectives: the collectives of the run.
+        numerics: the numerics of this rank.
 
     Returns:
-        "" if they are equal. Otherwise a text such as "rank 3 has another CPU (AVX2, others
-        AVX512)".
+        A description of the differences, such as "rank 3 has another CPU (AVX2, others AVX512)"; ""
+        if there are none.
     """
+    # Short hashes are exchanged first, as the numerics are long and mostly equal.
     text = json.dumps(numerics, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    # The numerics themselves are longer, and equal on most machines.
     if len(set(collectives.exchange(digest))) == 1:
         return ""
+
     return describe_rank_differences(collectives.exchange(dict(numerics)))
 
 
 def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Says which ranks have other numerics than most; "" if all have the same."""
-    differences = []
-    names: dict[str, None] = {}  # in the order of the ranks
+    """Describes which ranks have other numerics than most ranks; "" if all have the same.
+
+    Args:
+        numerics_of_ranks: the numerics of each rank, in the order of the ranks.
+    """
+    # A dict serves as an ordered set of all names.
+    names: dict[str, None] = {}
     for numerics in numerics_of_ranks:
         names.update(dict.fromkeys(numerics))
+
+    differences = []
     for name in names:
+        # If two values are equally frequent, the one of the lower rank counts as usual.
         values = [numerics.get(name, "none") for numerics in numerics_of_ranks]
-        # The value that most ranks have. If several are equally frequent, the first rank decides.
         usual_value, _ = Counter(values).most_common(1)[0]
+
         ranks_of_value = group_by_key((value, rank) for rank, value in enumerate(values))
         for value, ranks in ranks_of_value.items():
             if value == usual_value:
@@ -154,11 +170,11 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
 
 
 def describe_differences(present: Mapping[str, str], saved: Mapping[str, str]) -> str:
-    """Says what of a run's numerics is not as in its checkpoint; "" if all is.
+    """Describes how the numerics of a run differ from those of its checkpoint; "" if they do not.
 
     Args:
-        present: of this run.
-        saved: of the run that has saved the checkpoint.
+        present: the numerics of this run.
+        saved: the numerics of the run that has saved the checkpoint.
     """
     differences = []
     for name in dict.fromkeys([*present, *saved]):

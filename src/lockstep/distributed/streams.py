@@ -1,8 +1,8 @@
-"""CUDA streams beside the one that the training computes on: one for each device and purpose.
+"""Provides the CUDA streams for work beside the training, one for each device and purpose.
 
-They are kept for the life of the process, and used again by every pass and every run. Torch's
-allocator keeps freed memory for the stream that it was allocated on. With a new stream in each pass
-the memory of the passes before would stay reserved, and each pass would ask the driver for its own.
+The streams are created once and used until the process ends. Torch's allocator reserves freed
+memory for the stream on which it was allocated. If each pass over the data used a new stream, the
+memory of earlier passes would stay reserved, and each pass would allocate new memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 Purpose = Literal["copies of batches", "sums of logged values", "kept steps"]
-"""What a stream is used for. Streams of two purposes do not wait for each other: a batch must not
-wait for the other ranks, as a sum over the ranks does."""
+"""What a stream is used for. Streams of two purposes do not wait for each other: a sum of logged
+values waits for the other ranks, and a copy of a batch must not."""
 
 
 @cache
@@ -23,7 +23,7 @@ def side_stream(device: torch.device, purpose: Purpose) -> torch.cuda.Stream:
 
     Args:
         device: the GPU, with its index.
-        purpose: what the caller does there.
+        purpose: what the stream is used for.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream

@@ -1,7 +1,7 @@
 """Converts tensors to bytes and back, exactly, for every dtype.
 
-Gloo and NCCL each carry some of torch's dtypes only. What is moved without being computed with
-(gathered, broadcast, written to a file) therefore travels as a flat uint8 tensor.
+Gloo and NCCL support only some of torch's dtypes. So a tensor that is only moved (gathered,
+broadcast or written to a file) is sent as a flat uint8 tensor, which both support.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from torch import Tensor
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
-    """Returns the tensor's data as a uint8 tensor of shape `(bytes,)`; it may share memory."""
+    """Returns the data of a tensor as a 1-dimensional uint8 tensor, which may share its memory.
+
+    Example: a float32 tensor of shape (2, 3) becomes a uint8 tensor of shape (24,).
+    """
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.numel() == 0:
-        # An empty tensor may have any strides, with which `view` would fail.
+        # `view` fails with some strides that an empty tensor may have.
         flat = contiguous.new_empty(0)
     else:
         flat = contiguous.reshape(-1)
@@ -24,5 +27,5 @@ def to_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Returns the tensor of which `to_bytes` made `data`; it shares the memory of `data`."""
+    """Restores a tensor from the bytes that `to_bytes` returned; it shares the memory of `data`."""
     return data.view(dtype).reshape(tuple(shape))
