@@ -155,7 +155,7 @@ def parts_of_recovery(kill: float, marks: dict[str, float]) -> dict[str, float]:
 
 def foretold_bytes(said: str) -> float:
     """Returns how much memory the run has announced for its machine."""
-    found = re.search(r"every step is kept in memory: .*?, ([\d.]+) ([KM])iB on its machine", said)
+    found = re.search(r"every step is kept in memory: .*?, ([\d.]+) ([KM])iB on a machine", said)
     assert found, said
     return float(found[1]) * {"K": 2**10, "M": 2**20}[found[2]]
 

@@ -49,7 +49,11 @@ from lockstep.checkpoint.memory_area import Area, Seal
 from lockstep.checkpoint.partner_copies import Inbox, PartnerCopies, Partners, find_partners
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.control_groups import available_memory
-from lockstep.distributed.topology import AREAS_PER_RANK, OWN_AREAS_PER_RANK
+from lockstep.distributed.topology import (
+    AREAS_PER_RANK,
+    MAX_SENDERS_PER_RANK,
+    OWN_AREAS_PER_RANK,
+)
 from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.errors import CheckpointError, LockstepError, warn
 from lockstep.session.extension import Extension
@@ -600,20 +604,24 @@ class KeptSteps(Extension):
 
         was_announced_before = self._serial > 1  # by an earlier attempt
         if not was_announced_before:
-            ranks_beside_rank_0 = ranks_of_machine[answers[0]["machine"]]
+            needed_of_machines = [
+                sum(needed[rank] for rank in ranks) for ranks in ranks_of_machine.values()
+            ]
             self._announce(
                 max(needed),
-                sum(needed[rank] for rank in ranks_beside_rank_0),
+                max(needed_of_machines),
                 has_partners=partners is not None,
                 num_machines=len(ranks_of_machine),
             )
 
-    def _announce(self, most: int, total: int, *, has_partners: bool, num_machines: int) -> None:
+    def _announce(
+        self, most_of_rank: int, most_of_machine: int, *, has_partners: bool, num_machines: int
+    ) -> None:
         """Prints that every step is kept, and how much memory it takes.
 
         Args:
-            most: bytes that the areas of a rank take, at most.
-            total: bytes that the areas of all ranks on the machine of rank 0 take.
+            most_of_rank: bytes that the areas of a rank take, at most.
+            most_of_machine: bytes that the areas of all ranks of a machine take, at most.
             has_partners: True if the ranks send copies to other machines.
             num_machines: the number of machines in the run.
         """
@@ -623,12 +631,13 @@ class KeptSteps(Extension):
             copies = "two copies on its machine and two on another one"
         elif num_machines > 1 and not self._is_replica:
             note = (
-                "; one machine has more than twice as many ranks as another, so that no machine "
-                "has a copy of the shards of another one"
+                f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
+                "machine that would get its copies, so that no machine has a copy of the shards of "
+                "another one"
             )
         self._say(
-            f"every step is kept in memory: {copies}, {format_bytes(most)} for a rank at most, "
-            f"{format_bytes(total)} on its machine{note}"
+            f"every step is kept in memory: {copies}, {format_bytes(most_of_rank)} for a rank at "
+            f"most, {format_bytes(most_of_machine)} on a machine at most{note}"
         )
 
     def _check_memory(self, new: int, available: int | None) -> None:
