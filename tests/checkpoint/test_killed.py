@@ -131,6 +131,7 @@ def uninterrupted(folder: Path) -> dict[int, str]:
     return {step: state for kind, step, state in whole.said if kind in ("new", "step")}
 
 
+@pytest.mark.thorough
 @in_clean_process
 def test_killed_at_random_moments_around_saves(tmp_path: Path) -> None:
     expected = uninterrupted(tmp_path / "whole")

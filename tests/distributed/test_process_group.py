@@ -154,7 +154,7 @@ def two_nodes() -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", node], capture_output=True, check=False)
 
 
-@pytest.mark.parametrize("master", [ADDRESSES[0], "name"])
+@pytest.mark.parametrize("master", [pytest.param(ADDRESSES[0], marks=pytest.mark.thorough), "name"])
 def test_a_host_name_that_means_loopback(two_nodes: None, tmp_path: Path, master: str) -> None:
     """With `name`, the master's own name means 127.0.1.1 on rank 0's machine alone."""
     processes = []

@@ -193,7 +193,13 @@ def test_without_a_local_world_size_the_ranks_of_a_machine_are_counted(
     assert places == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
 
 
-@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.thorough), "agent"])
+@pytest.fixture(
+    params=[
+        "tcp",
+        pytest.param("file", marks=pytest.mark.thorough),
+        pytest.param("agent", marks=pytest.mark.thorough),
+    ]
+)
 def place(
     request: pytest.FixtureRequest, free_port: Callable[[], int], tmp_path: Path
 ) -> Iterator[tuple[str | None, Callable[[int], Any]]]:
@@ -286,6 +292,7 @@ def test_a_port_of_another_program() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_port_of_another_programs_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outcomes = run_ranks(try_to_join_patiently, 2, None, 3, environment=by_hand(2, store.port))

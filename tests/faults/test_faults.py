@@ -31,6 +31,14 @@ RARE = {
     "an answer of a licence server that C waits for with the GIL",
     "a child process works, started from C",
     "a timer comes to a group of the main threads",
+    "both ranks receive",
+    "both receive, and both send in threads",
+    "shared memory: a rank is stopped in the middle",
+    "a group whose timeout is expected",
+    "the launcher is stopped for a while",
+    "honest work of rank 0 alone",
+    "both ranks are stopped and continued",
+    "one of three skips a batch",
 }
 """Close to others, which are tried each time."""
 

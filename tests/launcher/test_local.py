@@ -210,6 +210,7 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path, files: i
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_more_ranks_start_than_fit_the_socket_to_the_zygote(tmp_path: Path) -> None:
     """They hold 277 messages in each direction, with the kernel's default of 208 KiB."""
     done = launch(["run", "--no-python", "--nproc", "700", "true"], tmp_path)

@@ -171,7 +171,7 @@ def all_reduce_against_barrier() -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("copy", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @in_clean_process
 def test_a_hang_is_judged_and_names_the_lines(copy: bool) -> None:
     def run() -> None:

@@ -282,6 +282,7 @@ def test_all_ranks_start_again_and_go_on_from_the_checkpoint(
     assert epochs == ["0", "1", "2"]
 
 
+@pytest.mark.thorough
 def test_a_start_after_a_hang_is_one_of_its_own(
     machines: tuple[Machine, Machine], make: Make, tmp_path: Path
 ) -> None:

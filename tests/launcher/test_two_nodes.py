@@ -135,6 +135,7 @@ def test_strangers_and_second_comers_are_turned_away_and_the_run_goes_on(
         assert sum("has already come" in line for line in said) == 2
 
 
+@pytest.mark.thorough
 def test_a_machine_without_loopback_is_told_at_once(
     machines: tuple[Machine, Machine], pair: list[Launcher]
 ) -> None:

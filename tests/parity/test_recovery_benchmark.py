@@ -78,7 +78,9 @@ def test_parts_of_a_recovery_add_up() -> None:
 
 
 def test_the_memory_that_a_run_announces() -> None:
-    said = "every step is kept in memory: two copies, {} for a rank at most, {} on a machine at most"
+    said = (
+        "every step is kept in memory: two copies, {} for a rank at most, {} on a machine at most"
+    )
     assert foretold_bytes(said.format("512.0 KiB", "1.5 MiB")) == 1.5 * 2**20
     assert foretold_bytes(said.format("40.0 KiB", "80.0 KiB")) == 80 * 2**10
     with pytest.raises(AssertionError, match="kept nothing"):

@@ -86,6 +86,7 @@ def by_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: function(*args)
 
 
+@pytest.mark.thorough
 def test_a_function_of_a_module_is_run_by_fresh_processes() -> None:
     assert_same(train, (0.2,), timeout=HANG_S)
 

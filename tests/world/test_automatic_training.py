@@ -443,7 +443,9 @@ def on_replicas(**init: Any) -> tuple[dict[str, Tensor], Any, Any, str]:
         return weights(model), getattr(model, "shares", None), loader, said.getvalue()
 
 
-@pytest.mark.parametrize("settings", [{"shares": "auto"}, AUTO])
+@pytest.mark.parametrize(
+    "settings", [{"shares": "auto"}, pytest.param(AUTO, marks=pytest.mark.thorough)]
+)
 def test_the_devices_of_one_process(monkeypatch, settings):
     expected = on_replicas()[0]
     assert difference(expected, on_replicas(strategy=DP(replicas=2), **settings)[0]) < 1e-9
