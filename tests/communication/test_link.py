@@ -169,6 +169,7 @@ def trained(measured: bool, slow: int | None = None) -> str:
     return out.getvalue()
 
 
+@pytest.mark.thorough
 def test_a_run_on_several_machines_tells_what_the_network_takes() -> None:
     first, *others = run_ranks(trained, 3, True)
     assert others == ["", ""]

@@ -18,6 +18,7 @@ WATCHDOG = pages.ROOT / "src" / "lockstep" / "run" / "watch"
 COMMAND = "$ lockstep run --nproc 2 "
 
 
+@pytest.mark.thorough
 def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
     shown = outputs()
     assert len(shown) == 4

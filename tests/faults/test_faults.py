@@ -39,6 +39,7 @@ RARE = {
     "honest work of rank 0 alone",
     "both ranks are stopped and continued",
     "one of three skips a batch",
+    "a stage of a pipeline leaves the loop",
 }
 """Close to others, which are tried each time."""
 

@@ -89,6 +89,7 @@ def by_name() -> tuple[bool, float]:
     return before, loss.item()
 
 
+@pytest.mark.thorough
 def test_the_strategy_is_imported_when_it_is_asked_for_and_leaves_no_thread():
     for before, loss in run_ranks(by_name, 2, fresh=True):
         assert not before
