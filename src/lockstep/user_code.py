@@ -6,10 +6,12 @@ A file is the user's own if it does not belong to Lockstep, Python or an install
 
 from __future__ import annotations
 
+import ast
 import linecache
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -109,6 +111,18 @@ def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
     if source:
         return f"{text}: {source}"
     return text + if_no_source
+
+
+@lru_cache(maxsize=1)  # several checks parse the same script, one after the other
+def parse_source(source: str) -> ast.Module | None:
+    """Parses the source of a script; returns None if it is not valid Python.
+
+    The result is shared by all callers, who must not change it.
+    """
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:

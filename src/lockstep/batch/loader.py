@@ -125,7 +125,7 @@ class Loader:
     ) -> None:
         self.source = source
         self.number = 0
-        """Its number among the loaders of the run, from 0: the same on all ranks."""
+        """The number of this loader in the run, counted from 0. It is the same on all ranks."""
         self.weight = weight
         self.seed = seed
         self._plan = plan

@@ -74,7 +74,7 @@ class _RankPart(NamedTuple):
 
     micro_batch: MicroBatch
     samples: slice
-    """Where its samples are within the global batch."""
+    """The positions of its samples within the global batch."""
     on_all_ranks: bool
     """True if every rank has samples in this micro-batch."""
     compared_before: bool = False

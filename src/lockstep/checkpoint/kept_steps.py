@@ -604,9 +604,9 @@ class KeptSteps(Extension):
 
         was_announced_before = self._serial > 1  # by an earlier attempt
         if not was_announced_before:
-            needed_of_machines = [
-                sum(needed[rank] for rank in ranks) for ranks in ranks_of_machine.values()
-            ]
+            needed_of_machines: list[int] = []
+            for ranks in ranks_of_machine.values():
+                needed_of_machines.append(sum(needed[rank] for rank in ranks))
             self._announce(
                 max(needed),
                 max(needed_of_machines),

@@ -16,7 +16,7 @@ from lockstep.columns import join_label, pad, width_of, wrap
 from lockstep.language import ENGLISH, language, translate
 
 MAX_WIDTH = 78
-"""As click's: more is hard to read."""
+"""The width of help texts on wide terminals, as click has it: longer lines are hard to read."""
 NOTE_OF_OPTION = re.compile(r"(.*?)  \[([^\[\]]*)\]", re.DOTALL)
 """The help of an option with the last note behind it, such as "[default: 1]", which click adds
 unless the help has one itself."""

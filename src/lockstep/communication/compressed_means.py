@@ -34,7 +34,7 @@ MAX_UNIT_BYTES = 2**23
 
 
 class _GradientSlot(NamedTuple):
-    """Where the gradient of a parameter is stored while it is sent."""
+    """The place at which the gradient of a parameter is stored while it is sent."""
 
     unit: int
     """The number of its unit."""

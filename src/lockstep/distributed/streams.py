@@ -11,6 +11,7 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Purpose = Literal["copies of batches", "sums of logged values", "kept steps"]
 """What a stream is used for. Streams of two purposes do not wait for each other: a sum of logged
@@ -27,3 +28,17 @@ def side_stream(device: torch.device, purpose: Purpose) -> torch.cuda.Stream:
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
+
+
+def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Starts to copy a tensor from a GPU to page-locked memory, on the current stream of the GPU.
+
+    Returns:
+        The copy, and an event that tells when its values have arrived.
+    """
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    on_host.copy_(tensor, non_blocking=True)
+    arrived: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # A model may be spread over several GPUs, so the tensor need not be on the current device.
+    arrived.record(torch.cuda.current_stream(tensor.device))
+    return on_host, arrived

@@ -75,10 +75,10 @@ class AutotuneSearch:
         self._local_devices = plan.local_devices
         self._profiling = ProfilingRun(run, calls, num_samples)
         self._known_to_fit: dict[int | None, int] = {}
-        """By device, the largest number of samples that has fitted in its memory so far."""
+        """The largest number of samples that has fitted into the memory of each device so far."""
         self._known_limits: dict[int | None, int] = {}
-        """By device, the largest number of samples that fits in its memory, if it was found because
-        more did not fit."""
+        """The largest number of samples that fits into the memory of each device, for devices on
+        which a larger number did not fit."""
 
     def find_shares(self) -> SharesResult:
         """Finds shares with which all devices need the same time for their part of a global batch.

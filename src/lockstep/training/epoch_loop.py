@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from lockstep.user_code import Location, user_frames
+from lockstep.user_code import Location, parse_source, user_frames
 
 NAMES_OF_RANGE = ("range", "trange")
 NAMES_OF_PRINTING = ("print", "log", "debug", "info", "warning", "write", "append")
@@ -55,9 +55,8 @@ def may_pass_value_on(line: Location) -> bool:
         line: the line of the script that contains the expression.
     """
     file, number = line
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
+    tree = parse_source("".join(linecache.getlines(file)))
+    if tree is None:
         return False
 
     statements = [node for node in ast.walk(tree) if isinstance(node, SIMPLE_STATEMENTS)]
@@ -126,22 +125,22 @@ def _prints(node: ast.AST) -> bool:
     """Returns True for `print(...)`, `logger.info(...)` and for the values in an f-string."""
     if isinstance(node, ast.JoinedStr):
         return True
-    if not isinstance(node, ast.Call):
-        return False
-    called = node.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in NAMES_OF_PRINTING
+    return isinstance(node, ast.Call) and _name_of_called(node) in NAMES_OF_PRINTING
+
+
+def _name_of_called(call: ast.Call) -> str:
+    """Returns "info" for `logger.info(...)` and "print" for `print(...)`; else an empty string."""
+    called = call.func
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] | None:
     """Returns the loops of a function whose body contains its present line; None without source."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:
-        return None
-
-    if not lines:
+    tree = parse_source("".join(lines))
+    if tree is None or not lines:
         return None
 
     loops = []
@@ -168,8 +167,7 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
     if not isinstance(iterated, ast.Call) or not iterated.args:
         return None
 
-    called = iterated.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    name = _name_of_called(iterated)
     if name in ("tqdm", "track"):  # a progress bar
         return _count(iterated.args[0], frame)
 

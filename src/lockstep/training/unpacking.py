@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.batch.loader import Loader
 from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler
-from lockstep.user_code import is_user_file
+from lockstep.user_code import is_user_file, parse_source
 from lockstep.wording import describe_type
 
 _NOTE_BEGINNING = "lockstep: world.prepare returned, in the order in which they were given: "
@@ -85,9 +85,9 @@ def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -
 
 def _find_targets(frame: FrameType) -> list[ast.expr]:
     """Returns the targets of a running statement `a, b = world.prepare(...)`, else []."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    except SyntaxError:
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    tree = parse_source("".join(lines))
+    if tree is None:
         return []
 
     targets: list[ast.expr] = []

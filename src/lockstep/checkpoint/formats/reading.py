@@ -75,7 +75,7 @@ class FoundState:
     state: Mapping[str, Any]
     """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
-    """Where the state is in the file, for example "['model']"; empty for the top level."""
+    """The place of the state in the file, for example "['model']"; empty for the top level."""
 
 
 def _no_tensors() -> Iterable[tuple[str, LazyTensor]]:

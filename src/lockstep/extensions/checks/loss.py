@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from lockstep.distributed.streams import start_copy_to_host
 from lockstep.distributed.torch_compat import to_local
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
@@ -138,11 +139,7 @@ class LossCheck(Check):
         if pending is not None and not pending.copied.query():  # type: ignore[no-untyped-call]
             return
         self.settle()
-        is_nan = torch.empty((), dtype=torch.bool, pin_memory=True)
-        is_nan.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # If a model is spread over several GPUs, its loss may not be on the current device.
-        copied.record(torch.cuda.current_stream(loss.device))
+        is_nan, copied = start_copy_to_host(loss.detach().isnan().reshape(()))
         self._pending = PendingLoss(is_nan, copied, self.run.step.number + 1)
 
     def _raise_nan(self, step_number: int) -> NoReturn:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from lockstep.user_code import parse_source
+
 SIZE_NAMES = {"size", "world_size", "num_ranks", "nproc"}
 """A statement that has one of these names probably divides by the number of ranks itself."""
 
@@ -24,10 +26,10 @@ def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
         sum_line: line that called `world.sum`, from 1.
         length_line: line that called `len` of a prepared loader, from 1.
     """
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
+    tree = parse_source(source)
+    if tree is None:
         return False
+
     sum_statement = _simple_statement_at(tree, sum_line)
     length_statement = _simple_statement_at(tree, length_line)
     if sum_statement is None or length_statement is None:

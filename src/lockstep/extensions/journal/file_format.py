@@ -84,7 +84,7 @@ class RankStep(NamedTuple):
 
 
 class StepLocation(NamedTuple):
-    """Where the content of a step is in a file."""
+    """The place of a step's content in a file."""
 
     begin: int
     """The byte after the letter that the content begins with."""

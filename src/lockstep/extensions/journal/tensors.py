@@ -85,7 +85,7 @@ class _OwnPart(NamedTuple):
     result: int
     """The result that its hash is added to."""
     first_byte: int
-    """Where it begins within the whole tensor."""
+    """The byte of the whole tensor with which it begins."""
     factor: int
     """An odd number that its hash is multiplied by."""
 

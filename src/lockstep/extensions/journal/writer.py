@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
+from lockstep.distributed.streams import start_copy_to_host
 from lockstep.errors import SettingError
 from lockstep.extensions.journal.file_format import (
     FORMAT_VERSION,
@@ -126,7 +127,7 @@ class Journal(Extension):
         self._column_of_parameter: dict[int, int] = {}
         """The index of each trained parameter in `_parameters`, by its id."""
         self._gradient_hashers: dict[tuple[int, ...], _GradientHasher] = {}
-        """By the ids of the parameters of a group."""
+        """The hasher of each group of gradients, by the ids of the parameters in the group."""
         rank = run.topology.rank
         self._weights = HashedTensors(rank, run.device)
         self._state = HashedTensors(rank, run.device)
@@ -426,11 +427,7 @@ class Journal(Extension):
             self._write(head + np.concatenate(numbers).tobytes(), may_delay=True)
             return
 
-        joined = torch.cat(list(numbers))
-        on_host = torch.empty(joined.shape, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(joined, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(self._device))
+        on_host, copied = start_copy_to_host(torch.cat(list(numbers)))
         self._pending.append(_PendingRecord(head, on_host, copied))
         self._write_pending(wait=False)
 

@@ -110,7 +110,7 @@ def read_folder(folder: Path) -> list[Attempt]:
     """Reads the attempts in a folder, in the order in which they were started.
 
     Raises:
-        CheckpointError: there is no ledger, or one of a later version.
+        CheckpointError: there is no ledger, or one of another version.
     """
     files_of_start: dict[str, dict[int, RankFile]] = defaultdict(dict)
     # The name of a start begins with its time, so sorted names are in the order of the starts.

@@ -139,7 +139,7 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
     """
     if is_quiet(os.environ):
         return
-    choices = [Choice(*(translate(part) for part in choice)) for choice in choices]
+    choices = [Choice(*map(translate, choice)) for choice in choices]
     if not _may_be_styled():
         for name, value, reason in choice_rows(title, choices, width=None):
             print_line(name + value + reason)

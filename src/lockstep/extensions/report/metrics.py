@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.streams import side_stream
+from lockstep.distributed.streams import side_stream, start_copy_to_host
 from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import warn
 from lockstep.wording import describe_type
@@ -53,7 +53,7 @@ class SumsCopy(NamedTuple):
     """A copy of weighted sums on the host, as they were at one moment."""
 
     weights: dict[str, float]
-    """By name. Names whose weight is 0 are left out."""
+    """The sum of the weights of each name. Names for which it is 0 are left out."""
     totals: Tensor
     """The weighted sums in the order of `weights`, on the host when the copy has arrived."""
     arrived: Any
@@ -131,10 +131,7 @@ class WeightedSums:
         totals = self.totals(list(weights))
         if not self._on_cuda:
             return SumsCopy(weights, totals, None)
-        on_host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
-        on_host.copy_(totals, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(self._device))
+        on_host, arrived = start_copy_to_host(totals)
         return SumsCopy(weights, on_host, arrived)
 
     def _new_sum(self, name: str) -> _Sum:
@@ -317,10 +314,7 @@ class RunningMeans:
         with torch.cuda.stream(stream):
             if not self._is_alone:
                 dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
-            on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            on_host.copy_(packed, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(stream)
+            on_host, arrived = start_copy_to_host(packed)
         # If the pass is left early, nobody waits for this reduction; its memory must not be given
         # to another tensor before the stream is done with it.
         packed.record_stream(stream)

@@ -362,7 +362,7 @@ class Record:
         folder: the folder that was given to `lockstep run --report`.
 
     Raises:
-        CheckpointError: there is no record, or one of a later version.
+        CheckpointError: there is no record, or one of another version.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -382,7 +382,7 @@ class Record:
         """Reads what was added since the last call; returns True if there was anything.
 
         Raises:
-            CheckpointError: the folder cannot be read, or its record is of a later version.
+            CheckpointError: the folder cannot be read, or its record is of another version.
         """
         num_lines = 0
         try:
@@ -406,7 +406,7 @@ class Record:
             How many of them were understood.
 
         Raises:
-            CheckpointError: the file is of a later version.
+            CheckpointError: the file is of another version.
         """
         if path.name not in self._files:
             self._files[path.name] = _GrowingFile(path)

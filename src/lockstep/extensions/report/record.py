@@ -39,6 +39,7 @@ from lockstep import masking
 from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
+from lockstep.distributed.streams import start_copy_to_host
 from lockstep.errors import on_warning
 from lockstep.extensions.report.gpu_use import device_name, measure_gpu
 from lockstep.extensions.report.metrics import SumsCopy
@@ -361,10 +362,7 @@ class Recorder(Extension):
         mean = self._loss_sum / self._num_losses
         if not isinstance(mean, Tensor):  # the losses were on the CPU
             return _PendingLine(None, partial(_row_with_loss, row, mean))
-        on_host = torch.empty((), dtype=mean.dtype, pin_memory=True)
-        on_host.copy_(mean.reshape(()), non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(mean.device))
+        on_host, arrived = start_copy_to_host(mean.reshape(()))
         return _PendingLine(arrived, partial(_row_with_loss, row, on_host))
 
     def _finish_pending(self, *, wait: bool) -> None:

@@ -176,12 +176,12 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     """Returns True if an object has all fields of its kind.
 
     The first key of `_FIELDS_BY_KEY` that the object has says which kind that is. The first line of
-    a file of a later version is known too, so that the reader can refuse it.
+    a file of another version is known too, so that the reader can refuse it.
     """
     for key, fields in _FIELDS_BY_KEY.items():
         if key not in value:
             continue
-        if is_of_later_version(value):
+        if is_of_another_version(value):
             return True
         # With this line a launcher starts the ranks. It has more fields than its other lines.
         if key == "kind" and value["kind"] == "start":
@@ -192,7 +192,7 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     return False
 
 
-def is_of_later_version(value: dict[str, Any]) -> bool:
-    """Returns True for the first line of a file that a later version of Lockstep has written."""
+def is_of_another_version(value: dict[str, Any]) -> bool:
+    """Returns True for the first line of a file whose format has another version than this one."""
     version = value.get("record")
-    return isinstance(version, int) and version > FORMAT_VERSION
+    return isinstance(version, int) and version != FORMAT_VERSION
