@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from digests import digest_of
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -54,14 +54,6 @@ class Net(nn.Module):
         features = F.dropout(F.relu(self.norm(self.hidden(rows))), 0.2, self.training)
         output: torch.Tensor = self.head(features)
         return output
-
-
-def digest_of(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(whole.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def flip_bit(tensor: torch.Tensor, bit: int = 12) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from digests import digest_of
 from ranks import RankFailed, in_gloo_group, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -45,14 +45,6 @@ def samples(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     images = torch.randn(count, 2, 6, 6, generator=generator)
     return TensorDataset(images, torch.randint(0, 3, (count,), generator=generator))
-
-
-def digest_of(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(whole.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def train(**options: Any) -> tuple[str, list[float]]:

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from digests import digest_of
 from ranks import as_on_machines, run_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -56,14 +56,6 @@ def samples(count: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     images = torch.randn(count, 2, 6, 6, generator=generator) + 1.0
     return TensorDataset(images, torch.randint(0, 3, (count,), generator=generator))
-
-
-def digest_of(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(whole.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 # The naive reference: all virtual ranks side by side in one process, layer by layer
