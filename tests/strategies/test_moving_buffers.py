@@ -59,6 +59,8 @@ CASES: dict[str, tuple[Any, int]] = {
     "fsdp": (FSDP(), 24),
     "averaged": (DDP(average_buffers="mean"), 21),
     "averaged under fsdp": (FSDP(average_buffers=["me*"]), 24),
+    "a misspelled name": (DDP(average_buffers=["mean", "maen"]), 24),
+    "a misspelled name under fsdp": (FSDP(average_buffers=["mean", "maen"]), 24),
     # The last batch has one sample, so a rank has a mean of nothing.
     "a rank without samples": (DDP(average_buffers=("mean",)), 17),
 }
@@ -85,7 +87,12 @@ def check(size: int, cases: dict[str, tuple[Any, int]]) -> None:
             assert passes == expected[samples][1], name
             if strategy.average_buffers:
                 assert exact, name
-                assert said == [], name
+                if "misspelled" not in name:
+                    assert said == [], name
+                elif rank == 0:
+                    [text] = said
+                    assert text.startswith("average_buffers='maen'\n")
+                    assert "has this name: [mean, table]" in text
                 continue
             assert not exact, name
             assert len(said) == (1 if rank == 0 else 0), name

@@ -67,7 +67,7 @@ class MovingBuffers:
         self._batchnorm_ids = _buffer_ids(module, BatchNorm)
         """The ids of buffers that need no warning: rank 0 has already printed that BatchNorm is not
         synchronised."""
-        patterns = [average] if isinstance(average, str) else average
+        chosen = names_to_average(module, average)
         self._averaged: list[str] = []
         """The names of buffers that are averaged after each step."""
         self._watched: list[str] = []
@@ -79,8 +79,7 @@ class MovingBuffers:
             if name in left_out:
                 continue
 
-            is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
-            if is_chosen and buffer.is_floating_point():
+            if name in chosen:
                 self._averaged.append(name)
             else:
                 self._watched.append(name)
@@ -192,6 +191,34 @@ class MovingBuffers:
         """Returns the sum of the bits of each watched buffer, shape `(watched buffers,)`."""
         buffers = dict(self._module.named_buffers())
         return bit_sums([buffers[name] for name in self._watched])
+
+
+def names_to_average(module: nn.Module, average: str | Sequence[str]) -> set[str]:
+    """Returns the names of the floating-point buffers that a user has chosen to be averaged.
+
+    Warns of a choice that fits no buffer, for example because its name is misspelled.
+
+    Args:
+        module: the module that holds the buffers.
+        average: names, or patterns of names such as `*.mean`, as in the option `average_buffers`.
+    """
+    patterns = [average] if isinstance(average, str) else average
+    names = [name for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        chosen.update(matching)
+        if matching:
+            continue
+
+        # This is no error: a strategy may prepare two models, of which one has such buffers.
+        warn(
+            f"average_buffers={pattern!r}",
+            f"no floating-point buffer of the model has this name: [{join_first(names)}]",
+            "give names as `model.named_buffers()` has them, or patterns such as '*.mean'",
+        )
+    return chosen
 
 
 def _buffer_ids(module: nn.Module, layer_type: type[nn.Module]) -> set[int]:

@@ -18,7 +18,6 @@ to which all other virtual ranks contribute zeros.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_ea
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
+from lockstep.strategies.moving_buffers import names_to_average
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, counts_in_sum
 
@@ -81,7 +81,7 @@ class VirtualRankBuffers(Extension):
             if isinstance(layer, SyncBatchNorm):
                 synchronised_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
 
-        patterns = [average] if isinstance(average, str) else average
+        chosen = names_to_average(module, average)
         self.averaged: list[str] = []
         """The names of the buffers that are averaged."""
         self._counts: list[str] = []
@@ -103,11 +103,10 @@ class VirtualRankBuffers(Extension):
             owner_name, _, attribute = name.rpartition(".")
             self._buffer_owners.append((name, module.get_submodule(owner_name), attribute))
             is_of_batchnorm = id(buffer) in batchnorm_ids
-            is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
 
             if id(buffer) in synchronised_ids:
                 self._synchronised.add(name)
-            elif buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
+            elif buffer.is_floating_point() and (is_of_batchnorm or name in chosen):
                 self.averaged.append(name)
             elif is_of_batchnorm:
                 self._counts.append(name)
