@@ -36,7 +36,7 @@ class StorageReference(Protocol):
 
 
 class Delivery:
-    """A micro-batch that a loader has handed out to be trained on.
+    """A micro-batch that a loader has handed out to a training loop.
 
     Args:
         training_pass: the pass in which it is handed out.
@@ -57,11 +57,11 @@ class Delivery:
         self.storages = tuple(storages)
         self.on_begin = on_begin
         training_pass.num_deliveries += 1
-        self.place = training_pass.num_deliveries
+        self.number_in_pass = training_pass.num_deliveries
         """The number of this delivery in its pass, from 1."""
         if micro_batch.first:
             training_pass.num_delivered_global_batches += 1
-        self.global_batch = training_pass.num_delivered_global_batches
+        self.global_batch_number = training_pass.num_delivered_global_batches
         """The number of its global batch in the pass, from 1."""
 
     @property
@@ -104,39 +104,54 @@ class TrainingPass:
         """True if no optimizer has stepped for the previous micro-batch."""
         self.num_deliveries = 0
         self.num_delivered_global_batches = 0
-        self.active: Delivery | None = None
-        """The delivery whose micro-batch is being trained."""
-        self.in_use: Delivery | None = None
+        self.being_trained: Delivery | None = None
+        """The delivery whose micro-batch is `micro_batch`, the one that is being trained."""
+        self.last_used: Delivery | None = None
         """The delivery that the loop computes on: the last one for which a forward or a backward
         pass was seen. In a loop that fetches nothing ahead, it is the last one handed out."""
         self.untrained: list[Delivery] = []
         """Deliveries for which no backward pass is known yet, in order."""
         self.ended = False
         """True if the loop has left the loader. It may still train on batches that it holds."""
-        self.source_is_known = True
-        """True if the next loss comes from `active`; False if it may come from any of
+        self.source_of_loss_is_known = True
+        """True if the next loss comes from `being_trained`; False if it may come from any of
         `untrained`."""
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Updates the state of the pass when training on a micro-batch begins."""
-        was_trained = self.num_backwards > 0  # the previous micro-batch had a backward pass
-        self.step_left_out = was_trained and not self.stepped
+        """Updates the state of the pass when training on a micro-batch begins.
 
-        if micro_batch.first:  # a new global batch begins
-            if was_trained:
-                self.loss_before = self.loss if self.micro_batch.last else None
-            self.number += 1
-            self.stepped = False
-            self.accumulated = False
-            self.loss = 0.0
-        elif was_trained:  # the new gradients are added to those of the previous micro-batch
+        A global batch has one optimizer step, unless it is divided among virtual ranks that each
+        train a copy of the model: then it has one step for each virtual rank.
+
+        Args:
+            micro_batch: the micro-batch. `micro_batch.first` is True if it is the first of its
+                global batch, `micro_batch.opens` if it is the first of its optimizer step.
+        """
+        previous = self.micro_batch
+        previous_was_trained = self.num_backwards > 0
+        self.step_left_out = previous_was_trained and not self.stepped
+
+        if micro_batch.first:
+            if previous_was_trained:
+                # The sum of losses is only complete if the last micro-batch was trained, too.
+                self.loss_before = self.loss if previous.last else None
+            self._begin_global_batch()
+        elif previous_was_trained:
+            # The new gradients are added to those of the previous micro-batch.
             self.accumulated = True
 
-        if micro_batch.opens:  # it is the first micro-batch of the next optimizer step
+        if micro_batch.opens:
             self.num_parts += 1
 
         self.micro_batch = micro_batch
         self.num_backwards = 0
+
+    def _begin_global_batch(self) -> None:
+        """Resets what is recorded for each global batch."""
+        self.number += 1
+        self.stepped = False
+        self.accumulated = False
+        self.loss = 0.0
 
     def leaves_gradients(self, *, exhausted: bool) -> bool:
         """Returns True if the pass has ended in the middle of a global batch and left gradients.
@@ -165,16 +180,18 @@ def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
 def next_trained(training_pass: TrainingPass) -> list[Delivery]:
     """Returns the delivery that the next loss of this pass is taken to come from.
 
+    Called if no forward pass has shown which delivery it is.
+
     Returns:
         A list with that delivery; empty if nothing was handed out yet.
     """
-    # If the loop has fetched ahead, the deliveries are taken in their order.
-    if not training_pass.source_is_known and training_pass.untrained:
+    # If the loop has fetched ahead, it is taken to train on the deliveries in their order.
+    if not training_pass.source_of_loss_is_known and training_pass.untrained:
         first_untrained = training_pass.untrained[0]
         return [first_untrained]
-    if training_pass.active is None:
+    if training_pass.being_trained is None:
         return []
-    return [training_pass.active]
+    return [training_pass.being_trained]
 
 
 def check_order(delivery: Delivery) -> None:
@@ -184,16 +201,21 @@ def check_order(delivery: Delivery) -> None:
         delivery: the delivery on which training is about to begin.
     """
     training_pass = delivery.training_pass
-    active = training_pass.active
-    if active is None:
+    previous = training_pass.being_trained  # the delivery on which the loop has trained until now
+    if previous is None:
         return
 
     if delivery.micro_batch.first:
-        # A global batch may begin if the previous one is complete, or was not trained at all.
-        in_order = training_pass.micro_batch.last or not training_pass.num_backwards
+        # A new global batch may begin if the previous one is complete: its last micro-batch is the
+        # latest one. It may also begin if no backward pass was made for the latest micro-batch.
+        previous_is_complete = training_pass.micro_batch.last
+        previous_is_untrained = training_pass.num_backwards == 0
+        in_order = previous_is_complete or previous_is_untrained
     else:
-        follows = delivery.place > active.place
-        in_order = follows and delivery.global_batch == active.global_batch
+        # A further micro-batch must follow an earlier one of the same global batch.
+        is_later = delivery.number_in_pass > previous.number_in_pass
+        is_same_global_batch = delivery.global_batch_number == previous.global_batch_number
+        in_order = is_later and is_same_global_batch
 
     if not in_order:
         raise UsageError(
@@ -244,7 +266,8 @@ def unknown_source_error(
 
     Args:
         possible: the batches that the loss may come from.
-        which: description of these batches, which follows "several batches" in the message.
+        which: the end of the phrase "several batches ..." in the message, for example "that no
+            backward pass has followed yet".
         instead: the advice.
     """
     batches = "several batches" if len(possible) > 1 else "a batch"
@@ -260,7 +283,10 @@ def unknown_source_error(
 
 
 def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
-    """Returns the error for a loss that comes from several batches of different weight."""
+    """Returns the error for a loss that comes from several batches of different weight.
+
+    `World.backward` multiplies each loss by one factor, but each of these batches needs another.
+    """
     return UsageError(
         "one world.backward(loss) for batches that weigh differently",
         f"the loss comes from {len(deliveries)} batches, of which this rank has "

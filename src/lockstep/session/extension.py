@@ -227,19 +227,19 @@ class Extensions(Extension):
         self._observers_are_notified = True
         for extension in _extensions_of_every_run:
             self.add(extension, Place.OBSERVER)
-        self._update()
+        self._rebuild_listeners()
 
     def add(self, extension: Extension, place: Place) -> None:
         """Adds an extension after the others of the same place."""
         self._extensions.append((place, extension))
         # The sort is stable: extensions of the same place stay in the order of their addition.
         self._extensions.sort(key=lambda entry: entry[0])
-        self._update()
+        self._rebuild_listeners()
 
     def remove(self, extension: Extension) -> None:
         """Removes an extension, so that its methods are no longer called."""
         self._extensions = [entry for entry in self._extensions if entry[1] is not extension]
-        self._update()
+        self._rebuild_listeners()
 
     def of_type(self, kind: type[Any]) -> Any:
         """Returns the first extension of a type, or None."""
@@ -252,14 +252,14 @@ class Extensions(Extension):
     def observers_muted(self) -> Iterator[None]:
         """Returns a context in which observers are not notified of events."""
         self._observers_are_notified = False
-        self._update()
+        self._rebuild_listeners()
         try:
             yield
         finally:
             self._observers_are_notified = True
-            self._update()
+            self._rebuild_listeners()
 
-    def _update(self) -> None:
+    def _rebuild_listeners(self) -> None:
         """Collects, for each event, the methods that an extension overrides, in their order."""
         for event in EVENTS:
             default_method = getattr(Extension, event)  # does nothing

@@ -53,7 +53,7 @@ class VirtualRank:
     rank."""
 
     @property
-    def counts(self) -> bool:
+    def contributes(self) -> bool:
         """True if its gradient and its loss are part of those of the global batch."""
         return not self.is_padding and not self.is_repeat
 

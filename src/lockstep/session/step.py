@@ -94,8 +94,9 @@ class OpenPass:
     """The name of the pass, e.g. `epoch 3` or `validation`; empty if it has none."""
     is_shown: bool = False
     """True for a loop over `World.progress`."""
-    is_exhausted: bool = False
-    """True if the loader has no more batches, but the loop holds some that it has not trained."""
+    only_held_batches_remain: bool = False
+    """True if the loader is exhausted, but the loop holds batches that it has not trained yet. The
+    pass then stays open until the script begins another one."""
     handed_out: MicroBatch = field(default_factory=MicroBatch)
     """The micro-batch that was handed out last."""
     delivery_of_name: dict[str, Delivery | None] = field(default_factory=dict)
@@ -119,28 +120,31 @@ class OpenPass:
     @property
     def micro_batch(self) -> MicroBatch:
         """The micro-batch that the loop is computing on."""
-        if self.training_pass is None or self.training_pass.in_use is None:
+        if self.training_pass is None or self.training_pass.last_used is None:
             return self.handed_out
-        return self.training_pass.in_use.micro_batch
+        return self.training_pass.last_used.micro_batch
 
     def takes(self, name: str) -> bool:
-        """Returns True if a value that is logged now belongs to the pass.
+        """Returns True if a value that the script logs now belongs to this pass.
+
+        It does as long as the loader has more batches. Once the loader is exhausted, the loop may
+        still train on batches that it holds, and nothing tells when the loop is over. A script logs
+        a name once for each batch, so a second value of the same batch comes from after the loop.
 
         Args:
             name: name of the value.
         """
-        if not self.is_exhausted:
+        if not self.only_held_batches_remain:
             return True
+        assert self.training_pass is not None  # only training leaves batches to train on
 
-        # The loader is exhausted, but the loop may still train on batches that it holds. A name
-        # that is new belongs to the pass as long as there are such batches.
-        assert self.training_pass is not None
+        # A name that this pass has not logged yet belongs to it as long as batches are untrained.
         if name not in self.delivery_of_name:
             return bool(self.training_pass.untrained)
 
-        # A known name belongs to the pass once for each batch. When it is logged again for the last
-        # batch, it was logged after the pass.
-        return self.delivery_of_name[name] is not self.training_pass.in_use
+        batch_of_last_value = self.delivery_of_name[name]
+        present_batch = self.training_pass.last_used
+        return batch_of_last_value is not present_batch
 
 
 class Step:
@@ -164,7 +168,8 @@ class Step:
         self.sample_in_place_of_none: Any = None
         """A batch of one sample, like the latest micro-batch that had no samples."""
         self.virtual_rank: VirtualRank | None = None
-        """The virtual rank of the current micro-batch, even while all of them train one model."""
+        """The virtual rank of the current micro-batch. It is known even in the first global batches
+        of `num_common_steps`, whose micro-batches have no virtual rank."""
         self.find_dispute: Callable[[], Dispute | None] = lambda: None
         """Compares what processes have computed in a checked global batch (`check_devices`), and
         returns a dispute if two of them disagree. Loaders call it on all processes."""
@@ -182,9 +187,9 @@ class Step:
         """How many passes have a number, by their identity without the number."""
         self.pass_of_loss: TrainingPass | None = None
         """The pass of the latest loss that was passed to `World.backward`, or None."""
-        self._no_loader = TrainingPass()
+        self._pass_without_loader = TrainingPass()
         """Stands for everything that is trained outside of any prepared loader. It never ends."""
-        self.training_pass = self._no_loader
+        self.training_pass = self._pass_without_loader
         """The pass that is being trained on."""
         self._passes: list[TrainingPass] = []
         """The training passes that are open. The one that was last trained on is at the end."""
@@ -192,20 +197,21 @@ class Step:
         """The delivery that a storage belongs to; None if it belongs to several."""
         self._prune_at = 64
         """When the table above has this many entries, those of freed storages are removed."""
-        self._forwarded: list[Delivery] = []
+        self._seen_in_forward: list[Delivery] = []
         """Deliveries with which modules were called since the last backward pass."""
-        self._trainable_after_end: list[Delivery] = []
-        """Deliveries of the pass that ended last on which the script may still train."""
+        self._trainable_of_last_pass: list[Delivery] = []
+        """Deliveries of the pass that ended last on which the script may still train. Used while no
+        pass is open."""
         self._trainable_of_ended_passes: list[Delivery] = []
         """The same for all passes that ended while another pass was open: a loop over
         `zip(itertools.cycle(one), other)` trains on both."""
         self._had_empty_part = False
         """True once this rank was handed a micro-batch without samples."""
         self._was_fetched_ahead = False
-        self._called_with_unknown = False
+        self._called_without_delivery = False
         """True if a module was called, since the last backward pass, without any tensor of a
         loader."""
-        self._warned_of_unknown = False
+        self._warned_of_other_batches = False
         self._first_batch_at_s: float | None = None
         self._last_step_at_s = 0.0
 
@@ -225,29 +231,33 @@ class Step:
         return self.training_pass, self.training_pass.number, self.training_pass.num_parts
 
     def is_unfinished(self, key: StepKey) -> bool:
-        """Returns True if further micro-batches are trained before an optimizer step.
+        """Returns True if an optimizer step has not been made yet: its micro-batches are trained.
 
         Args:
-            key: the optimizer step.
+            key: the optimizer step: its pass, the number of its global batch, and the number of
+                the optimizer step within the pass.
         """
         training_pass, number, num_parts = key
-        is_latest_of_pass = (number, num_parts) == (training_pass.number, training_pass.num_parts)
-        if not is_latest_of_pass:
-            return False
+        latest_step_of_pass = (training_pass.number, training_pass.num_parts)
+        if (number, num_parts) != latest_step_of_pass:
+            return False  # the pass has gone on to a later optimizer step
 
+        # A step of a single micro-batch is never left half-way.
         micro_batch = training_pass.micro_batch
-        is_only_micro_batch = micro_batch.opens and micro_batch.closes
+        is_only_micro_batch = micro_batch.opens and micro_batch.closes  # first and last of the step
         if is_only_micro_batch:
             return False
 
-        is_current_step = training_pass is self.training_pass
-        if is_current_step:
+        # While the pass is trained, its latest step is the current one. This is so even in the last
+        # micro-batch of the step: the optimizer steps after it.
+        if training_pass is self.training_pass:
             return True
 
-        # The loader has ended. A loop that fetches ahead may still hold micro-batches of the step.
-        if self.training_pass is not self._no_loader or micro_batch.closes:
+        another_pass_is_trained = self.training_pass is not self._pass_without_loader
+        if another_pass_is_trained or micro_batch.closes:
             return False
 
+        # The loader has ended. A loop that fetches ahead may still hold micro-batches of the step.
         return any(delivery.is_referenced for delivery in training_pass.untrained)
 
     @property
@@ -277,6 +287,10 @@ class Step:
         Usually training on it begins at once. If the loop has fetched ahead, and its batches are
         weighted differently, a forward pass has to show first which of them is trained.
 
+        A pass has two attributes for this. `being_trained` is the delivery whose micro-batch has
+        begun, which sets the factor of the loss; `last_used` is the delivery on which the script
+        was last seen to compute, which tells what a logged value belongs to.
+
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
@@ -288,28 +302,32 @@ class Step:
 
         self._remember(delivery)
         training_pass.untrained.append(delivery)
-        training_pass.source_is_known = len(training_pass.untrained) == 1
+
+        # The usual case: every earlier delivery has been trained, so the next loss is of this one.
+        is_only_untrained = len(training_pass.untrained) == 1
+        training_pass.source_of_loss_is_known = is_only_untrained
+        if is_only_untrained:
+            training_pass.last_used = delivery
+            self._begin_delivery(delivery)
+            return
+
+        # The loop fetches ahead: earlier deliveries have not been trained yet. From now on the
+        # forward passes show which of them is trained.
+        self._watch_forward_passes()
 
         # In an evaluation with gradients, no backward pass shows which delivery is computed on, so
         # it is taken to be the latest one.
         may_be_evaluation = not training_pass.ever_stepped
-        if training_pass.source_is_known or may_be_evaluation:
-            training_pass.in_use = delivery
+        if may_be_evaluation:
+            training_pass.last_used = delivery
 
-        # The usual case: every earlier delivery has been trained.
-        if training_pass.source_is_known:
-            self._begin_delivery(delivery)
-            return
-
-        # The loop fetches ahead: earlier deliveries have not been trained yet.
-        self._watch_forward_passes()
-
-        # If all have the same weight and each has its own optimizer step, it does not matter which
-        # of them is trained first.
+        # Training may begin at once if it makes no difference which delivery is trained first: each
+        # has its own optimizer step, and all have the same weight as the one being trained.
+        being_trained = training_pass.being_trained
         has_own_step = delivery.micro_batch.opens and delivery.micro_batch.closes
-        if not has_own_step or training_pass.active is None:
+        if being_trained is None or not has_own_step:
             return
-        if weigh_the_same([training_pass.active, *training_pass.untrained]):
+        if weigh_the_same([being_trained, *training_pass.untrained]):
             self._begin_delivery(delivery)
 
     def note_empty_part(self, sample: Any) -> None:
@@ -345,26 +363,35 @@ class Step:
             if delivery is not None and delivery not in deliveries:
                 deliveries.append(delivery)
 
-        # Tensors that require a gradient come from another module, whose own call was reported.
-        # Other unknown tensors may have been made from any batch, of which `source_of_loss` warns.
+        # The module was called with tensors that no loader handed out. If one requires a gradient,
+        # they come from another module, whose own call was reported. If not, the script may have
+        # made them from any batch. `source_of_loss` warns of this if it makes a difference.
         if not deliveries and not has_gradient:
-            self._called_with_unknown = True
+            self._called_without_delivery = True
 
         for delivery in deliveries:
-            training_pass = delivery.training_pass
-            training_pass.in_use = delivery
-            if delivery not in self._forwarded:
-                self._forwarded.append(delivery)
+            if delivery not in self._seen_in_forward:
+                self._seen_in_forward.append(delivery)
+            self._train_on(delivery)
 
-            if delivery is not training_pass.active:
-                # The loop had fetched it ahead, and trains on it now.
-                check_order(delivery)
-                self._begin_delivery(delivery)
-            elif self.training_pass is self._no_loader:
-                # The loader has ended, and the loop trains on a batch that it still holds.
-                self.training_pass = training_pass
+    def _train_on(self, delivery: Delivery) -> None:
+        """Makes a delivery the one being trained, because a module was called with its tensors.
 
-            training_pass.source_is_known = True
+        Raises:
+            UsageError: it is trained in a different order than it was handed out.
+        """
+        pass_of_delivery = delivery.training_pass
+        pass_of_delivery.last_used = delivery
+
+        if delivery is not pass_of_delivery.being_trained:
+            # The loop had fetched it ahead, and trains on it now.
+            check_order(delivery)
+            self._begin_delivery(delivery)
+        elif self.training_pass is self._pass_without_loader:
+            # The loader has ended, and the loop trains on a batch that it still holds.
+            self.training_pass = pass_of_delivery
+
+        pass_of_delivery.source_of_loss_is_known = True
 
     def source_of_loss(self) -> MicroBatch:
         """Returns the micro-batch that a loss comes from. Called once before each backward pass.
@@ -372,45 +399,51 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        forwarded = self._forwarded
-        self._forwarded = []
-        trained = self._find_trained(forwarded)
-        self._called_with_unknown = False
+        # Deliveries with which the prepared modules were called since the last backward pass. The
+        # list is empty as long as forward passes are not watched.
+        seen_in_forward = self._seen_in_forward
+        self._seen_in_forward = []
 
-        for delivery in trained:
-            self._mark_trained(delivery, seen_in_forward=bool(forwarded))
+        deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
+        for delivery in deliveries_of_loss:
+            self._mark_trained(delivery, seen_in_forward=bool(seen_in_forward))
+
+        # The calls of modules before this backward pass say nothing about the next loss.
+        self._called_without_delivery = False
 
         # Usually the loss belongs to the pass that was last trained on. If several passes are open,
         # the forward pass may show that it belongs to another one.
         self.micro_batch_of_loss = self.training_pass.micro_batch
-        if forwarded and forwarded[0].training_pass is not self.training_pass:
-            self.micro_batch_of_loss = forwarded[0].micro_batch
+        if seen_in_forward and seen_in_forward[0].training_pass is not self.training_pass:
+            self.micro_batch_of_loss = seen_in_forward[0].micro_batch
         return self.micro_batch_of_loss
 
-    def _find_trained(self, forwarded: list[Delivery]) -> list[Delivery]:
+    def _find_deliveries_of_loss(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
         """Returns the deliveries that a loss comes from.
 
         Args:
-            forwarded: deliveries with which modules were called since the last backward pass.
+            seen_in_forward: deliveries with which modules were called since the last backward pass.
 
         Raises:
             UsageError: the loss may come from several deliveries of different weight.
         """
-        # Without such calls, the loss is taken to come from the next delivery of each pass.
-        if not forwarded:
+        # If no module was seen to be called with a delivery, the loss is taken to come from the
+        # next delivery of each open pass.
+        if not seen_in_forward:
             self._check_source_is_known()
-            trained: list[Delivery] = []
+            deliveries: list[Delivery] = []
             for training_pass in self._passes:
-                trained += next_trained(training_pass)
-            return trained
+                deliveries += next_trained(training_pass)
+            return deliveries
 
-        if not weigh_the_same(forwarded):
-            self._forwarded = forwarded  # so that a second backward pass fails too
-            raise mixed_sources_error(forwarded)
+        if not weigh_the_same(seen_in_forward):
+            self._seen_in_forward = seen_in_forward  # so that a second backward pass fails too
+            raise mixed_sources_error(seen_in_forward)
 
-        if self._called_with_unknown and not self._warned_of_unknown:
-            self._warn_of_other_batches(forwarded[0])
-        return forwarded
+        # A module was also called with tensors that no loader handed out.
+        if self._called_without_delivery and not self._warned_of_other_batches:
+            self._warn_of_other_batches(seen_in_forward[0])
+        return seen_in_forward
 
     def _mark_trained(self, delivery: Delivery, *, seen_in_forward: bool) -> None:
         """Records that the backward pass of a delivery begins.
@@ -420,17 +453,19 @@ class Step:
             seen_in_forward: True if a module was called with its tensors.
         """
         training_pass = delivery.training_pass
-        training_pass.in_use = delivery
+        training_pass.last_used = delivery
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
         if not seen_in_forward:
             return
 
-        # Forward passes are watched, and none has used the earlier untrained deliveries. If the
-        # script no longer holds the tensors of such a delivery, the loop has skipped it.
+        # Drop earlier deliveries that the loop has skipped: forward passes are watched, none has
+        # used such a delivery, and the script no longer holds its tensors.
         still_untrained = []
         for other in training_pass.untrained:
-            if other.is_referenced or other.place > delivery.place:
+            is_earlier = other.number_in_pass < delivery.number_in_pass
+            was_skipped = is_earlier and not other.is_referenced
+            if not was_skipped:
                 still_untrained.append(other)
 
         training_pass.untrained = still_untrained
@@ -440,22 +475,26 @@ class Step:
 
         Called if no forward pass has shown which delivery the loss comes from.
         """
-        if self.training_pass is self._no_loader:
+        if self.training_pass is self._pass_without_loader:
             self._check_loss_is_of_no_loader()
             return
 
+        # In each open pass, the loss may come from the delivery being trained. If the loop has
+        # fetched ahead, and no forward pass has shown which of its batches comes next, the loss may
+        # come from any delivery that no backward pass has followed yet.
         possible: list[Delivery] = []
         for training_pass in self._passes:
-            if training_pass.active is not None:
-                possible.append(training_pass.active)
-            if not training_pass.source_is_known:
+            if training_pass.being_trained is not None:
+                possible.append(training_pass.being_trained)
+            if not training_pass.source_of_loss_is_known:
                 possible += training_pass.untrained
 
+        # Batches of ended passes that the script still holds are possible, too.
         ended_deliveries = still_referenced(self._trainable_of_ended_passes)
         if weigh_the_same([*possible, *ended_deliveries]):
             return
 
-        # Only deliveries of ended passes have a different weight.
+        # The open passes agree on the weight, so it is the ended passes that differ.
         if weigh_the_same(possible):
             raise unknown_source_error(
                 [*possible, *ended_deliveries],
@@ -464,10 +503,12 @@ class Step:
                 "which keeps its batches; " + TRAIN_APART,
             )
 
+        # Two loaders are trained on at once.
         passes = {delivery.training_pass for delivery in possible}
         if len(passes) > 1:
             raise mixed_sources_error(possible)
 
+        # One loop has fetched ahead.
         raise unknown_source_error(possible, "that no backward pass has followed yet")
 
     def _check_loss_is_of_no_loader(self) -> None:
@@ -477,7 +518,7 @@ class Step:
         losses have to be weighted, so not for `plain` micro-batches.
         """
         deliveries_in_script = []
-        for delivery in self._trainable_after_end:
+        for delivery in self._trainable_of_last_pass:
             if delivery.is_referenced and not delivery.micro_batch.plain:
                 deliveries_in_script.append(delivery)
         if deliveries_in_script:
@@ -503,7 +544,7 @@ class Step:
         if not different:
             return
 
-        self._warned_of_unknown = True
+        self._warned_of_other_batches = True
         parts = describe_parts([recognised, *different])
         warn(
             "one world.backward(loss) while two loaders are trained on",
@@ -539,7 +580,7 @@ class Step:
 
     def _begin_delivery(self, delivery: Delivery) -> None:
         """Begins training on a delivery."""
-        delivery.training_pass.active = delivery
+        delivery.training_pass.being_trained = delivery
         micro_batch = self.begin(delivery.training_pass, delivery.micro_batch)
         if delivery.on_begin is not None:
             delivery.on_begin(micro_batch)
@@ -554,6 +595,8 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
+        # The micro-batches of one global batch differ in their virtual rank, even in steps in which
+        # all virtual ranks train one model. So it is recorded before it is removed here.
         self.virtual_rank = micro_batch.virtual_rank
         if self.number < self.num_common_steps:
             micro_batch = micro_batch.without_virtual_rank()
@@ -578,12 +621,19 @@ class Step:
                 continue
             if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
                 raise two_loaders_error()
-            # The factor of a loss depends on which of the two micro-batches it comes from.
+            # The factor of a loss depends on which of the two micro-batches it comes from, so the
+            # forward passes must show this.
             if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
                 self._watch_forward_passes()
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
+
+        The script may go on to train on batches of the pass that it holds, for example in a loop
+        over `zip(itertools.cycle(one), other)`. Two lists keep these batches, so that their losses
+        are recognised: `_trainable_of_last_pass` has those of the pass that ended last. It is used
+        while no pass is open. `_trainable_of_ended_passes` has those of all passes that ended while
+        another pass was open. It is used as long as such a pass goes on.
 
         Args:
             training_pass: the pass.
@@ -597,22 +647,25 @@ class Step:
         if self._passes:
             self.training_pass = self._passes[-1]
         else:
-            self.training_pass = self._no_loader
+            self.training_pass = self._pass_without_loader
             self.virtual_rank = None
 
         if training_pass.leaves_gradients(exhausted=exhausted):
             self.extensions.clear_gradients()
-        self._keep_trainable(training_pass)
-        if self._passes:  # the loop goes on with another loader, and may come back to these batches
-            self._trainable_of_ended_passes += self._trainable_after_end
+
+        self._keep_trainable(training_pass)  # sets `_trainable_of_last_pass`
+        if self._passes:
+            # The loop goes on with another loader, and may come back to these batches.
+            self._trainable_of_ended_passes += self._trainable_of_last_pass
             self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
         else:
+            # No loop goes on that could come back to batches of the passes that ended before.
             self._trainable_of_ended_passes = []
 
         self.extensions.pass_ended()
 
     def _keep_trainable(self, training_pass: TrainingPass) -> None:
-        """Updates `_trainable_after_end`: the batches of an ended pass that may still be trained.
+        """Sets `_trainable_of_last_pass`: the batches of an ended pass that may still be trained.
 
         If the script holds the tensors of several batches, it keeps them on purpose, as
         `itertools.cycle` does, and may train on each of them again. If it holds only one, this is
@@ -621,23 +674,29 @@ class Step:
         referenced: list[Delivery] = []
         deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
         for delivery in deliveries:
+            # None stands for storages that several deliveries share.
             if delivery is None or delivery.training_pass is not training_pass:
                 continue
             if delivery.is_referenced:
                 referenced.append(delivery)
 
         if len(referenced) > 1:
-            self._trainable_after_end = referenced
+            self._trainable_of_last_pass = referenced
         else:
             untrained = training_pass.untrained
-            self._trainable_after_end = [d for d in referenced if d in untrained]
+            self._trainable_of_last_pass = [d for d in referenced if d in untrained]
 
-        all_are_plain = all(delivery.micro_batch.plain for delivery in self._trainable_after_end)
-        if not all_are_plain:  # a loss of one of them must be recognised, because it is weighted
+        # A loss of a micro-batch that is not `plain` is weighted, so it must be recognised.
+        all_are_plain = all(delivery.micro_batch.plain for delivery in self._trainable_of_last_pass)
+        if not all_are_plain:
             self._watch_forward_passes()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
         """Multiplies a loss by its factor, and adds it to the loss of the global batch.
+
+        The sum of these losses over all micro-batches and processes, divided by the number of
+        processes, is the mean loss over the samples of the global batch. The factor is chosen for
+        this.
 
         Returns:
             The weighted loss, for the backward pass. It may be NaN if the factor is 0.
@@ -653,12 +712,15 @@ class Step:
         part = counted.detach()
 
         self._forget_loss_of_last_step(training_pass)
+
+        # If all virtual ranks train one model, the loss of each of them is also kept by itself.
         virtual_rank = training_pass.micro_batch.virtual_rank
         if virtual_rank is not None and not virtual_rank.has_own_step:
             self._add_loss_of_virtual_rank(training_pass, virtual_rank, part)
 
-        # With virtual ranks, the factor gives the mean over one of them. Here it becomes the mean
-        # over all of them.
+        # With virtual ranks, the factor is chosen for the average over virtual ranks, while the sum
+        # of losses is averaged over processes. Example: 4 virtual ranks on 2 processes. Each
+        # process adds the losses of 2 virtual ranks, so each loss is divided by 2.
         if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
             part = part / virtual_rank.mean_number_on_process
 
@@ -672,7 +734,7 @@ class Step:
         Without a loader nothing tells where a global batch begins, so each optimizer step ends one.
         """
         is_used_up = training_pass.ended and not training_pass.untrained
-        without_loader = training_pass is self._no_loader or is_used_up
+        without_loader = training_pass is self._pass_without_loader or is_used_up
         if without_loader and training_pass.stepped:
             training_pass.loss = 0.0
             training_pass.stepped = False
@@ -684,7 +746,7 @@ class Step:
         losses = training_pass.loss_of_virtual_rank
         if training_pass.micro_batch.first:
             losses.clear()
-        if virtual_rank.counts:
+        if virtual_rank.contributes:
             number = virtual_rank.number
             losses[number] = part if number not in losses else losses[number] + part
 
@@ -695,7 +757,7 @@ class Step:
         a loader every step is counted.
         """
         training_pass = self.training_pass
-        if not training_pass.stepped or training_pass is self._no_loader:
+        if not training_pass.stepped or training_pass is self._pass_without_loader:
             self.extensions.step_finished(self.number)
             self.number += 1
             self.samples += training_pass.micro_batch.global_samples
@@ -714,21 +776,22 @@ class Step:
             loader: the loader.
             training_pass: the pass; None for one without gradients.
         """
-        self.close_passes(exhausted_only=True)
+        self.close_exhausted_passes()
         open_pass = OpenPass(loader, training_pass, begun=self.number)
         self.open_passes.append(open_pass)
 
-        goes_on = False
+        loop_holds_batches = False
         try:
             yield open_pass
             # The loader is exhausted, so every rank has made this pass.
             self.number_pass(open_pass)
             if training_pass is not None:
                 # A loop that has fetched ahead still has to train on the batches that it holds.
-                goes_on = bool(still_referenced(training_pass.untrained))
+                loop_holds_batches = bool(still_referenced(training_pass.untrained))
         finally:
-            open_pass.is_exhausted = goes_on
-            if not goes_on:
+            # With such batches, the pass stays open until the loop goes on to another pass.
+            open_pass.only_held_batches_remain = loop_holds_batches
+            if not loop_holds_batches:
                 self._close_pass(open_pass)
 
     def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
@@ -747,15 +810,18 @@ class Step:
         self._num_passes[key] += 1
         open_pass.number = self._num_passes[key]
 
-    def close_passes(self, *, exhausted_only: bool = False) -> None:
-        """Closes the open passes.
+    def close_passes(self) -> None:
+        """Closes all open passes, because the run ends."""
+        for open_pass in list(self.open_passes):
+            self._close_pass(open_pass)
 
-        Args:
-            exhausted_only: True to close only passes whose loader is exhausted. This is used when
-                the loop goes on to another pass, so it is done with the batches that it held.
+    def close_exhausted_passes(self) -> None:
+        """Closes the passes whose loader is exhausted, and of which the loop held some batches.
+
+        Called when the script goes on to another pass, so it is done with these batches.
         """
         for open_pass in list(self.open_passes):
-            if open_pass.is_exhausted or not exhausted_only:
+            if open_pass.only_held_batches_remain:
                 self._close_pass(open_pass)
 
     def _close_pass(self, open_pass: OpenPass) -> None:
@@ -764,11 +830,19 @@ class Step:
             return
 
         self.open_passes.remove(open_pass)
+
+        # A pass without a number does not count: the loop left it before it logged anything. Other
+        # ranks may not have made it at all.
         if open_pass.number > 0:
             self.last_pass = open_pass
+
+        # The values that the script has logged in the pass are complete now.
         if open_pass.sums is not None:
             self.extensions.values_logged(open_pass.sums, open_pass)
-        self.close_passes(exhausted_only=True)
+
+        # Other passes may have stayed open because their loops still held batches. The script has
+        # left this loop, so it is done with them.
+        self.close_exhausted_passes()
         if not self.open_passes:  # no pass of an earlier step can still get a number
             self._forget_passes_of_earlier_steps()
 

@@ -360,7 +360,7 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
 
 def counts_in_sum(micro_batch: MicroBatch) -> bool:
     """Returns True if the gradient of a micro-batch is part of the sum over virtual ranks."""
-    return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.counts
+    return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.contributes
 
 
 def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:

@@ -57,7 +57,7 @@ def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: An
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
     if open_pass.training_pass is not None:
-        open_pass.delivery_of_name[name] = open_pass.training_pass.in_use
+        open_pass.delivery_of_name[name] = open_pass.training_pass.last_used
 
     open_pass.sums.add(open_pass.micro_batch.counted_rows, **{name: value})
 
@@ -120,8 +120,12 @@ def _present_pass(open_passes: Sequence[OpenPass]) -> OpenPass | None:
     The loop over an exhausted loader may be over already, so its pass is only returned if there is
     no other.
     """
-    not_exhausted = [open_pass for open_pass in open_passes if not open_pass.is_exhausted]
-    return _latest(not_exhausted or open_passes)
+    with_more_batches = []
+    for open_pass in open_passes:
+        if not open_pass.only_held_batches_remain:
+            with_more_batches.append(open_pass)
+
+    return _latest(with_more_batches or open_passes)
 
 
 def _check_same_pass(identities: Sequence[Any]) -> None:
