@@ -92,6 +92,21 @@ def test_jobs_and_steps_in_which_a_launcher_has_no_place_are_refused() -> None:
         find_placement(BATCH | {"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "4,2"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SLURM_HET_SIZE", "two"),
+        ("SLURM_JOB_NUM_NODES", "2-4"),
+        ("SLURM_GPUS_PER_TASK", "a100:"),
+        ("SLURM_NTASKS", "-1"),
+    ],
+)
+def test_a_malformed_number_of_slurm_is_named(name: str, value: str) -> None:
+    with pytest.raises(SettingError, match="it is not a whole number of at least 0") as refused:
+        find_placement(BATCH | {name: value})
+    assert refused.value.was_set == f"{name}={value}"
+
+
 def test_tasks_that_are_spread_unevenly_do_not_matter_where_nproc_is_given() -> None:
     uneven = BATCH | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}
     assert find_placement(uneven, "2") == JobPlacement(nproc="2", srun_nodes=2)

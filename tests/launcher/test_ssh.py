@@ -5,6 +5,7 @@ tests/clusters has real servers."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pty
 import re
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from launched import Launched, launch
@@ -365,6 +366,31 @@ def test_many_machines_reach_the_first_at_once() -> None:
     finally:
         for each in (listener, *connections):
             each.close()
+
+
+def test_another_port_is_only_taken_where_the_wanted_one_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, found = remote.listen(0, False)
+    assert first is not None
+    with first:
+        refused, answer = remote.listen(found["port"], False)
+        assert refused is None
+        assert answer["error"].startswith(os.strerror(errno.EADDRINUSE))
+        other, found_instead = remote.listen(found["port"], True)
+        assert other is not None
+        other.close()
+        assert found_instead["port"] != found["port"]
+
+    tried = []
+
+    def forbidden(address: tuple[str, int], **_: object) -> NoReturn:
+        tried.append(address[1])
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket, "create_server", forbidden)
+    assert remote.listen(80, True) == (None, {"error": os.strerror(errno.EACCES)})
+    assert tried == [80]
 
 
 @pytest.mark.parametrize("folder", ["/", "~"])

@@ -145,7 +145,7 @@ class AuthProxy(ConnectionServer):
             await relay(client, await _connect(LOOPBACK, self._store_port))
         elif purpose == TO_LAUNCHER:
             await self._on_peer(client.reader, client.writer, address)
-        else:
+        else:  # the handshake has returned WRONG_TOKEN
             self._report_refused(
                 address,
                 f"its token differs from this machine's, of {self._token.source}; set "
@@ -252,7 +252,8 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
     except BaseException as error:
         proxy.writer.transport.abort()
 
-        # It accepted the connection and then sent nothing. (A TimeoutError is also an OSError.)
+        # Some program accepted the connection and then sent nothing, which no auth proxy does. This
+        # case comes first, as a TimeoutError is also an OSError.
         if isinstance(error, TimeoutError):
             raise ConnectionFailed(NOT_A_LAUNCHER) from None
 
@@ -276,7 +277,7 @@ async def _connect(address: str, port: int) -> Streams:
         reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
     except ConnectionRefusedError:
         raise ConnectionFailed(REFUSED) from None
-    except OSError:
+    except OSError:  # the TimeoutError of `wait_for` is an OSError, too
         raise ConnectionFailed(NO_ANSWER) from None
     return Streams(reader, writer)
 

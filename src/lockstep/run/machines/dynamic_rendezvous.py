@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -89,17 +89,12 @@ class DynamicRendezvous(Rendezvous):
                     f"here: {describe_present(present)}"
                 )
 
-            own = self._peers.own
             decided = self._peers.server.decided
-            decided_round = decided["round"]
-            participants = decided["nodes"]
+            if self._takes_part(decided):
+                return decided["round"], decided["nodes"]
 
-            # The decided round is not new if this node has already started its ranks for it, or has
-            # asked for a later one.
-            is_new_round = decided_round > own.started and decided_round >= own.round
-            if is_new_round and own.number in participants:
-                return decided_round, participants
-
+            # Ask for a round. The server, which is one of the waiting nodes, also decides on it.
+            own = self._peers.own
             round_number = self._choose_round(present)
             if round_number > own.round:
                 self._peers.update(round=round_number)
@@ -112,6 +107,24 @@ class DynamicRendezvous(Rendezvous):
                 f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
             )
             time.sleep(POLL_INTERVAL_S)
+
+    def _takes_part(self, decided: Mapping[str, Any]) -> bool:
+        """Returns True if this node must start its ranks now, for a decided round.
+
+        Args:
+            decided: the last decision of the server, see `Node.decided`.
+        """
+        own = self._peers.own
+        has_been_started = decided["round"] <= own.started
+        if has_been_started:
+            return False
+
+        # This node has asked for a later round, because its ranks must be restarted once more.
+        is_outdated = decided["round"] < own.round
+        if is_outdated:
+            return False
+
+        return own.number in decided["nodes"]
 
     def request_restart(self) -> None:
         """Asks for the next round, so that the other nodes know why the ranks of this node end."""
@@ -162,10 +175,11 @@ class DynamicRendezvous(Rendezvous):
         latest_round_asked = max(node.round for node in present)
 
         round_number = max(latest_round_asked, own.started + 1)
-        others_run_without_this_node = own.started < running_round
-        if not others_run_without_this_node or round_number != running_round:
+        is_running_without_this_node = own.started < running_round and round_number == running_round
+        if not is_running_without_this_node:
             return round_number
 
+        # This node comes while the others are running. Without a free place, it waits.
         num_running = len([node for node in present if node.started == running_round])
         if num_running >= self._parameters.max_nodes:
             return own.round

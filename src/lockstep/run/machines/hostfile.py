@@ -76,7 +76,9 @@ def _parse_list_item(was_set: str, text: str) -> Host:
     name = text
     processes = None
 
-    # The colons of an IPv6 address without brackets must not be mistaken for the separator.
+    # The colons of an IPv6 address without brackets, such as "fe80::1" or "2001:db8:0:0:0:0:0:1",
+    # must not be mistaken for the separator. There are at least two of them, and without "::" even
+    # seven.
     is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
     match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
     if match and not is_bare_ipv6:
@@ -111,6 +113,7 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
             raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
 
+    # "slots=0" and "slots=8 max_slots=4" leave no room for the processes.
     slots = numbers.get("slots")
     max_slots = numbers.get("max_slots")
     needed_slots = 1 if slots is None else slots
@@ -122,19 +125,20 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
         )
 
     _check_name(was_set, name, LINE_ADVICE)
-    return Host(name, None if slots is None else str(slots))
+    nproc = None if slots is None else str(slots)  # a text, as it may also be "gpu" in a list
+    return Host(name, nproc)
 
 
 def _check_name(was_set: str, name: str, advice: str) -> None:
     """Checks that a host's name is well-formed.
 
     Args:
-        was_set: text that names the option in the error.
+        was_set: the option as the user has set it, which the error begins with.
         name: the name of the host.
         advice: what the user can do if the name is not an IPv6 address without brackets.
 
     Raises:
-        SettingError: it is not.
+        SettingError: the name is not well-formed.
     """
     if HOST_NAME_PATTERN.fullmatch(name):
         return

@@ -115,7 +115,9 @@ class Peers:
         with self._lock:
             node = self._nodes.get(number)
             if node is None:  # a launcher that has just come
-                node = Node(**changes)
+                self._nodes[number] = Node(**changes)
+                return
+
             published = {**node.published, **changes.get("published", {})}
             new_values = {**changes, "published": published}
             self._nodes[number] = replace(node, **new_values)
@@ -135,7 +137,9 @@ class Peers:
             Its node in this table.
 
         Raises:
-            JoinError: it belongs to another run, has another --nnodes, or its rank is taken.
+            MasterUnreachableError: the launcher belongs to another run.
+            WorldSizeError: it has another --nnodes.
+            DuplicateRankError: its rank is taken. (All three are a JoinError.)
         """
         server = self.own
         nodes = self.all()
@@ -163,7 +167,8 @@ class Peers:
                     "give each machine its own --node-rank; the first one continues",
                 )
 
-        # Nodes stay in the table when they leave, so their count is the next free number.
+        # Nodes stay in the table when they leave, so their count is the next free number. A node
+        # that has just come is here, and has not published anything, whatever it may have sent.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
         self.write(admitted.number, vars(admitted))
         return admitted
@@ -180,8 +185,9 @@ def format_nnodes(nodes: str) -> str:
 def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     """Returns the nodes without those that have been replaced by a newer node of the same rank.
 
-    A launcher that is started again gets a new node, with the rank of its old one. The old node is
-    still preferred if it is here and the new one has left. Nodes without a rank are all returned.
+    A launcher that is started again gets a new node, with the rank of its old one. If the new node
+    has left while the old one is here, the old one is returned. Nodes without a rank are all
+    returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}
@@ -190,11 +196,11 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
             continue
 
         older_node = node_of_rank.get(node.rank)
-        only_older_is_here = (
-            older_node is not None and older_node.state == HERE and node.state != HERE
-        )
-        if not only_older_is_here:
-            node_of_rank[node.rank] = node
+        older_is_here = older_node is not None and older_node.state == HERE
+        if older_is_here and node.state != HERE:
+            continue  # the older node has not been replaced
+
+        node_of_rank[node.rank] = node
 
     return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
 
@@ -225,6 +231,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
         elif node.state != HERE:
             reasons.append(describe_departure(node))
         elif node.round < round_number:
+            # A node asks for a round once its ranks of the round before have ended.
             reasons.append(f"{node.name} is still ending its previous start")
 
     if not reasons:

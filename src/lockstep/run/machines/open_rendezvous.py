@@ -86,6 +86,8 @@ def open_rendezvous(
     is_static = parameters.backend == "static"
     own = _own_node(parameters)
     if _needs_torch_rendezvous(parameters):
+        # Hangs are only explained across machines if the launchers can publish what they see to
+        # each other, which they cannot do here.
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
@@ -107,10 +109,11 @@ def open_rendezvous(
 
 
 def _own_node(parameters: RendezvousParameters) -> Node:
-    """Creates the node of this launcher. If there are several, the server will number it.
+    """Creates the `Node` that describes this launcher to the others.
 
     Its rank is --node-rank with the backend "static", and 0 if it is the only node. Otherwise it is
-    not known before the rendezvous.
+    not known before the rendezvous. If the run has several nodes, the server replaces the number
+    when it admits this one.
 
     Raises:
         SettingError: the --node-rank is out of range.
@@ -130,24 +133,27 @@ def _own_node(parameters: RendezvousParameters) -> Node:
 
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
-        number=0,
+        number=0,  # the number of the server
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         run_id=parameters.run_id,
-        nodes=f"{min_nodes}:{num_nodes}",
+        nodes=f"{min_nodes}:{num_nodes}",  # compared with the server's, as each has the same flag
     )
 
 
 def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
     """Returns True if the backend, or its type of store, is not implemented in Lockstep."""
-    if parameters.backend == "static":
-        return False
-    if parameters.backend != "c10d":
+    is_implemented_backend = parameters.backend in ("static", "c10d")
+    if not is_implemented_backend:  # such as etcd
         return True
-    # On a single machine nobody else uses the store, so its type makes no difference.
+
+    # Only c10d with several nodes lets the user choose a type: `--rdzv-conf store_type=file`. On a
+    # single node, Lockstep may use a store of its own type, as no other node has to find it.
+    if parameters.backend == "static" or parameters.max_nodes <= 1:
+        return False
     store_type = str(parameters.get("store_type", "tcp")).strip().lower()
-    return store_type != "tcp" and parameters.max_nodes > 1
+    return store_type != "tcp"
 
 
 class _ServerChoice(Enum):
@@ -196,16 +202,17 @@ class _MultiNodeOpener:
         try:
             listener = network.listening_socket(address, endpoint.port)
         except OSError as os_error:
-            error = network.listening_error(os_error, endpoint)
-            if not isinstance(error, PortTakenError):
-                raise error from None
+            cannot_listen = network.listening_error(os_error, endpoint)
+            if not isinstance(cannot_listen, PortTakenError):
+                raise cannot_listen from None
 
-            # If a launcher uses the port, this node connects to it, or is told why it may not.
+            # If a launcher uses the port, this node connects to it, or is told why it may not. If
+            # no launcher of this run answers, the port is taken by something else.
             timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
             try:
                 return self._connect(timeout)
             except (MasterUnreachableError, TokenDiffersError):
-                raise error from None
+                raise cannot_listen from None
 
         return self._serve(listener)
 
@@ -250,14 +257,17 @@ class _MultiNodeOpener:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
-            # Changes that this launcher makes to its own node are sent to the others.
+            # Changes that this launcher makes to its own node are sent to the others, without
+            # waiting until they are sent.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: server.send(changes, to=to))
 
             peers.send = send_changes
 
+            # The proxy carries connections of ranks to the store, and hands those of other
+            # launchers to `serve_client`.
             proxy = AuthProxy(self._token, store.port, server.serve_client, self._say)
-            thread.run(proxy.listen(listener))
+            thread.run(proxy.listen(listener))  # from now on, other launchers can connect
             resources.callback(lambda: thread.run(proxy.close()))
             resources.callback(lambda: thread.run(server.close()))
 
@@ -270,46 +280,67 @@ class _MultiNodeOpener:
     def _connect(self, timeout: float) -> Rendezvous:
         """Connects to the server, and starts a forwarder through which its store is reached.
 
+        This launcher then has two connections to the server's machine: one over which the launchers
+        tell each other their changes, and the forwarder's, for the store.
+
         Args:
             timeout: the time within which the server must answer, in seconds.
         """
-        endpoint = self._endpoint
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             address, streams = self._authenticate(thread, timeout)
             connection = Connection(streams.reader, streams.writer)
             resources.callback(lambda: thread.run(connection.close()))
 
-            try:
-                peers = thread.run(join_server(connection, self._own))
-            except (OSError, EOFError, ValueError):
-                raise network.unreachable_error(
-                    SERVER, endpoint, network.CUT, address=address
-                ) from None
-
+            peers = self._join(thread, connection, address)
             forwarder, forwarder_port = self._start_forwarder(thread, address, resources)
-
-            # Changes that this launcher makes to its own node are sent to the server, which passes
-            # them on, and changes of other nodes are received from it.
-            def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
-                thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
-
-            peers.send = send_changes
-            thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
-
-            try:
-                store = TCPStore(
-                    LOOPBACK,
-                    forwarder_port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=store_timeout(self._parameters),
-                )
-            except RuntimeError:
-                raise network.unreachable_error(SERVER, endpoint, network.CUT) from None
+            _exchange_changes(thread, connection, peers, forwarder)
+            store = self._connect_to_store(forwarder_port)
 
             own_address = str(streams.writer.get_extra_info("sockname")[0])
             return self._make_rendezvous(peers, store, own_address, resources)
+
+    def _join(self, thread: NetworkThread, connection: Connection, address: str) -> Peers:
+        """Asks the server to admit this launcher.
+
+        Args:
+            thread: the thread in which the connection runs.
+            connection: the connection to the server.
+            address: the address of the server, for the error.
+
+        Returns:
+            The table of all nodes.
+
+        Raises:
+            JoinError: the server refuses this launcher.
+            MasterUnreachableError: the connection ended.
+        """
+        try:
+            return thread.run(join_server(connection, self._own))
+        except (OSError, EOFError, ValueError):
+            raise network.unreachable_error(
+                SERVER, self._endpoint, network.CUT, address=address
+            ) from None
+
+    def _connect_to_store(self, forwarder_port: int) -> TCPStore:
+        """Creates a client of the server's store, which is reached through the forwarder.
+
+        Args:
+            forwarder_port: the port on loopback at which the forwarder listens.
+
+        Raises:
+            MasterUnreachableError: the connection to the server ended.
+        """
+        try:
+            return TCPStore(
+                LOOPBACK,
+                forwarder_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=store_timeout(self._parameters),
+            )
+        except RuntimeError:
+            raise network.unreachable_error(SERVER, self._endpoint, network.CUT) from None
 
     def _start_forwarder(
         self, thread: NetworkThread, address: str, resources: ExitStack
@@ -344,6 +375,7 @@ class _MultiNodeOpener:
         started = time.monotonic()
         announcer = WaitAnnouncer(self._say)
         while True:
+            # If all addresses fail, `address` and `reason` are those of the last one.
             address = ""
             reason = network.UNRESOLVED  # if the name of the endpoint has no address
             for address in endpoint.addresses():
@@ -402,6 +434,29 @@ class _MultiNodeOpener:
         )
         rendezvous.resources = resources.pop_all()
         return rendezvous
+
+
+def _exchange_changes(
+    thread: NetworkThread, connection: Connection, peers: Peers, forwarder: Forwarder
+) -> None:
+    """Begins to exchange changes of nodes with the server, until the connection ends.
+
+    Changes that this launcher makes to its own node are sent to the server, which passes them on,
+    and changes of other nodes are received from it.
+
+    Args:
+        thread: the thread in which the connection runs.
+        connection: the connection to the server.
+        peers: this launcher's table of the nodes.
+        forwarder: carries connections to the server's store. When the connection ends, it is
+            aborted, so that nobody waits for the store of a server that is gone.
+    """
+
+    def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
+        thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
+
+    peers.send = send_changes
+    thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
 
 
 def _is_this_machine(host: str) -> bool:

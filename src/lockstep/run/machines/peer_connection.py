@@ -76,12 +76,13 @@ class Connection:
             self._writer.write(message)
 
     async def receive(self) -> dict[str, Any]:
-        """Waits for the next message that is not a heartbeat.
+        """Waits for the next message that is not a heartbeat. JSON values that are no objects are
+        ignored.
 
         Raises:
             EOFError: the connection ended.
             OSError: the connection broke.
-            ValueError: the data is not a message.
+            ValueError: the data is longer than a message may be, or is not JSON.
         """
         while True:
             length_bytes = await self._reader.readexactly(LENGTH_FORMAT.size)
@@ -108,7 +109,9 @@ class Connection:
         try:
             while True:
                 handle(await self.receive())
-        except (OSError, EOFError, ValueError, TypeError, KeyError):  # the last three: not valid
+        except (OSError, EOFError, ValueError, TypeError, KeyError):
+            # ValueError, TypeError and KeyError are raised by a message that is not valid. Nobody
+            # but a launcher sends messages, so this connection is of no use any more.
             if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
                 return CONNECTION_ENDED
             # `_send_heartbeats` has aborted the connection.
@@ -218,27 +221,35 @@ class PeerServer:
             self.send(changes, number, recipient)  # only at that client
 
     def _change_node(self, number: int, changes: Mapping[str, Any]) -> None:
-        """Changes a client's node here and at all clients, and tells the user if the node has left.
+        """Changes a client's node here and at all clients, and tells the user if the node has gone
+        before the end of the run.
 
-        The user is not told here if the node itself has said that it leaves after its ranks were
-        started: the report at the end of the run says so.
+        A node is gone in one of two states: LEFT if it has said so itself, and LOST if its
+        connection has ended without a word.
         """
-        state_before = self._peers.node(number).state
+        was_here = self._peers.node(number).state == HERE
         self._peers.write(number, changes)
         self.send(changes, number)
 
         node = self._peers.node(number)
-        has_just_left = node.left_early and state_before == HERE
-        is_told_at_end = node.state == LEFT and node.started > 0
-        if has_just_left and not is_told_at_end:
-            self._say(describe_departure(node))
+        has_just_gone = was_here and node.left_early
+        if not has_just_gone:
+            return
+
+        # If the node said so after its ranks were started, they have failed. The report at the end
+        # of the run tells the user about that.
+        has_started_ranks = node.started > 0
+        if node.state == LEFT and has_started_ranks:
+            return
+
+        self._say(describe_departure(node))
 
     def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:
         """Sends changes of a node to the clients.
 
         Args:
             changes: the new values by field.
-            number: the number of the node that has changed; by default the server's.
+            number: the number of the node that has changed; by default 0, the server itself.
             to: the number of the only client that receives them; None for all clients.
         """
         change = {"number": number, "changes": changes}

@@ -197,11 +197,13 @@ class RayRemote(Remote):
         try:
             await super().open(request, was_copied)
         except Problem:
-            missing = self.facts.get("missing")
-            if not missing:
+            # If the helper has not found the folder or the script, the advice differs from that
+            # with ssh: nothing can be copied to the nodes of a cluster.
+            missing_file = self.facts.get("missing")
+            if not missing_file:
                 raise
             raise Problem(
-                missing, "the folder must be on a disk that all nodes of the cluster share"
+                missing_file, "the folder must be on a disk that all nodes of the cluster share"
             ) from None
 
         # One machine may have several nodes, each with its own devices. They are not one machine
@@ -215,6 +217,8 @@ class RayRemote(Remote):
             failure = self._process.failure
 
         error_lines = self._error_output.decode(errors="replace").strip().splitlines()
+        # No Lockstep at all ("No module named 'lockstep'"), or one without the helper ("No module
+        # named 'lockstep.run.machines.remote'"), which is why the quote is not closed here.
         if "No module named 'lockstep" in failure + "".join(error_lines):
             return Problem(
                 "its Python has no Lockstep of this version",

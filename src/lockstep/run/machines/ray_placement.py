@@ -175,13 +175,17 @@ def nodes_of_group(group: Any) -> list[RayNode]:
     )
     nodes = []
     for node_id, indices in indices_of_node.items():
+        gpu_ids: list[str] = []
+        if gpu_of_bundle:
+            gpu_ids = [gpu_of_bundle[index] for index in indices]
+
         node = RayNode(
             names[node_id],
-            str(len(indices)),
+            nproc=str(len(indices)),  # one rank for each bundle; a text, as with `--hosts`
             node_id=node_id,
             ip_address=facts_of_node[node_id]["NodeManagerAddress"],
             bundle_index=indices[0],
-            gpu_ids=tuple(gpu_of_bundle[index] for index in indices if gpu_of_bundle),
+            gpu_ids=tuple(gpu_ids),
         )
         nodes.append(node)
     return nodes

@@ -64,14 +64,16 @@ def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
 
 def describe(address: str, spec: HostsSpec) -> str:
     """Describes what would be started, for `--dry-run`, without connecting to the cluster."""
+    # With a single host, the arguments contain no node rank, address and port.
     example = replace(spec, hosts=(Host("NODE", "N"),))
+    arguments = example.launcher_arguments(node_rank=0, address="", port=0)
     variables = ", ".join(sorted(spec.environment)) or "none"
     return "\n".join(
         [
             f"on the Ray cluster at {address}, for all ranks (--nproc {spec.nproc}): a GPU and a "
             "core each, or a core if it has no GPUs",
             "on each node, for the N ranks there:",
-            f"  lockstep {shlex.join(example.launcher_arguments(0, '', 0))}",
+            f"  lockstep {shlex.join(arguments)}",
             f"variables that are sent: {variables}, and a token",
         ]
     )

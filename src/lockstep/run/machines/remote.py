@@ -25,6 +25,7 @@ while nobody sees its output. The launcher also ends when this process is killed
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -110,8 +111,10 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
         first_address = ""
         own_address = ""
 
+    # Without a usable address of ssh's, take that of the default route, if there is one.
     if not own_address or is_loopback_address(own_address):
-        own_address = address_reaching() or ""
+        address_of_default_route = address_reaching()
+        own_address = address_of_default_route or ""
 
     return {
         "versions": versions(),
@@ -146,8 +149,8 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
         any_port_if_taken: whether to listen at another port if this one is in use.
 
     Returns:
-        The socket, or None if the port is in use; and the answer to the first machine, with the
-        port or the error.
+        The socket, or None if nothing can listen at the port; and the answer to the first machine,
+        with the port or the error.
     """
     has_ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
@@ -159,7 +162,8 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
             backlog=4096,  # all other machines connect at once, and nobody accepts
         )
     except OSError as error:
-        if any_port_if_taken:
+        # Another port helps if this one is in use, but not against any other error.
+        if any_port_if_taken and error.errno == errno.EADDRINUSE:
             return listen(0, any_port_if_taken=False)
         return None, {"error": error.strerror}
 
@@ -289,6 +293,7 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
     while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
         while data and not nobody_reads.is_set():
             try:
+                # If the output accepts nothing, this waits for a moment and returns 0.
                 num_written = write_if_possible(target, data)
             except OSError:
                 nobody_reads.set()

@@ -160,7 +160,7 @@ class Rendezvous(RendezvousHandler):
             return
         self._closed = True
 
-        def others_have_left() -> bool:
+        def only_server_is_present() -> bool:
             return all(node.number == 0 for node in self._peers.present())
 
         with self.resources:  # closed at the end of this block
@@ -168,11 +168,13 @@ class Rendezvous(RendezvousHandler):
                 # Tell the others at once: they end too, or restart without this node.
                 self._peers.update(state=LEFT, why=why)
 
+            # After a run that has ended well, the server is the last to leave.
             is_server = self._peers.own_number == 0
             if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
-                network.wait_until(others_have_left, time.monotonic() + timeout)
+                network.wait_until(only_server_is_present, time.monotonic() + timeout)
 
+            # Changes nothing if there was a reason to leave: it has been set above.
             self._peers.update(state=LEFT)
 
     def __enter__(self) -> Rendezvous:

@@ -103,7 +103,8 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
         return JobPlacement(nproc=nproc or default_nproc)
 
     # 3. The job's script, or a shell of salloc, has started this process.
-    if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
+    num_components = _number(environ, "SLURM_HET_SIZE") or 1
+    if num_components > 1:
         raise SettingError(
             "lockstep run in a Slurm job",
             "the job is heterogeneous, and srun starts a step on its first component alone",
@@ -114,16 +115,35 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     if not nproc:
         nproc = _tasks_per_node(environ)
 
-    num_nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    num_nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
     if num_nodes == 1 and is_on_job_machine:
         return JobPlacement(nproc=nproc or default_nproc)
 
     # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
-    gpus_per_task = int(environ.get("SLURM_GPUS_PER_TASK", "0").rpartition(":")[2])  # "a100:2"
-    num_tasks = int(environ.get("SLURM_NTASKS") or num_nodes)
+    gpus_per_task = _number(environ, "SLURM_GPUS_PER_TASK") or 0
+    num_tasks = _number(environ, "SLURM_NTASKS") or num_nodes
     gpus_per_node = gpus_per_task * num_tasks // num_nodes
     return JobPlacement(nproc=nproc, srun_nodes=num_nodes, gpus_per_node=gpus_per_node)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns the value of a variable of Slurm as a number: `4` -> 4, `a100:2` -> 2.
+
+    Returns:
+        The number; None if the variable is not set, or empty.
+
+    Raises:
+        SettingError: the value is not a whole number of at least 0.
+    """
+    text = environ.get(name)
+    if not text:
+        return None
+
+    number = text.rpartition(":")[2].strip()  # GPUs may be requested with their type
+    if not number.isdecimal():
+        raise SettingError(f"{name}={text}", "it is not a whole number of at least 0", "correct it")
+    return int(number)
 
 
 def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
@@ -178,7 +198,8 @@ def exec_srun(command: list[str]) -> NoReturn:
     Raises:
         SettingError: srun is not installed.
     """
-    # srun would give a launcher no more resources than these variables request for each rank.
+    # srun starts one launcher on each machine, which needs the resources of all ranks there. With
+    # these variables, srun would give the launcher only the resources of a single rank.
     environment = {}
     for name, value in os.environ.items():
         if name not in PER_TASK_VARIABLES:

@@ -104,9 +104,10 @@ class Remote:
         self.listen_address = ("", 0)
         """The address and port at which the helper listens."""
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        """The output after the last newline, by stream."""
+        """The output after the last newline, by stream, without the beginning of an answer. It may
+        be shown on a terminal."""
         self._begun_answers = {"stdout": b"", "stderr": b""}
-        """The end of the output if it may be the beginning of an answer, by stream."""
+        """What follows the unfinished line, by stream: the beginning of an answer, or empty."""
         self._error_output = b""
         """The standard error from before the launcher was started."""
         self._shutdown_timeout_s: float | None = None
@@ -139,14 +140,15 @@ class Remote:
 
         Args:
             attempt: function that makes one attempt, and raises Problem if it fails.
-            deadline: the monotonic time after which no further attempt begins.
+            deadline: the monotonic time after which no further attempt begins. An attempt that is
+                still running then is expected to end by itself with a Problem.
         """
         last_drop: ConnectionDropped | None = None
         pauses = list(RETRY_PAUSES_S)
         while True:
             try:
                 return await attempt()
-            except ConnectionDropped as drop:
+            except ConnectionDropped as drop:  # this Problem may pass, as the only one
                 last_drop = drop
                 if not pauses:
                     raise
@@ -155,8 +157,8 @@ class Remote:
                 if time.monotonic() + pause > deadline:
                     raise
             except Problem:
-                # If the deadline cut the attempt short, the error does not say what is wrong, but
-                # the drop before it does.
+                # If the attempt ended because of the deadline, the error only says that there was
+                # no answer in time. The drop before it says what is wrong.
                 if last_drop is not None and time.monotonic() >= deadline:
                     raise last_drop from None
                 raise
@@ -170,6 +172,8 @@ class Remote:
         self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
         self._error_output = b""
         self._reading_tasks = []
+
+        # What an earlier helper has printed or answered only in part is dropped.
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
         self._begun_answers = {"stdout": b"", "stderr": b""}
 
@@ -284,7 +288,7 @@ class Remote:
         """
         # These are files, and not pipes, as a process that rsync leaves behind may hold a pipe
         # open.
-        with _temporary_file(file_names) as names_file, _temporary_file() as error_file:
+        with _file_for_rsync(file_names) as names_file, _file_for_rsync() as error_file:
             process = _start_process(
                 command,
                 advice="install rsync",
@@ -296,8 +300,10 @@ class Remote:
             try:
                 await _wait_for_exit(process)
             finally:
-                was_cancelled = process.returncode is None  # by a signal that ends the run
-                if was_cancelled:
+                # If a signal ends the run, the wait is cancelled while rsync is still running. Ask
+                # rsync and its ssh to end, so that rsync can remove its temporary files there.
+                is_running = process.returncode is None
+                if is_running:
                     os.killpg(process.pid, signal.SIGTERM)
                     if not await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S):
                         self.kill()
@@ -365,7 +371,7 @@ class Remote:
         self.listen_address = (address, int(answer["port"]))
 
     async def reach(self, other: Remote) -> str:
-        """Tests the connection from this machine to another one whose helper listens.
+        """Tests the network connection from this machine to another one whose helper listens.
 
         Returns:
             The address of this machine on that connection.
@@ -376,6 +382,8 @@ class Remote:
         answer = await self.ask(reach=other.listen_address)
         reason = answer["why"]
         if reason:
+            # In the advice, a "way" is a connection between two machines over the network. How long
+            # a packet it carries is its MTU, which may be less than that of the interfaces.
             address, port = other.listen_address
             advice = (
                 "a firewall must let them reach each other at all ports; --master-addr and "
@@ -443,7 +451,8 @@ class Remote:
 
         # Show the last line even if it does not end with a newline.
         has_unfinished_line = bool(self.unfinished_lines[stream].strip())
-        await self._process_output(stream, b"\n" if has_unfinished_line else b"")
+        if has_unfinished_line:
+            await self._process_output(stream, b"\n")
 
         if stream == "stdout":
             self._answers.put_nowait(None)  # there will be no more answers
@@ -468,7 +477,8 @@ class Remote:
         while self._is_running():
             read_started = time.monotonic()
             data = await _read_within(FINISH_TIMEOUT_S, reader)
-            if data == b"":
+            is_closed = data == b""
+            if is_closed:
                 return True
 
             if data is not None:
@@ -476,6 +486,8 @@ class Remote:
                 await self._process_output(stream, data)
                 continue
 
+            # Nothing has arrived within the timeout. After `kill`, the process ends soon, and with
+            # it this loop.
             silent_s += time.monotonic() - read_started
             expects_heartbeats = self._launcher_started and stream == "stdout"
             if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
@@ -486,23 +498,27 @@ class Remote:
     async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
         """Reads what the process wrote before it ended.
 
-        A process that ssh has left behind may hold the stream open. So the waiting for the end of
-        the stream is limited to `FINISH_TIMEOUT_S` seconds in all. Such a process may also keep
-        writing, so the number of reads is limited too.
+        Usually that ends with the end of the stream. But a process that ssh has left behind may
+        hold the stream open. So this waits `FINISH_TIMEOUT_S` seconds for data, and then takes only
+        what is in the pipe already, until nothing arrives within a quarter of that. Such a process
+        may also keep writing, so the number of reads is limited too.
         """
-        remaining_wait_s = FINISH_TIMEOUT_S
+        waited_s = 0.0
         for _ in range(MAX_READS_AFTER_END):
-            timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
+            has_waited_enough = waited_s >= FINISH_TIMEOUT_S
+            timeout = FINISH_TIMEOUT_S / 4 if has_waited_enough else FINISH_TIMEOUT_S
+
             read_started = time.monotonic()
             data = await _read_within(timeout, reader)
-            remaining_wait_s -= time.monotonic() - read_started
+            waited_s += time.monotonic() - read_started
 
             is_closed = data == b""
-            is_all_read = data is None and remaining_wait_s <= 0
-            if is_closed or is_all_read:
+            if is_closed:
                 return
             if data is not None:
                 await self._process_output(stream, data)
+            elif waited_s >= FINISH_TIMEOUT_S:
+                return  # everything has been read, though the stream is still open
 
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of the helper's output, and shows the other lines.
@@ -510,14 +526,16 @@ class Remote:
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
-        text = self._take_answers(text)
+        # The end of the earlier data may have been incomplete. It comes before the new data, in the
+        # order in which it arrived: an unfinished line, then the beginning of an answer.
+        rest_of_earlier_data = self.unfinished_lines[stream] + self._begun_answers[stream]
+        text = self._take_answers(rest_of_earlier_data + data)
 
-        # The end of the text may be the beginning of an answer. It is kept until the rest arrives.
-        start = self._find_begun_answer(text)
-        self._begun_answers[stream] = text[start:]
-        lines, unfinished_line = finished_lines(text[:start])
+        # Split what is left in the same way: lines, an unfinished line, the beginning of an answer.
+        start_of_answer = self._find_begun_answer(text)
+        lines, unfinished_line = finished_lines(text[:start_of_answer])
         self.unfinished_lines[stream] = unfinished_line
+        self._begun_answers[stream] = text[start_of_answer:]
 
         if not self._launcher_started:
             if stream == "stderr":
@@ -574,15 +592,17 @@ class Remote:
             await _wait_for_exit(self._process)
 
     def kill(self) -> None:
-        """Ends the connection at once."""
+        """Ends the connection at once, without waiting for the helper to end by itself."""
         process = self._process
-        if not isinstance(process, subprocess.Popen) or process.poll() is not None:
-            return
+        if not isinstance(process, subprocess.Popen):
+            return  # nothing was started (None); `RayRemote` overrides this method
+        if process.poll() is not None:
+            return  # it has ended
 
         with contextlib.suppress(ProcessLookupError):
             if self.here:
-                # The launcher is in the same process group, and ends by itself when the helper
-                # does.
+                # Kill only the helper. Killing its process group would also kill the launcher
+                # before it has ended its ranks. The launcher ends when the helper does.
                 os.kill(process.pid, signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
@@ -687,8 +707,11 @@ async def _wait_for_exit(process: Process) -> None:
 
 
 @contextlib.contextmanager
-def _temporary_file(content: bytes = b"") -> Iterator[IO[bytes]]:
-    """Opens a temporary file with the given content, and seeks to its beginning.
+def _file_for_rsync(content: bytes = b"") -> Iterator[IO[bytes]]:
+    """Opens a temporary file, which becomes the input or the error output of rsync.
+
+    Args:
+        content: what is written to the file. The file is then at its beginning.
 
     Raises:
         Problem: no such file can be written.

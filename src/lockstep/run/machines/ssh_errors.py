@@ -203,6 +203,8 @@ def ssh_failure(
     if exit_code is not None:
         return Problem(f"exit code {exit_code}: {last_line}", do)
 
+    # If an interface's MTU is too large for the network, ssh connects, as its first packets are
+    # short, and then hangs, as long packets are lost.
     do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
     return Problem(f"no answer in time: {last_line}", do)
 
@@ -236,7 +238,7 @@ def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Probl
 
         found = cause.found.format(**values)
         do = cause.advice.format(**values)
-        is_drop = cause.pattern == DROP_PATTERN
+        is_drop = cause.pattern == DROP_PATTERN  # one of the causes has this pattern
         if not is_drop:
             return Problem(found, do)
 

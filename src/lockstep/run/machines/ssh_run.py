@@ -160,7 +160,7 @@ class _HostsRun:
 
             for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
                 await asyncio.sleep(POLL_INTERVAL_S)
-                self._draw()
+                self._write_waiting_output()
 
     async def _show(self, host: Host, stream: str, line: bytes) -> None:
         """Prints a line of a machine's output, with the name of the machine before it.
@@ -178,7 +178,8 @@ class _HostsRun:
         # If the run has several ranks, their lines begin with "[rank".
         is_launcher_line = bool(line.strip()) and not line.startswith(b"[rank")
         if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
-            # Each launcher lists the consequences that it has seen, of which one list is enough.
+            # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
+            # failed because another one had. The lines may differ, but one of them is enough.
             key = b"consequences" if line.startswith(b"consequences: ") else line
             first_host = self._host_of_launcher_line.setdefault(key, host)
             if first_host is not host:  # another machine has already printed it
@@ -208,7 +209,7 @@ class _HostsRun:
 
         return b""
 
-    def _draw(self) -> None:
+    def _write_waiting_output(self) -> None:
         """Writes as much waiting output as the terminals accept, and draws their bottom rows."""
         for sink in self._sinks.values():
             sink.draw(self._bottom_row(sink))
@@ -221,10 +222,10 @@ class _HostsRun:
         """
         was_asked_to_end = self._ending_signal is not None
         deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
-        self._draw()
-        while not deadline.over():
+        self._write_waiting_output()
+        while not deadline.over():  # until all is written, or the terminal accepts nothing
             await asyncio.sleep(POLL_INTERVAL_S)
-            self._draw()
+            self._write_waiting_output()
 
         lost_output = self._sinks["stdout"].lost
         if lost_output:
@@ -271,9 +272,12 @@ class _HostsRun:
             elsewhere = [remote for remote in self._remotes if not remote.here]
             await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
 
+        # Start the helpers, which check that the folder and the script exist.
         script = None if spec.module else spec.script[0]
         request = {"folder": working_folder(), "script": script}
-        await self._run_on_all(self._remotes, lambda remote: remote.open(request, spec.copy))
+        await self._run_on_all(
+            self._remotes, lambda remote: remote.open(request, was_copied=spec.copy)
+        )
         self._warn_about_machines()
 
         address = ""
@@ -283,7 +287,7 @@ class _HostsRun:
 
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
         environment = {TOKEN_VARIABLE: token, **spec.environment}
-        self._launchers_started = True
+        self._launchers_started = True  # signals are passed on to them from now on
         for node_rank, remote in enumerate(self._remotes):
             arguments = spec.launcher_arguments(node_rank, address, port)
             remote.start_launcher(arguments, environment, spec.keep, self._shutdown_timeout_s)
@@ -338,8 +342,9 @@ class _HostsRun:
             await remote.listen(address, port, any_port_if_taken=given_port is None)
 
         async def reach_first(remote: Remote) -> None:
-            own_address = await remote.reach(first)
-            await remote.listen(own_address, 0)
+            own_address = await remote.reach(first)  # the address of `remote`, as `first` sees it
+            any_free_port = 0
+            await remote.listen(own_address, any_free_port)
 
         async def reach_neighbors(remote: Remote) -> None:
             # The last machine of the list is followed by the first.
@@ -361,14 +366,16 @@ class _HostsRun:
         """Returns the address of the first machine, as seen by the other machines."""
         first = self._remotes[0]
         second = self._remotes[1]
-        if not first.here:
-            return str(first.facts["own"] or first.host.address)
+        first_is_this_machine = first.here
+        if not first_is_this_machine:
+            address_that_ssh_reached = first.facts["own"]
+            return str(address_that_ssh_reached or first.host.address)
 
-        # The address from which ssh came to the second machine is that of this one or of a jump
-        # host.
-        ssh_came_from = str(second.facts["first"])
-        if ssh_came_from and is_here(ssh_came_from):
-            return ssh_came_from
+        # No ssh leads to this machine, but one leads from here to the second machine. The address
+        # from which it arrived there belongs to this machine, or to a jump host in between.
+        address_that_ssh_came_from = str(second.facts["first"])
+        if address_that_ssh_came_from and is_here(address_that_ssh_came_from):
+            return address_that_ssh_came_from
         return address_reaching(second.host.address) or first.host.address
 
     async def _wait_for_launchers(self) -> int:
@@ -433,7 +440,7 @@ class _HostsRun:
             what_follows = "its ranks go on if the other machines reach them (--on-lost keep)"
         else:
             what_follows = "the run is ended"
-            if self._spec.option == "--hosts":
+            if self._spec.option == "--hosts":  # --ray has no option --on-lost, and never keeps
                 what_follows += " (--on-lost stop)"
         self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 

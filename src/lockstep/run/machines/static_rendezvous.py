@@ -41,7 +41,8 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        # Ask for the round after the last one, or for a later one that another node has asked for.
+        # Ask for the latest round that any node has asked for, but at least for the one after the
+        # last start: if a node has started round 2, the next one is round 3.
         round_number = 1
         for node in self._peers.present():
             round_number = max(round_number, node.round, node.started + 1)
