@@ -133,7 +133,7 @@ def batchnorm(device: torch.device) -> list[float]:
     sum_over_ranks = functools.partial(sync_batchnorm.sum_over_ranks, group=None, tree_sums=None)
     # Not by the layer itself, which is torch's own BatchNorm on one rank.
     if device.type == "cuda":
-        row = fused_batchnorm.make_row(own[0].detach(), 1e-5, counts=True)
+        row = fused_batchnorm.make_row(own[0].detach(), 1e-5, has_samples=True)
         rows = sync_batchnorm._gather_rows(row, None)
         mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, 1e-5)
         y = fused_batchnorm.FusedNormalize.apply(

@@ -158,9 +158,9 @@ def check_placeholder() -> None:
     bn = SyncBatchNorm(CHANNELS, dtype=torch.float64)
     whole = torch.randn(5, CHANNELS, 4, dtype=torch.float64)
     factor = torch.randn_like(whole)
-    sync_batchnorm.placeholder.computed = shares[dist.get_rank()] == 0
+    sync_batchnorm.thread_state.computes_placeholder = shares[dist.get_rank()] == 0
     x = own_part(whole, shares)
-    if sync_batchnorm.placeholder.computed:
+    if sync_batchnorm.thread_state.computes_placeholder:
         x = torch.randn(1, CHANNELS, 4, dtype=torch.float64)
         factor = torch.ones_like(x)
     x = x.clone().requires_grad_()
@@ -170,13 +170,13 @@ def check_placeholder() -> None:
     wanted = wanted_bn(whole)
     close(bn.running_mean, wanted_bn.running_mean, 1e-12, "placeholder: running mean")
     close(bn.running_var, wanted_bn.running_var, 1e-12, "placeholder: running variance")
-    if sync_batchnorm.placeholder.computed:
+    if sync_batchnorm.thread_state.computes_placeholder:
         assert not x.grad.any()
         assert not bn.weight.grad.any()
         assert not bn.bias.grad.any()
     else:
         close(y, wanted, 1e-12, "beside a placeholder")
-    sync_batchnorm.placeholder.computed = False
+    sync_batchnorm.thread_state.computes_placeholder = False
 
 
 def check_without_bias(shares: tuple[int, ...]) -> None:

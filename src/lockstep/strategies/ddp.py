@@ -120,6 +120,7 @@ class DDP(base.Strategy):
         Raises:
             SettingError: an option is not supported with virtual ranks.
         """
+        # Every parameter must have a gradient in every virtual rank.
         if self.find_unused_parameters:
             base.refuse_virtual_ranks(
                 run,
@@ -207,26 +208,30 @@ class DDP(base.Strategy):
             wrapped: the same module in its DDP wrapper.
             run: the run of this process.
         """
-        extensions: list[Extension] = []
-        average: str | Sequence[str] = self.average_buffers
-        already_equal: Sequence[str] = ()
-        if wrapped.virtual_ranks is not None:
-            buffers = VirtualRankBuffers(
-                module, wrapped.virtual_ranks.tree, run.step, average, prepared=wrapped
+        virtual_ranks = wrapped.virtual_ranks
+        if virtual_ranks is None:
+            moving_buffers = MovingBuffers(
+                module,
+                run.step,
+                average=self.average_buffers,
+                left_out=(),
+                strategy=type(self).__name__,
             )
-            extensions = [wrapped.virtual_ranks, buffers]
-            average = ()
-            already_equal = buffers.combined
+            return [_StepsUnderDDP(wrapped, moving_buffers)]
 
+        # With virtual ranks, `VirtualRankBuffers` averages buffers, and the ones that it combines
+        # are equal on all ranks already.
+        virtual_rank_buffers = VirtualRankBuffers(
+            module, virtual_ranks.tree, run.step, self.average_buffers, prepared=wrapped
+        )
         moving_buffers = MovingBuffers(
             module,
             run.step,
-            average=average,
-            left_out=already_equal,
+            average=(),
+            left_out=virtual_rank_buffers.combined,
             strategy=type(self).__name__,
         )
-        extensions.append(_StepsUnderDDP(wrapped, moving_buffers))
-        return extensions
+        return [virtual_ranks, virtual_rank_buffers, _StepsUnderDDP(wrapped, moving_buffers)]
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -276,6 +281,7 @@ class DDP(base.Strategy):
                 "use precision='bf16', or compress='bf16'",
             )
 
+        # Sparse gradients cannot be compressed, and a model that has some may have no others.
         if any(getattr(part, "sparse", False) for part in module.modules()):
             raise SettingError(
                 f"compress={self.compress!r} of a model with sparse gradients",
@@ -353,8 +359,8 @@ class _ForwardGuard:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = (lambda: None) if module is None else weakref.ref(module)
-        self.is_allowed = False
-        """True while the wrapper calls the module."""
+        self.wrapper_is_running = False
+        """True while the wrapper runs its forward pass, which calls the module."""
         self.num_forwards = 0
         """How many forward passes with gradients the wrapper has run."""
         self.num_forwards_at_backward = 0
@@ -367,7 +373,7 @@ class _ForwardGuard:
     @outside_compiled_code
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Raises UsageError for a training forward pass that did not go through the wrapper."""
-        if self.is_allowed or module is not self._module():
+        if self.wrapper_is_running or module is not self._module():
             return
 
         if torch.is_grad_enabled() and module.training:
@@ -460,28 +466,52 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
 
-        was_allowed = self._begin_forward()
+        was_running = self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._add_notes(error)
             raise
         finally:
-            self._guard.is_allowed = was_allowed
+            self._guard.wrapper_is_running = was_running
 
     @outside_compiled_code
     def _begin_forward(self) -> bool:
-        """Prepares torch's DDP for the current micro-batch, and lets the forward pass begin.
+        """Prepares torch's DDP for the current micro-batch, and tells the guard that it runs.
 
         Returns:
-            True if the guard allowed it already, because this forward pass runs inside another one.
-            The caller restores this value at the end of the forward pass.
+            The previous value of `wrapper_is_running`, which the caller restores at the end. It is
+            True if this forward pass runs inside another one of this wrapper.
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
             SettingError: `static_graph` was set and the global batch is computed in micro-batches.
         """
-        if self.reducer is None:
+        micro_batch = self.run.step.micro_batch
+        self._check_can_average(micro_batch)
+        if self._averager is not None:
+            self._register_averager(self._averager)
+
+        # Only set if it differs, because setting an attribute of a module is slow.
+        if self.require_backward_grad_sync is not micro_batch.last:
+            self.require_backward_grad_sync = micro_batch.last
+
+        self._guard.num_forwards += 1
+        was_running = self._guard.wrapper_is_running
+        self._guard.wrapper_is_running = True
+        return was_running
+
+    def _check_can_average(self, micro_batch: MicroBatch) -> None:
+        """Raises an error if DDP could not average the gradients of a forward pass correctly.
+
+        Args:
+            micro_batch: the micro-batch of the forward pass.
+
+        Raises:
+            UsageError: the run is closed, or the gradients would be averaged twice.
+            SettingError: `static_graph` was set and the global batch is computed in micro-batches.
+        """
+        if self.reducer is None:  # `release` has removed it
             raise UsageError(
                 "a training forward pass after world.close()",
                 "the process group is closed, so gradients cannot be averaged",
@@ -496,12 +526,6 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "leave DistributedDataParallel out: call the object that world.prepare returned",
             )
 
-        if self._averager is not None:
-            # torch rejects hooks whose annotations are strings, and `from __future__ import
-            # annotations` makes all annotations of this file strings. A lambda has none.
-            self.register_comm_hook(self._averager, lambda averager, bucket: averager(bucket))
-
-        micro_batch = self.run.step.micro_batch
         if self.options.static_graph and not micro_batch.last:
             raise SettingError(
                 "DDP(static_graph=True) with micro-batches",
@@ -509,13 +533,16 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "leave static_graph or micro_batch_size out",
             )
 
-        if self.require_backward_grad_sync is not micro_batch.last:
-            self.require_backward_grad_sync = micro_batch.last
+    def _register_averager(
+        self, averager: _BucketAverager | BucketTreeSum | CompressedMeans
+    ) -> None:
+        """Registers Lockstep's communication hook, in the first forward pass.
 
-        self._guard.num_forwards += 1
-        was_allowed = self._guard.is_allowed
-        self._guard.is_allowed = True
-        return was_allowed
+        `register_comm_hook` sets `_averager` to None, so that this happens only once.
+        """
+        # torch rejects hooks whose annotations are strings, and `from __future__ import
+        # annotations` makes all annotations of this file strings. A lambda has none.
+        self.register_comm_hook(averager, lambda state, bucket: state(bucket))
 
     @outside_compiled_code
     def _add_notes(self, error: Exception) -> None:
@@ -581,16 +608,26 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             return
 
         traffic.sent += self._bytes_per_backward
-        module_was_never_called = guard.num_forwards == 0
+        if guard.num_forwards == 0:
+            return  # the loss cannot depend on a module that was never called
+
         reducer_is_prepared = forwards_since_backward == 1
-        if module_was_never_called or reducer_is_prepared:
+        if reducer_is_prepared:
             return
 
-        looks_for_unused = self.options.find_unused_parameters and not self.options.static_graph
-        await_another_backward(self, [loss] if looks_for_unused else [])
+        # Torch looks for unused parameters in the graph of these tensors. Without any, it expects a
+        # gradient of every parameter.
+        roots_of_graph: list[Tensor] = []
+        if self.options.find_unused_parameters and not self.options.static_graph:
+            roots_of_graph = [loss]
+
+        await_another_backward(self, roots_of_graph)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a communication hook of the user, which replaces the hook of Lockstep.
+
+        Lockstep registers its own hook by this method too. Such a hook is an object that is passed
+        as `state`, so `state` tells the two apart.
 
         Raises:
             UsageError: Lockstep's hook cannot be replaced, because it compresses gradients or sums
@@ -646,9 +683,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
 
         trained = self._trained_by(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
-        if len(missing) == len(
-            trained
-        ):  # the loss did not use this module, so nothing was averaged
+
+        # If all gradients are missing, the loss did not use this module, and nothing was averaged.
+        if len(missing) == len(trained):
             return
 
         if not has_run_forward:
@@ -660,7 +697,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
 
         if missing:
-            self._check_missing(trained, missing)
+            self._check_not_replaced(trained)
+            self._check_may_be_missing(trained, missing)
 
     def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Returns the names and trainable parameters of this module that an optimizer holds."""
@@ -672,14 +710,15 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             ]
         return self._trained_by_optimizer[key]
 
-    def _check_missing(
-        self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]
-    ) -> None:
-        """Raises UsageError unless the options allow parameters without a gradient.
+    def _check_not_replaced(self, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Raises UsageError if the user has replaced parameters of the module since it was wrapped.
+
+        The module then no longer uses the parameter that the optimizer holds, so that parameter has
+        no gradient. DDP does not know the new one.
 
         Args:
-            trained: the names and the parameters of this module that the optimizer holds.
-            missing: the names of the parameters that have no gradient.
+            trained: the names and the parameters that the optimizer holds, as the module had them
+                when it was wrapped.
         """
         ids_in_module = {id(parameter) for parameter in self.module.parameters()}
         replaced: list[str] = []
@@ -692,9 +731,19 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 f"{join_first(replaced)} replaced; their gradients are not averaged over the ranks"
             )
 
+    def _check_may_be_missing(
+        self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]
+    ) -> None:
+        """Raises UsageError unless the options allow parameters without a gradient.
+
+        Args:
+            trained: the names and the parameters of this module that the optimizer holds.
+            missing: the names of the parameters that have no gradient.
+        """
         if self.options.find_unused_parameters or self.options.static_graph:
             return
 
+        # `find_unused_parameters` does not help for sparse gradients, so the advice names them.
         sparse = [name for name in sparse_weights(self.module) if name in missing]
         raise UsageError(
             "an optimizer step while some parameters have no gradient",

@@ -73,7 +73,7 @@ class DeferredTensor(NamedTuple):
     is_parameter: bool
     is_in_state: bool
     """False for a buffer that is not in the state dict (`persistent=False`)."""
-    is_reset: bool
+    from_reset_parameters: bool
     """True if its values come from a `reset_parameters` that `world.prepare` has recorded."""
 
     @property
@@ -119,15 +119,16 @@ class DeferredModel(Extension):
         self._targets: dict[str, Tensor] = {}
         """This rank's part of each tensor whose values are still missing, by name."""
         self._write_counts: dict[str, int] = {}
-        """How often each of these parts had been written to when it was filled with NaN."""
+        """How often each of these parts had been written to when it was filled with NaN. A later
+        write shows that the user has given it values."""
         self._prepared = module
         """The module that the strategy returned."""
         self._processors_differ = False
         """True if random numbers may differ between ranks in the last bits.
 
-        Then values are computed
-        in `world.prepare`, and what must be equal is taken from the first rank."""
-        self._handles: list[Any] = []
+        Then values are computed in `world.prepare`, and what must be equal is taken from the first
+        rank."""
+        self._watch_handles: list[Any] = []
         """The hooks that notice when values are needed or loaded; empty when nothing is missing."""
 
     # While the model is prepared
@@ -145,7 +146,7 @@ class DeferredModel(Extension):
             UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
-        self._take_states_of_first_rank()
+        self._take_random_states_of_first_rank()
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         targets = {name: buffers[name] for name in self._tensor_of_name if name in buffers}
@@ -154,10 +155,13 @@ class DeferredModel(Extension):
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
             source = self._tensor_of_name[name].source
+            if not isinstance(source, RecordedSource):
+                continue
+
             # Random values depend on what is drawn before them, so these are computed later.
-            if isinstance(source, RecordedSource):
-                if not source.recording.draws([source.view.key]):
-                    computable[name] = target
+            takes_random_numbers = source.recording.draws([source.view.key])
+            if not takes_random_numbers:
+                computable[name] = target
 
         self._compute(computable)
 
@@ -174,21 +178,24 @@ class DeferredModel(Extension):
         Returns:
             The lines to print about where values come from.
         """
+        # Tensors of which this rank has a part, and which have no values yet.
         present = dict(_named_tensors(self._module))
-        targets: dict[str, Tensor] = {}
+        without_values: dict[str, Tensor] = {}
         for name in self._tensor_of_name:
             is_here = name in present and not present[name].is_meta
             if is_here and name not in self._computed:
-                targets[name] = present[name]
+                without_values[name] = present[name]
 
-        self._read_files(targets)
+        self._read_files(without_values)
 
         # Each rank has read its own part, but `_loaded` lists what was read on any rank.
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 self._loaded.update(tensor.names)
 
-        for name, target in targets.items():
+        # All others wait for values. If the user writes to one of them in the meantime, its write
+        # count changes, and `fill` leaves it as it is.
+        for name, target in without_values.items():
             if name not in self._loaded:
                 self._targets[name] = target
                 self._write_counts[name] = write_counts([target])[0]
@@ -220,7 +227,7 @@ class DeferredModel(Extension):
         Raises:
             UsageError: nothing can give values to some tensor.
         """
-        if not self._handles:  # nothing is missing any more
+        if not self._watch_handles:  # nothing is missing any more
             return
 
         self._check_sources()
@@ -235,15 +242,15 @@ class DeferredModel(Extension):
 
     def _stop_watching(self) -> None:
         """Removes the hooks and all references to recordings and files."""
-        for handle in self._handles:
+        for handle in self._watch_handles:
             handle.remove()
-        self._handles = []
+        self._watch_handles = []
         self._run.extensions.remove(self)
         forget_sources(self._module)
 
     def release(self) -> None:
         """Removes the hooks at the end of the run, if values are still missing."""
-        if self._handles:
+        if self._watch_handles:
             self._stop_watching()
 
     def _watch(self, prepared: nn.Module) -> None:
@@ -266,35 +273,40 @@ class DeferredModel(Extension):
 
             if name_in_model:
                 parts.add(part)
-                note = _NoteLoaded(self._note_loaded, name_in_model)
-                self._handles.append(part.register_load_state_dict_pre_hook(note))
+                load_hook = _LoadHook(self._record_loaded, name_in_model)
+                self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 
         fill = outside_compiled_code(lambda *_: self.fill())
         for part in parts:
-            self._handles.append(part.register_forward_pre_hook(fill, prepend=True))
+            # Values are needed by a forward pass and by `state_dict()`.
+            before_forward = part.register_forward_pre_hook(fill, prepend=True)
             before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
-            self._handles.append(before_state)
-            # Modules under FSDP have this method already, which refuses to copy them.
+            self._watch_handles += [before_forward, before_state]
+
+            # They are also needed by `copy.deepcopy`, which has no hooks. So the object gets a
+            # method `__deepcopy__` that computes the values, removes itself, and then makes the
+            # copy. Modules under FSDP have such a method already, which refuses to copy them.
             if "__deepcopy__" not in vars(part):
-                self._handles.append(_FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy))
+                before_copy = _FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy)
+                self._watch_handles.append(before_copy)
 
     def watch_parameters(self) -> None:
         """Makes the first call of `parameters()` compute missing values.
 
         Called at the end of `world.prepare`, which calls `parameters()` itself before that.
         """
-        if self._handles:
+        if self._watch_handles:
             for part in {self._prepared, *self._prepared.modules()}:
                 handle = _FillBefore(self.fill, part, "named_parameters", _named_parameters)
-                self._handles.append(handle)
+                self._watch_handles.append(handle)
 
     def _before_state_dict(self, *_: Any) -> None:
         """A hook that computes missing values before `state_dict()` returns them."""
         if values_are_needed():
             self.fill()
 
-    def _note_loaded(self, names: list[str]) -> None:
-        """Notes that a state dict has given values to the tensors of these names."""
+    def _record_loaded(self, names: list[str]) -> None:
+        """Records that a state dict has given values to the tensors with these names."""
         for name in names:
             self._loaded.update(self._tensor_of_name[name].names)
 
@@ -322,6 +334,8 @@ class DeferredModel(Extension):
         if is_nan.all() and not was_written_to:
             return False
 
+        # Either some values are still NaN, so only a part was changed, or all are NaN after a
+        # write, so the user has computed with the missing values (`weight.mul_(2)`, for example).
         raise UsageError(
             f"a change of {name} between world.prepare and its first use",
             "it had no values yet, because the model was built on the meta device",
@@ -353,11 +367,8 @@ class DeferredModel(Extension):
         Args:
             targets: this rank's part of each tensor, by name. Tied tensors occur several times.
         """
-        recordings: dict[int, Recording] = {}  # by their `id`
-
-        # For each recording, by its `id`: the tensors whose values are in a piece of recorded
-        # memory, by the key of this memory.
-        targets_of_recording: dict[int, dict[int, list[tuple[RecordedSource, Tensor]]]] = {}
+        # Sort the tensors by the recording that computes them.
+        copiers: dict[int, _CopyToTargets] = {}  # one for each recording, by the recording's `id`
         ids_of_targets: set[int] = set()
         for name, target in targets.items():
             source = self._tensor_of_name[name].source
@@ -368,30 +379,38 @@ class DeferredModel(Extension):
 
             ids_of_targets.add(id(target))
             recording_id = id(source.recording)
-            recordings[recording_id] = source.recording
-            targets_of_key = targets_of_recording.setdefault(recording_id, {})
-            targets_of_key.setdefault(source.view.key, []).append((source, target))
+            if recording_id not in copiers:
+                copiers[recording_id] = _CopyToTargets(source.recording)
+            copiers[recording_id].add(source, target)
 
-        for recording_id, recording in recordings.items():
-            targets_of_key = targets_of_recording[recording_id]
-            recording.replay(
-                set(targets_of_key),
-                self._keys_loaded(recording),
-                _CopyToTargets(targets_of_key),
+        # Replay each recording, which passes every computed piece of memory to its copier.
+        for recording_id, copier in copiers.items():
+            copier.recording.replay(
+                copier.memory_keys(),
+                self._loaded_memory_keys(copier.recording),
+                copier,
                 self._generator_states.get(recording_id),
             )
 
-    def _keys_loaded(self, recording: Recording) -> set[int]:
-        """Returns the memory keys of the tensors that were loaded, which need not be computed."""
+    def _loaded_memory_keys(self, recording: Recording) -> set[int]:
+        """Returns the memory keys of tensors that were loaded, so that they are not computed.
+
+        Args:
+            recording: only the memory of this recording is considered.
+        """
         keys: set[int] = set()
         for tensor in self._tensors:
             recorded = tensor.recorded
-            if recorded is not None and recorded.recording is recording:
-                if tensor.names[0] in self._loaded:
-                    keys.add(recorded.view.key)
+            if recorded is None or recorded.recording is not recording:
+                continue
+
+            # All names of a tied tensor are loaded together, so the first one is enough.
+            if tensor.names[0] in self._loaded:
+                keys.add(recorded.view.key)
+
         return keys
 
-    def _take_states_of_first_rank(self) -> None:
+    def _take_random_states_of_first_rank(self) -> None:
         """Makes all ranks draw random values from the random states of rank 0.
 
         All ranks call this together. It also finds out whether the ranks have different processors.
@@ -470,7 +489,7 @@ class DeferredModel(Extension):
                 continue
             if tensor.source is None:
                 unknown.append(tensor.names[0])
-            elif tensor.is_reset and tensor.is_parameter:
+            elif tensor.from_reset_parameters and tensor.is_parameter:
                 is_reset.append(tensor.names[0])
                 shapes.append(tensor.source.shape)
 
@@ -518,7 +537,7 @@ class DeferredModel(Extension):
                 num_from_files += 1
             elif tensor.source is None:
                 num_unknown += 1
-            elif tensor.is_reset:
+            elif tensor.from_reset_parameters:
                 num_reset += 1
             else:
                 num_recorded += 1
@@ -537,33 +556,51 @@ class DeferredModel(Extension):
 
 
 class _CopyToTargets:
-    """Copies computed values to the tensors of this rank; called by `Recording.replay`.
+    """Copies the values that a recording computes to the tensors of this rank.
 
     Args:
-        targets_of_key: by the key of a piece of recorded memory, the tensors whose values are in
-            it, and where in it.
+        recording: the recording. Its `replay` calls this object with each piece of memory that it
+            has computed.
     """
 
-    def __init__(self, targets_of_key: dict[int, list[tuple[RecordedSource, Tensor]]]) -> None:
-        self._targets_of_key = targets_of_key
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._targets_of_key: dict[int, list[tuple[RecordedSource, Tensor]]] = {}
+        """By the key of a piece of recorded memory: the tensors whose values are in it, and where
+        in it."""
+
+    def add(self, source: RecordedSource, target: Tensor) -> None:
+        """Adds a tensor that gets its values from the recording.
+
+        Args:
+            source: says in which piece of recorded memory the values are.
+            target: this rank's part of the tensor.
+        """
+        self._targets_of_key.setdefault(source.view.key, []).append((source, target))
+
+    def memory_keys(self) -> set[int]:
+        """Returns the keys of the pieces of memory from which values are copied."""
+        return set(self._targets_of_key)
 
     def __call__(self, key: int, content: torch.UntypedStorage) -> None:
-        """Copies the content of a piece of memory that was computed."""
+        """Copies values from a piece of memory that was computed."""
         for source, target in self._targets_of_key[key]:
             copy_part(source.view.in_memory(content), target)
 
 
-class _NoteLoaded:
-    """A hook of a module that notes which of its tensors are in a state dict that is loaded.
+class _LoadHook:
+    """A hook of a module that records which of its tensors get values from a loaded state dict.
 
     Args:
-        note: called with the names in the model of the tensors that are loaded.
+        record_loaded: called with the names, in the whole model, of the tensors that are loaded.
         name_in_model: the name in the model for each name in the module, for example
             `{"weight": "layers.0.weight"}`.
     """
 
-    def __init__(self, note: Callable[[list[str]], None], name_in_model: Mapping[str, str]) -> None:
-        self._note = note
+    def __init__(
+        self, record_loaded: Callable[[list[str]], None], name_in_model: Mapping[str, str]
+    ) -> None:
+        self._record_loaded = record_loaded
         self._name_in_model = name_in_model
 
     def __call__(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
@@ -572,7 +609,7 @@ class _NoteLoaded:
         for own_name, name in self._name_in_model.items():
             if prefix + own_name in state:
                 loaded.append(name)
-        self._note(loaded)
+        self._record_loaded(loaded)
 
 
 class _FillBefore:
@@ -642,7 +679,7 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
 
     Args:
         module: the user's module.
-        keys_of_resets: the memory keys of tensors whose `reset_parameters` was recorded.
+        keys_of_resets: the keys of the memory that a recorded `reset_parameters` fills.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -658,14 +695,14 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
     found: list[DeferredTensor] = []
     for identifier, names in names_of_id.items():
         source = _source_of_any(module, names, tensor_of_id[identifier])
-        is_reset = isinstance(source, RecordedSource) and source.view.key in keys_of_resets
+        from_reset = isinstance(source, RecordedSource) and source.view.key in keys_of_resets
         found.append(
             DeferredTensor(
                 names,
                 source,
                 is_parameter=identifier in parameter_ids,
                 is_in_state=not names_in_state.isdisjoint(names),
-                is_reset=is_reset,
+                from_reset_parameters=from_reset,
             )
         )
 
@@ -697,11 +734,12 @@ def _record_resets(module: nn.Module) -> set[int]:
     """Records the `reset_parameters` methods of submodules that have tensors without a source.
 
     A submodule comes before the modules that contain it, as when constructors call this method.
+    The recording is then the source of these tensors.
 
     Returns:
         The memory keys of these tensors.
     """
-    lacking: dict[int, Tensor] = {}
+    lacking: dict[int, Tensor] = {}  # the tensors without a source, by their `id`
     for name, tensor in _named_tensors(module):
         if tensor.is_meta and _source_of_any(module, [name], tensor) is None:
             lacking[id(tensor)] = tensor
@@ -709,45 +747,64 @@ def _record_resets(module: nn.Module) -> set[int]:
     if not lacking:
         return set()
 
+    # In this context, all operations on tensors of the meta device are recorded, not computed.
     with deferred_init(), torch.no_grad():
-        for part in _children_first(module, set()):
+        for part in _children_first(module, seen=set()):
             tensors = [*part.parameters(), *part.buffers()]
-            method = reset_method(part)
-            if method is None or not any(id(tensor) in lacking for tensor in tensors):
-                continue
+            reset_parameters = reset_method(part)
+            lacks_values = any(id(tensor) in lacking for tensor in tensors)
+            if reset_parameters is not None and lacks_values:
+                _record_reset(reset_parameters, tensors, lacking)
 
-            # The method also resets tensors that have values already, so these are restored.
-            others = [tensor for tensor in tensors if id(tensor) not in lacking]
-            values = [tensor.detach().clone() for tensor in others]
-            method()
-            for tensor, value in zip(others, values, strict=True):
-                tensor.copy_(value)
-
-        _recompute_buffers(module, lacking)
+        _record_buffer_inits(module, lacking)
 
     return {storage_key(tensor) for tensor in lacking.values()}
 
 
-def _recompute_buffers(module: nn.Module, lacking: Mapping[int, Tensor]) -> None:
+def _record_reset(
+    reset_parameters: Callable[[], object], tensors: Sequence[Tensor], lacking: Mapping[int, Tensor]
+) -> None:
+    """Records a call of `reset_parameters` so that it changes only the tensors without a source.
+
+    Args:
+        reset_parameters: the method of a submodule.
+        tensors: the parameters and buffers of the submodule, all of which the method may change.
+        lacking: the tensors of the model without a source, by their `id`.
+    """
+    # Tensors that have a source keep their values: record a copy before the call, and copying back
+    # after it.
+    with_source = [tensor for tensor in tensors if id(tensor) not in lacking]
+    values = [tensor.detach().clone() for tensor in with_source]
+    reset_parameters()
+    for tensor, value in zip(with_source, values, strict=True):
+        tensor.copy_(value)
+
+
+def _record_buffer_inits(module: nn.Module, lacking: Mapping[int, Tensor]) -> None:
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
-    They do so in `_init_weights(submodule)`, a method of the model.
+    They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
+    `deferred_init`, so the calls made here are recorded.
 
     Args:
         module: the user's module.
         lacking: the tensors without a source, by their `id`.
     """
     for model in module.modules():
-        compute = getattr(model, "_init_weights", None)
-        if not callable(compute):
+        init_weights = getattr(model, "_init_weights", None)
+        if not callable(init_weights):
             continue
 
         for part in model.modules():
             own = members(part)
-            has_parameters = any(parameter is not None for parameter in own.parameters.values())
             lacks_buffers = any(id(buffer) in lacking for buffer in own.buffers.values())
-            if lacks_buffers and not has_parameters and reset_method(part) is None:
-                compute(part)
+
+            # The method would also draw the parameters of a submodule anew. And a submodule with
+            # `reset_parameters` has been recorded already.
+            has_parameters = any(parameter is not None for parameter in own.parameters.values())
+            has_reset = reset_method(part) is not None
+            if lacks_buffers and not has_parameters and not has_reset:
+                init_weights(part)
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:

@@ -29,17 +29,17 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and x.is_floating_point()
 
 
-def make_row(x: Tensor, eps: float, *, counts: bool) -> Tensor:
+def make_row(x: Tensor, eps: float, *, has_samples: bool) -> Tensor:
     """Returns the row that this rank sends: means, inverse standard deviations and the count.
 
     Args:
         x: the input of the layer.
         eps: the small number that the layer adds to the variance.
-        counts: False if the samples of `x` do not count. Then the row is the same as without
-            samples.
+        has_samples: False if `x` is a placeholder of a rank without samples. Then the row is the
+            same as for an empty `x`.
     """
     channels = x.shape[1]
-    if x.numel() and counts:
+    if x.numel() and has_samples:
         mean, invstd = torch.batch_norm_stats(x, eps)
         num_values = mean.new_full((1,), x.numel() // channels)
     else:
@@ -71,15 +71,17 @@ def combine_rows(
     channels = rows.shape[1] // 2
     means, invstds, counts = torch.split(rows, [channels, channels, 1], dim=1)
 
-    # For each rank the kernel divides by the number of values up to that rank, so it must not be 0.
+    # The kernel adds one rank after the other, and divides by the number of values so far. If the
+    # first ranks have none, this would be a division by 0.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
 
-    # The first argument of the kernel determines the dtype of `counts`, and whether the kernel uses
-    # 64-bit integers. The number of all ranks' values may require these even if the input of no
-    # rank does. So a tensor is passed that has 2**31 elements, all at the same address.
-    large = rows.new_empty(()).expand(2**31)
+    # The kernel expects the input of the layer as its first argument, but only looks at its dtype
+    # and size: from 2**31 elements on it uses 64-bit integers. The ranks may have that many values
+    # together even if no rank has them alone. So a tensor of 2**31 elements is passed, which takes
+    # no memory because all of them are at the same address.
+    large_input = rows.new_empty(()).expand(2**31)
     mean, invstd = torch.batch_norm_gather_stats_with_counts(
-        large, means, invstds, running_mean, running_var, momentum, eps, counts
+        large_input, means, invstds, running_mean, running_var, momentum, eps, counts
     )
     return mean, invstd
 
@@ -118,10 +120,10 @@ class FusedNormalize(torch.autograd.Function):
         ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
         ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = is_placeholder
-        if not x.numel():
+        if not x.numel():  # this rank has no samples
             return torch.empty_like(x)
 
-        unused_eps = 0.0
+        unused_eps = 0.0  # `invstd` contains the layer's eps already
         output: Tensor = torch.batch_norm_elemt(
             x, weight_for_kernel, bias_for_kernel, mean, invstd, unused_eps
         )

@@ -77,11 +77,11 @@ class Placeholders(Extension):
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         """Tells SyncBatchNorm, in this context, whether forward passes compute a placeholder."""
-        sync_batchnorm.placeholder.computed = self.was_computed
+        sync_batchnorm.thread_state.computes_placeholder = self.was_computed
         try:
             yield
         finally:
-            sync_batchnorm.placeholder.computed = False
+            sync_batchnorm.thread_state.computes_placeholder = False
 
     def report_inputs(self, inputs: Any) -> None:
         """Tells the step which tensors a module was called with, before they are replaced."""
@@ -110,8 +110,10 @@ class _PlaceholderHooks:
     """
 
     def __init__(self, placeholders: Placeholders | None = None) -> None:
-        self._placeholders = placeholders
-        self._placeholder = Placeholder(())
+        self._run_state = placeholders
+        """Whether this rank has samples, shared by all modules of the run; None in a copy."""
+        self._placeholder_sample = Placeholder(())
+        """The sample that the latest forward pass without samples got."""
         self._entered_contexts: list[AbstractContextManager[None]] = []
         """The contexts of the running forward passes, which may be nested."""
 
@@ -129,23 +131,26 @@ class _PlaceholderHooks:
         Returns:
             The new positional and keyword arguments, or None to leave them unchanged.
         """
-        if self._placeholders is None:  # the module is a copy
+        if self._run_state is None:  # the module is a copy
             return None
         if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
 
-        self._placeholders.report_inputs((args, kwargs))
-        if not self._placeholders.rank_has_no_samples:  # the user made the tensors without rows
+        self._run_state.report_inputs((args, kwargs))
+        if not self._run_state.rank_has_no_samples:  # the user made the tensors without rows
             return None
 
-        self._placeholder = Placeholder(self._placeholders.sample_tensors)
-        new_args, new_kwargs = self._placeholder.add_to((args, kwargs))
+        self._placeholder_sample = Placeholder(self._run_state.sample_tensors)
+        new_args, new_kwargs = self._placeholder_sample.add_to((args, kwargs))
+
+        # A `with` statement cannot span two hooks, so `after` exits this context.
         context = _without_side_effects(module)
         context.__enter__()
         self._entered_contexts.append(context)
-        sync_batchnorm.placeholder.computed = True
+
+        sync_batchnorm.thread_state.computes_placeholder = True
         if torch.is_grad_enabled():
-            self._placeholders.was_computed = True
+            self._run_state.was_computed = True
 
         return new_args, new_kwargs
 
@@ -154,9 +159,12 @@ class _PlaceholderHooks:
         """Removes the placeholder's row from the output; returns None if there is none."""
         if not self._entered_contexts:  # `before` has added no row
             return None
-        sync_batchnorm.placeholder.computed = False
+
+        sync_batchnorm.thread_state.computes_placeholder = False
         self._entered_contexts.pop().__exit__(None, None, None)
-        return map_tensors(output, lambda tensor: mark_no_rows(self._placeholder.cut_off(tensor)))
+        return map_tensors(
+            output, lambda tensor: mark_no_rows(self._placeholder_sample.cut_off(tensor))
+        )
 
 
 @contextmanager
@@ -177,8 +185,8 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
     values = [buffer.detach().clone() for buffer in buffers]
 
-    # Only buffers that the forward pass has written to are restored. If autograd has saved another
-    # one, writing to it would make the backward pass fail.
+    # At the end, only buffers that the forward pass has written to are restored. Autograd may have
+    # saved a buffer that was only read, and the backward pass fails if a saved tensor is written.
     write_counts_before = write_counts(buffers)
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:

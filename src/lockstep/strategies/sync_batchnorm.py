@@ -56,13 +56,13 @@ from lockstep.wording import describe_type
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class _PlaceholderState(threading.local):
+class _ThreadState(threading.local):
     """Tells, per thread, whether a placeholder sample is computed (`strategies.placeholder`)."""
 
-    computed = False
+    computes_placeholder = False
 
 
-placeholder = _PlaceholderState()
+thread_state = _ThreadState()
 
 
 class SyncBatchNorm(BatchNorm):
@@ -138,10 +138,10 @@ class SyncBatchNorm(BatchNorm):
                 "pass a group that holds this rank, or process_group=None for all ranks",
             )
 
+        # In an evaluation some ranks may have fewer batches than others, so that not all of them
+        # run this layer, which would wait for them forever.
         if not torch.is_grad_enabled():
-            # In an evaluation some ranks may have fewer batches, but this layer waits for all
-            # ranks.
-            reason = blocked_reason()
+            reason = blocked_reason()  # None if all ranks run this forward pass
             if reason is not None:
                 raise UsageError(
                     "a model in training mode in an evaluation loop",
@@ -152,15 +152,16 @@ class SyncBatchNorm(BatchNorm):
         return self._forward_over_ranks(x, num_ranks)
 
     def _forward_in_eval(self, x: Tensor) -> Tensor:
-        """Runs torch's own forward pass.
+        """Normalises `x` by the running statistics, as torch's own BatchNorm does.
 
-        `fsdp` gathers weight and bias in half precision, while the running statistics stay in fp32.
-        Torch requires the same dtype for all of them.
+        Under `fsdp`, the weight and bias may be in half precision, while the running statistics are
+        in fp32. Torch requires the same dtype for all of them, so weight and bias are converted.
         """
         mean = self.running_mean
         variance = self.running_var
         if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
             return super().forward(x)
+
         self._check_input_dim(x)
         weight = self.weight.to(mean.dtype)
         bias = None if self.bias is None else self.bias.to(mean.dtype)
@@ -175,7 +176,7 @@ class SyncBatchNorm(BatchNorm):
 
         moments = _global_moments(x, self.process_group)
         if self._no_rank_has_values(x, moments.total, num_ranks):
-            return super().forward(x)
+            return super().forward(x)  # torch's own layer accepts an empty batch
 
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
@@ -194,12 +195,15 @@ class SyncBatchNorm(BatchNorm):
         group = self.process_group
         x = fused_batchnorm.in_dense_format(x)
 
-        # Autograd does not record this, because `FusedNormalize` computes the gradient through it.
-        row = fused_batchnorm.make_row(x.detach(), self.eps, counts=not placeholder.computed)
+        # Each rank sends C means, C inverse standard deviations, and its number of values per
+        # channel. `detach` keeps autograd from recording this, because `FusedNormalize` computes
+        # the gradient through the statistics by itself.
+        x_is_placeholder = thread_state.computes_placeholder
+        row = fused_batchnorm.make_row(x.detach(), self.eps, has_samples=not x_is_placeholder)
         rows = _gather_rows(row, group)
         counts = rows[:, -1]
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
-            return super().forward(x)
+            return super().forward(x)  # torch's own layer accepts an empty batch
 
         mean, invstd = self._combine_and_track(rows)
         output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
@@ -210,7 +214,7 @@ class SyncBatchNorm(BatchNorm):
             invstd,
             counts,
             self._sum_over_ranks(),
-            placeholder.computed,
+            x_is_placeholder,
         )
         return output
 
@@ -218,34 +222,33 @@ class SyncBatchNorm(BatchNorm):
         """Combines the statistics of all ranks, and updates the running statistics.
 
         Args:
-            rows: the rows that all ranks have sent.
+            rows: what all ranks have sent, shape (ranks, 2 C + 1): C means, C inverse standard
+                deviations, and the number of values per channel.
 
         Returns:
-            The mean and 1 / sqrt(variance + eps) of all ranks' samples.
+            The mean and `1 / sqrt(variance + eps)` of all ranks' samples.
         """
-        running_mean = None
-        running_var = None
+        running_mean = self.running_mean
+        running_var = self.running_var
+        momentum = self.momentum
 
-        # The kernel can update running statistics of the dtype that it computes in, with a weight
-        # that is known on the host. Without momentum, the weight depends on a number on the device.
-        kernel_updates = (
-            self.track_running_stats
-            and self.momentum is not None
-            and self.running_mean is not None
-            and self.running_mean.dtype == rows.dtype
-        )
-        if kernel_updates:
-            running_mean = self.running_mean
-            running_var = self.running_var
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+        # The usual case: one kernel combines the rows and updates the running statistics. It can do
+        # so if they have the dtype of the rows, and if the weight of this batch (the momentum) is
+        # known on the host. Without momentum, the weight depends on a number on the device.
+        if self.track_running_stats and momentum is not None:
+            if running_mean is not None and running_mean.dtype == rows.dtype:
+                if self.num_batches_tracked is not None:
+                    self.num_batches_tracked.add_(1)
+                return fused_batchnorm.combine_rows(
+                    rows, running_mean, running_var, momentum, self.eps
+                )
 
-        mean, invstd = fused_batchnorm.combine_rows(
-            rows, running_mean, running_var, self.momentum or 0.0, self.eps
-        )
-        if self.track_running_stats and not kernel_updates:
-            variance = invstd.double().pow(-2) - self.eps
-            update_running_stats(self, mean, variance, rows[:, -1].double().sum())
+        # Otherwise the kernel only combines the rows.
+        mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, self.eps)
+        if self.track_running_stats:
+            variance = invstd.double().pow(-2) - self.eps  # invstd = 1 / sqrt(variance + eps)
+            counts = rows[:, -1]
+            update_running_stats(self, mean, variance, total=counts.double().sum())
 
         return mean, invstd
 
@@ -263,10 +266,12 @@ class SyncBatchNorm(BatchNorm):
         Raises:
             DataError: there is only one value per channel.
         """
-        if x.numel() > x.shape[1]:
+        num_channels = x.shape[1]
+        has_two_values_per_channel = x.numel() > num_channels
+        if has_two_values_per_channel:
             return False
 
-        values_of_all_ranks = int(total)
+        values_of_all_ranks = int(total)  # waits for the device
         if values_of_all_ranks == 1:
             raise one_value_error(
                 f"batch normalisation in training over a global batch on {num_ranks} ranks",
@@ -318,12 +323,16 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
         variance: its biased variance, shape (C,).
         total: the number of values per channel, float64, shape ().
     """
-    weight_of_batch: float | Tensor = layer.momentum or 0.0  # the momentum may be None
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:  # the running statistics are the mean over all batches
-            # This stays a tensor, because reading the number would wait for the device.
-            weight_of_batch = 1.0 / layer.num_batches_tracked.double()
+
+    weight_of_batch: float | Tensor = 0.0
+    if layer.momentum is not None:
+        weight_of_batch = layer.momentum
+    elif layer.num_batches_tracked is not None:
+        # Without momentum, the running statistics are the mean over all batches. The weight stays a
+        # tensor, because reading the number would wait for the device.
+        weight_of_batch = 1.0 / layer.num_batches_tracked.double()
 
     if layer.running_mean is not None:
         _update_running(layer.running_mean, mean, weight_of_batch)
@@ -385,7 +394,8 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
 
     # Every rank sends a row of 1 + 2 C numbers: its number of values per channel, C means, and C
     # sums of squared deviations from the mean. A rank without samples sends zeros.
-    if x.numel() and not placeholder.computed:
+    x_is_placeholder = thread_state.computes_placeholder
+    if x.numel() and not x_is_placeholder:
         local = _two_pass_moments(x)
         centred = local.centred
         count = torch.full((1,), x.numel() // channels, dtype=torch.float64, device=x.device)
@@ -432,9 +442,12 @@ def sum_over_ranks(
     if tree_sums is None:
         routing.all_reduce(totals, group=group)
     else:
+        # The only partial sum of this rank is overwritten by the sum over all ranks.
         flat = totals.view(-1)
-        wait = tree_sums.start([flat], flat, scale=1.0)
+        partial_sums = [flat]
+        wait = tree_sums.start(partial_sums, flat, scale=1.0)
         wait()
+
     return totals.to(sums.device)
 
 
@@ -448,7 +461,8 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
     deviations = x - per_channel(centre, x)
 
-    # The sums of d and of d * (d - 0) * 1 for the deviations d, both of shape (C,).
+    # This function returns the sums of dy and of dy * (x - mean) * invstd, of shape (C,). With the
+    # deviations d in the place of dy and x, mean 0 and invstd 1, these are the sums of d and d * d.
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
         deviations, deviations, mean=torch.zeros_like(centre), invstd=torch.ones_like(centre)
     )
@@ -464,10 +478,10 @@ def _sum_and_sum_of_products(
 ) -> tuple[Tensor, Tensor]:
     """Returns, per channel, the sum of `dy` and the sum of `dy * (x - mean) * invstd`.
 
-    torch's kernel for the backward pass computes both sums in one pass, if only the gradients of
-    bias and weight are requested. Of the weight, its third argument, it only reads the dtype.
+    They are the gradients of bias and weight of a BatchNorm layer. torch's kernel for its backward
+    pass computes only these two, in one pass, if the gradient of `x` is not requested.
     """
-    weight = invstd
+    weight = invstd  # not used for these two, except that the kernel asks for its dtype
     running_mean = None
     running_var = None
     train = True
@@ -500,9 +514,9 @@ class _Normalize(torch.autograd.Function):
         """Returns `xhat * weight + bias`, where `xhat` is `(x - mean) / sqrt(variance + eps)`.
 
         `moments` has the float64 moments of all ranks: `mean` and `variance`, of shape (C,), and
-        `total`, the number of values per channel. `moments.centred` has `deviations`, which is `x -
-        centre`, where `centre` is the mean of this rank's samples. The output is computed in their
-        memory. The backward pass calls `sum_over_ranks`.
+        `total`, the number of values per channel. `moments.centred` is a pair: `centre`, the mean
+        of this rank's samples, and `deviations`, which is `x - centre`. The output is computed in
+        the memory of `deviations`. The backward pass calls `sum_over_ranks`.
         """
         dtype = statistics_dtype(x)
         invstd = (moments.variance + eps).rsqrt()
@@ -511,7 +525,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, variance, invstd.to(dtype), moments.total)
         ctx.eps = eps
         ctx.sum_over_ranks = sum_over_ranks
-        ctx.is_placeholder = placeholder.computed
+        ctx.is_placeholder = thread_state.computes_placeholder
         if not x.numel():
             return torch.empty_like(x)
 
@@ -601,7 +615,8 @@ def _scaled_sum(
     """
     if not x.numel():
         return torch.zeros_like(x)
-    # torch's forward kernel computes xhat * weight + bias.
+
+    # torch's forward kernel computes xhat * weight + bias, for any two vectors in these places.
     result = F.batch_norm(
         x, mean, variance, weight=factor_of_xhat, bias=constant, training=False, eps=eps
     )
@@ -708,13 +723,17 @@ def is_plain(layer: nn.Module) -> bool:
     """Returns True if replacing the layer's forward loses no code of the user.
 
     This holds for torch's classes, and for subclasses that only define special methods such as
-    `__init__`.
+    `__init__`. A subclass with any other method or attribute may compute something else.
     """
-    if "forward" in vars(layer):
+    if "forward" in vars(layer):  # set on the object
         return False
-    for layer_class in type(layer).__mro__:  # the user's classes come before torch's
+
+    # Check the user's classes, which come before torch's class.
+    for layer_class in type(layer).__mro__:
         if layer_class in _TORCH_CLASSES:
             return True
-        if not all(name.startswith("__") for name in vars(layer_class)):
+        has_only_special_names = all(name.startswith("__") for name in vars(layer_class))
+        if not has_only_special_names:
             return False
-    return False
+
+    return False  # it has no torch class with a forward that is known here

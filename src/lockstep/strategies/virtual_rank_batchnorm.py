@@ -39,7 +39,10 @@ def is_synchronised(module: nn.Module, run: Run) -> bool:
 
 
 def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> list[Choice]:
-    """Makes BatchNorm layers take their statistics from all virtual ranks, added up in their tree.
+    """Makes BatchNorm layers take their statistics from the samples of all virtual ranks.
+
+    In their layers, sums over virtual ranks are then added up in the order of the tree that also
+    adds up gradients.
 
     Args:
         module: a module for which `is_synchronised` is True.
@@ -57,15 +60,21 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     if run.settings.synchronises_batchnorm:
         convert(module)
 
-    # Every rank computes one virtual rank. Those without samples contribute zeros.
+    # Every rank computes one virtual rank, with the same number. Virtual ranks without samples are
+    # present in the sums as well, and contribute zeros.
     num_ranks = run.topology.size
-    bounds = tuple(range(num_ranks + 1))
-    tree_sums = TreeSums((True,) * num_ranks, bounds, run.topology.rank)
+    tree_sums = TreeSums(
+        present=(True,) * num_ranks,
+        bounds=tuple(range(num_ranks + 1)),
+        process=run.topology.rank,
+    )
+
     num_synchronised = 0
     num_others = 0
     for layer in module.modules():
         if isinstance(layer, nn.SyncBatchNorm):
-            convert(layer)
+            convert(layer)  # in place: the layer is now an instance of `SyncBatchNorm`
+
         if isinstance(layer, SyncBatchNorm):
             layer.tree_sums = tree_sums
             num_synchronised += 1
@@ -85,6 +94,9 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
 
 def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     """Raises SettingError if BatchNorm layers cannot take statistics from all virtual ranks.
+
+    All virtual ranks must run at the same time, one in each process, and each layer must add up
+    over all of them.
 
     Args:
         module: the user's module.

@@ -17,7 +17,7 @@ to which all other virtual ranks contribute zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +84,14 @@ class VirtualRankBuffers(Extension):
         chosen = names_to_average(module, average)
         self.averaged: list[str] = []
         """The names of the buffers that are averaged."""
-        self._counts: list[str] = []
+        self._counters: list[str] = []
         """The names of the counters of batches in BatchNorm layers."""
         self._synchronised: set[str] = set()
         """The names of the buffers of SyncBatchNorm layers."""
         self._with_uncounted_writes: set[str] = set()
         """The names of the averaged buffers and of all buffers of BatchNorm.
 
-        Torch counts the writes
-        to a tensor, but misses those of its BatchNorm."""
+        Torch counts the writes to a tensor, but misses those of its BatchNorm."""
         self._buffer_owners: list[tuple[str, nn.Module, str]] = []
         """The name of each buffer, the module that holds it, and the attribute of that module."""
 
@@ -109,7 +108,7 @@ class VirtualRankBuffers(Extension):
             elif buffer.is_floating_point() and (is_of_batchnorm or name in chosen):
                 self.averaged.append(name)
             elif is_of_batchnorm:
-                self._counts.append(name)
+                self._counters.append(name)
 
             if is_of_batchnorm or name in self.averaged:
                 self._with_uncounted_writes.add(name)
@@ -119,9 +118,11 @@ class VirtualRankBuffers(Extension):
         self._partial_sums: list[list[Tensor]] = []
         """A stack of partial sums of the averaged buffers, over virtual ranks of this process. A
         partial sum has a flat tensor for each dtype."""
-        self._of_first: dict[str, Tensor] = {}
-        """The new values of the other buffers, if this process computes virtual rank 0, by name."""
+        self._values_of_first: dict[str, Tensor] = {}
+        """The buffers that are neither averaged nor counters nor synchronised, as virtual rank 0
+        has left them, by name. Empty if another process computes virtual rank 0."""
         self._previous: MicroBatch | None = None
+        """The first micro-batch of the virtual rank that runs now; None before the first one."""
         self._combined_in: StepKey | None = None
         """The optimizer step after which the buffers were combined."""
         self._in_global_batch = False
@@ -135,7 +136,7 @@ class VirtualRankBuffers(Extension):
 
         Others are taken from rank 0 elsewhere.
         """
-        return [*self.averaged, *self._counts]
+        return [*self.averaged, *self._counters]
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Records whether an optimizer trains the module."""
@@ -143,25 +144,33 @@ class VirtualRankBuffers(Extension):
             self._has_optimizer = True
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Restores the initial buffers for a virtual rank, or copies them for a global batch."""
+        """Gives the buffers their initial values before a virtual rank of a global batch begins.
+
+        The first virtual rank copies the buffers. Before each later one, they are restored from
+        these copies.
+        """
         if not self._buffer_owners or not micro_batch.virtual_rank_begins:
             return
 
         previous = self._previous
         self._previous = micro_batch
+
+        # A later virtual rank of the same global batch begins.
         if previous is not None and not micro_batch.first:
-            # Another virtual rank of the same global batch.
-            self._virtual_rank_ended(previous)
-            self._restore_buffers(keep=self._synchronised)
+            self._store_results_of(previous)
+            self._restore_buffers(keep_synchronised=True)
             return
 
-        # A global batch begins.
-        if self._in_global_batch:  # the optimizer has not stepped for the previous one
-            self._restore_buffers(keep=self._synchronised)
+        # A new global batch begins. If the optimizer has not stepped for the previous one, the
+        # buffers still have the values of its last virtual rank.
+        if self._in_global_batch:
+            self._restore_buffers(keep_synchronised=True)
 
+        # The optimizer's step ends a global batch. Buffers of a module without an optimizer are
+        # never combined, so that module is never inside a global batch.
         self._in_global_batch = self._has_optimizer
         self._partial_sums.clear()
-        self._of_first.clear()
+        self._values_of_first.clear()
         self._copy_buffers()
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -176,17 +185,24 @@ class VirtualRankBuffers(Extension):
 
         self._combined_in = self._step.key
         self._in_global_batch = False
-        self._virtual_rank_ended(self._previous)
-        self._restore_buffers(keep=self._synchronised)
-        self._average(micro_batch.global_samples)
-        buffers = self._buffers()
+        self._store_results_of(self._previous)
 
+        # Buffers of SyncBatchNorm have the values of the global batch already. All others begin
+        # with their initial values, because counters are added to.
+        self._restore_buffers(keep_synchronised=True)
+
+        # Averaged buffers get the mean over virtual ranks, and counters the increment of virtual
+        # rank 0.
+        self._combine_over_virtual_ranks(micro_batch.global_samples)
+
+        # The remaining buffers get the values of virtual rank 0, on the process that computed it.
+        buffers = self._buffers()
         with torch.no_grad():
-            for name, values in self._of_first.items():
+            for name, values in self._values_of_first.items():
                 if name in buffers:
                     buffers[name].copy_(values)
 
-        self._of_first.clear()
+        self._values_of_first.clear()
 
     def clear_gradients(self) -> None:
         """Restores the initial buffers when the loop has left a global batch early."""
@@ -226,23 +242,25 @@ class VirtualRankBuffers(Extension):
     def _copy_buffers(self) -> None:
         """Updates the copies of those buffers that may have changed since they were copied."""
         copies = {}
-        copied: list[Tensor] = []
-        values_of_copied: list[Tensor] = []
+        outdated_values: list[Tensor] = []
+        changed_buffers: list[Tensor] = []
         for name, buffer in self._buffers().items():
             known = self._at_beginning.get(name)
             if known is None or known.buffer is not buffer:
                 (write_count,) = write_counts([buffer])
                 copies[name] = _Copy(buffer, write_count, buffer.clone())
             elif self._may_have_changed(name, buffer, known):
+                # The copy keeps its memory, which is overwritten below.
                 (write_count,) = write_counts([buffer])
                 copies[name] = _Copy(buffer, write_count, known.values)
-                copied.append(buffer)
-                values_of_copied.append(known.values)
+                outdated_values.append(known.values)
+                changed_buffers.append(buffer)
             else:
                 copies[name] = known
 
-        if copied:
-            copy_to_each(values_of_copied, copied)
+        # Many small copies are faster as one operation.
+        if changed_buffers:
+            copy_to_each(outdated_values, changed_buffers)
 
         self._at_beginning = copies
 
@@ -264,32 +282,39 @@ class VirtualRankBuffers(Extension):
         return changed
 
     @torch.no_grad()
-    def _restore_buffers(self, keep: Collection[str] = ()) -> None:
+    def _restore_buffers(self, *, keep_synchronised: bool = False) -> None:
         """Gives the buffers the values that they had at the beginning of the global batch.
 
         Args:
-            keep: the names of buffers that are not restored.
+            keep_synchronised: True to leave the buffers of SyncBatchNorm layers as they are.
         """
+        kept = self._synchronised if keep_synchronised else set()
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
             # A buffer whose shape has changed is not a statistic, but a cache, for example.
             has_same_shape = buffer.shape == self._at_beginning[name].values.shape
-            if has_same_shape and name not in keep:
+            if has_same_shape and name not in kept:
                 restored[name] = buffer
 
         if not restored:
             return
 
-        copy_to_each(
-            list(restored.values()), [self._at_beginning[name].values for name in restored]
-        )
+        initial_values = {name: self._at_beginning[name].values for name in restored}
+        copy_to_each(list(restored.values()), list(initial_values.values()))
+
+        # Restoring a buffer writes to it. The new write counts are stored, so that a restored
+        # buffer does not look like a changed one.
         for name, buffer in restored.items():
             (write_count,) = write_counts([buffer])
-            self._at_beginning[name] = _Copy(buffer, write_count, self._at_beginning[name].values)
+            self._at_beginning[name] = _Copy(buffer, write_count, initial_values[name])
 
     @torch.no_grad()
-    def _virtual_rank_ended(self, micro_batch: MicroBatch) -> None:
-        """Stores the buffers that a virtual rank has left.
+    def _store_results_of(self, micro_batch: MicroBatch) -> None:
+        """Stores the buffers as a virtual rank has left them, until `after_step` combines them.
+
+        Averaged buffers and counters of batches are added to the sums over virtual ranks. Buffers
+        of SyncBatchNorm layers are left out, because they are equal on all virtual ranks. For any
+        other buffer, only the value of virtual rank 0 is kept, as DDP keeps that of rank 0.
 
         Args:
             micro_batch: a micro-batch of the virtual rank.
@@ -297,37 +322,43 @@ class VirtualRankBuffers(Extension):
         if not counts_in_sum(micro_batch):
             return
 
-        is_first = micro_batch.virtual_rank_number == 0
+        is_first_virtual_rank = micro_batch.virtual_rank_number == 0
         if self.averaged:
-            values = self._flat_values(is_first)
-            push(self._partial_sums, values, self._tree.num_merges(micro_batch), add_to_each)
+            summands = self._summands(adds_to_counters=is_first_virtual_rank)
+            push(self._partial_sums, summands, self._tree.num_merges(micro_batch), add_to_each)
 
-        if is_first:
-            combined = [*self.combined, *self._synchronised]
+        if is_first_virtual_rank:
+            stored_elsewhere = [*self.combined, *self._synchronised]
             for name, buffer in self._changed_buffers().items():
-                if name not in combined:
-                    self._of_first[name] = buffer.clone()
+                if name not in stored_elsewhere:
+                    self._values_of_first[name] = buffer.clone()
 
-    def _flat_values(self, is_first: bool) -> list[Tensor]:
-        """Returns what a virtual rank contributes to the sums, as a flat tensor for each dtype.
+    def _summands(self, *, adds_to_counters: bool) -> list[Tensor]:
+        """Returns what a virtual rank contributes to the sums, as one flat tensor for each dtype.
 
-        The first tensor has the averaged buffers of its dtype, followed by the increments of the
-        counters.
+        The tensor of the first dtype has the averaged buffers of this dtype, followed by what is
+        added to each counter of batches. So the counters need no message of their own.
 
         Args:
-            is_first: True for virtual rank 0. The others contribute zeros to the counters.
+            adds_to_counters: True for virtual rank 0, which decides how far the counters advance.
+                All others contribute zeros.
         """
         buffers = self._buffers()
-        flat: list[Tensor] = []
+        flat_tensors: list[Tensor] = []
         for names in self._averaged_by_dtype(buffers):
             values = [buffers[name].reshape(-1) for name in names]
-            if not flat:
-                for name in self._counts:
-                    added = buffers[name] - self._at_beginning[name].values
-                    values.append((added * is_first).reshape(-1).to(values[0].dtype))
-            flat.append(torch.cat(values))
 
-        return flat
+            is_first_dtype = not flat_tensors
+            if is_first_dtype:
+                for name in self._counters:
+                    increment = buffers[name] - self._at_beginning[name].values
+                    if not adds_to_counters:
+                        increment = torch.zeros_like(increment)
+                    values.append(increment.reshape(-1).to(values[0].dtype))
+
+            flat_tensors.append(torch.cat(values))
+
+        return flat_tensors
 
     def _averaged_by_dtype(self, buffers: Mapping[str, Tensor]) -> list[list[str]]:
         """Returns the names of the averaged buffers, in one list for each dtype."""
@@ -337,36 +368,60 @@ class VirtualRankBuffers(Extension):
         return list(names_of_dtype.values())
 
     @torch.no_grad()
-    def _average(self, count: int) -> None:
-        """Averages buffers over virtual ranks, and updates the counters of batches.
+    def _combine_over_virtual_ranks(self, num_samples: int) -> None:
+        """Averages buffers over virtual ranks, and advances the counters of batches.
 
-        Before that, all buffers have been restored to the beginning of the global batch.
+        Before the call, all buffers have been restored to the beginning of the global batch.
 
         Args:
-            count: the number of samples in the global batch.
+            num_samples: the number of samples in the global batch.
         """
         if not self.averaged:
             return
 
-        sums = self._tree.sums(count)
+        sums = self._tree.sums(num_samples)
         buffers = self._buffers()
 
-        # All buffers of a dtype are summed in one message.
-        for group, names in enumerate(self._averaged_by_dtype(buffers)):
-            results = [buffers[name] for name in names]
-            counts = [buffers[name] for name in self._counts] if group == 0 else []
-            lengths = [buffer.numel() for buffer in (*results, *counts)]
-            total = results[0].new_empty(sum(lengths))
-            partial_sums = [partial_sum[group] for partial_sum in self._partial_sums]
-            wait = sums.start(partial_sums, total, scale=1.0 / sums.num_present)
-            wait()
-            means = torch.split(total, lengths)
-            shaped = [mean.view_as(buffer) for mean, buffer in zip(means, results, strict=False)]
-            copy_to_each(results, shaped)
+        # `_summands` has packed all buffers of a dtype into one flat tensor, in this order, so that
+        # each dtype takes one message. The counters are at the end of the first flat tensor.
+        for index, names in enumerate(self._averaged_by_dtype(buffers)):
+            averaged = [buffers[name] for name in names]
+            counters: list[Tensor] = []
+            if index == 0:
+                counters = [buffers[name] for name in self._counters]
 
-            for buffer, mean in zip(counts, means[len(results) :], strict=True):
-                # This is the mean of the increment of virtual rank 0, an integer, and of zeros.
-                added = (mean * sums.num_present).round()
-                buffer.add_(added.view_as(buffer).to(buffer.dtype))
+            # Compute the mean of the flat tensors of all virtual ranks.
+            lengths = [buffer.numel() for buffer in (*averaged, *counters)]
+            flat_mean = averaged[0].new_empty(sum(lengths))
+            partial_sums = [flat_tensors[index] for flat_tensors in self._partial_sums]
+            wait = sums.start(partial_sums, flat_mean, scale=1.0 / sums.num_present)
+            wait()
+
+            # Divide the flat mean among the buffers.
+            flat_means = torch.split(flat_mean, lengths)
+            means: list[Tensor] = []
+            for buffer, mean in zip(averaged, flat_means[: len(averaged)], strict=True):
+                means.append(mean.view_as(buffer))
+
+            copy_to_each(averaged, means)
+            _advance_counters(counters, flat_means[len(averaged) :], sums.num_present)
 
         self._partial_sums.clear()
+
+
+def _advance_counters(
+    counters: Sequence[Tensor], means: Sequence[Tensor], num_virtual_ranks: int
+) -> None:
+    """Adds to each counter of batches what virtual rank 0 has added to it.
+
+    To the mean, virtual rank 0 has contributed its increment, and all others have contributed 0.
+    For example, with 4 virtual ranks and an increment of 1, the mean is 0.25, and 0.25 * 4 = 1.
+
+    Args:
+        counters: the counters, which are changed in place.
+        means: the mean over all virtual ranks for each counter, flat.
+        num_virtual_ranks: the number of virtual ranks that have contributed to the mean.
+    """
+    for counter, mean in zip(counters, means, strict=True):
+        increment = (mean * num_virtual_ranks).round()  # without the error of the division
+        counter.add_(increment.view_as(counter).to(counter.dtype))

@@ -139,15 +139,23 @@ class VirtualRankGradients(Extension):
     # Events
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Stores the gradients of the previous virtual rank when another one begins."""
+        """Adds the gradients of the previous virtual rank to the sum when another one begins.
+
+        Those of the last virtual rank of a process are added in its backward pass.
+
+        Raises:
+            UsageError: the script has cleared these gradients.
+        """
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
 
         previous = self._previous
         self._previous = micro_batch
-        if micro_batch.first:
+
+        if micro_batch.first:  # a new global batch begins
             self._partial_sums.clear()
         elif micro_batch.virtual_rank_begins and previous is not None:
+            # The gradients of the previous virtual rank are still in `parameter.grad`.
             self._check_not_cleared(previous)
             self._push_gradients(previous)
 
@@ -184,9 +192,10 @@ class VirtualRankGradients(Extension):
     def _sum_on_one_process(self) -> None:
         """Writes the gradient of the global batch to the parameters, if there is one process."""
         self._push_gradients(self._step.micro_batch)
-        if not self._partial_sums:
+        if not self._partial_sums:  # no virtual rank had a gradient that counts
             return
 
+        # After the last virtual rank all partial sums are merged into one.
         (total,) = self._partial_sums
         self._partial_sums.clear()
         used = [gradient for gradient in total if gradient is not None]
@@ -199,7 +208,10 @@ class VirtualRankGradients(Extension):
     def start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
         """Starts replacing the gradients in a bucket of DDP by those of the global batch.
 
-        It is called in the last backward pass of this process, whose gradients are in the bucket.
+        It is called in the last backward pass of this process. The bucket then has the gradients of
+        this process's last virtual rank, and the stack of partial sums has those of all others. For
+        example, for virtual ranks 0, 1 and 2 the stack has the sum of 0 and 1, and the bucket has
+        the gradients of 2.
 
         Returns:
             A function that waits for the result.
@@ -216,26 +228,24 @@ class VirtualRankGradients(Extension):
             return sums.start(partial_sums, total, scale=scale)
 
         _, views, parameters, indices = self._views_of_bucket(bucket)
-
-        # The stack has partial sums over all virtual ranks of this process except the last one,
-        # whose gradient is in the bucket. Merge the topmost partial sums into the bucket, as the
-        # tree says.
-        unmerged = self._partial_sums
-        if counts_in_sum(micro_batch):
+        bucket_counts = counts_in_sum(micro_batch)
+        num_merges = 0
+        if bucket_counts:
             self._step.extensions.leaf_gradient(micro_batch, parameters, views)
-            num_unmerged = len(self._partial_sums) - self.tree.num_merges(micro_batch)
-            unmerged = self._partial_sums[:num_unmerged]
-            merged = self._partial_sums[num_unmerged:]
-            for partial_sum in reversed(merged):
-                add_gradients(views, [partial_sum[index] for index in indices])
+            num_merges = self.tree.num_merges(micro_batch)
 
-        # All partial sums are passed on in the layout of the bucket.
+        # Add the topmost partial sums to the bucket, as many as the tree says.
+        num_unmerged = len(self._partial_sums) - num_merges
+        for partial_sum in reversed(self._partial_sums[num_unmerged:]):
+            add_gradients(views, [partial_sum[index] for index in indices])
+
+        # Pass on the other partial sums in the layout of the bucket, and then the bucket itself.
         partial_sums = []
-        for partial_sum in unmerged:
+        for partial_sum in self._partial_sums[:num_unmerged]:
             gradients = [partial_sum[index] for index in indices]
             partial_sums.append(_like_bucket(total, views, gradients))
 
-        if counts_in_sum(micro_batch):
+        if bucket_counts:
             partial_sums.append(total)
 
         return sums.start(partial_sums, total, scale=scale)
@@ -250,8 +260,9 @@ class VirtualRankGradients(Extension):
         if known is not None and is_same_buffer:
             return known
 
+        # Torch makes all buckets anew at once, and the first one to arrive has index 0.
         if bucket.index() == 0:
-            self._views.clear()  # torch has made new buckets
+            self._views.clear()
 
         parameters = bucket.parameters()
         indices = [self._index_in_module[id(parameter)] for parameter in parameters]
@@ -335,7 +346,9 @@ _SINGLE_SAMPLE_NOTE = "lockstep: virtual rank"
 def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> None:
     """Explains torch's error about a BatchNorm layer that was called with a single sample.
 
-    The message of that error is "Expected more than 1 value per channel when training".
+    The message of that error is "Expected more than 1 value per channel when training". The note
+    begins with `_SINGLE_SAMPLE_NOTE` and the number of the virtual rank, e.g. "lockstep: virtual
+    rank 3 has one of the 9 samples of this batch".
 
     Args:
         error: an uncaught error; None if there was none.
