@@ -86,7 +86,8 @@ def reports_of(areas: list[Area]) -> list[dict[str, Any]]:
 
 def read_all(chosen: KeptStep) -> dict[str, Any]:
     """Reads a step that one machine has kept."""
-    paths = [chosen.copies_of(rank)[0].path for (ranks,) in [chosen.choices] for rank in ranks]
+    (ranks,) = chosen.complete_sets
+    paths = [chosen.copies_of(rank)[0].path for rank in ranks]
     random_states = [read_random_state(path) for path in paths]
     step = read_step(paths, ["model"], random_states, lacks_shards=False)
     return copy_to_memory(step)
@@ -147,7 +148,7 @@ def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
     assert chosen is not None
     assert (chosen.attempt, chosen.serial, chosen.step) == (1, 4, 40)
     assert chosen.paths_on(0) == {"a", "c"}
-    assert chosen.choices == ((0, 1),)
+    assert chosen.complete_sets == ((0, 1),)
     assert choose_step(parts, ["another folder"]) is None
     assert choose_step(parts, ["another folder", "its other path"]) == chosen
     # A part of another attempt makes no step complete.
@@ -168,12 +169,12 @@ def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
     copies = [report(f"copy {rank}", 4, rank, size=4, **there) for rank in (2, 3)]
     chosen = choose_step(shards + copies, ["folder"])
     assert chosen is not None
-    assert chosen.choices == ((0, 1, 2, 3),)
+    assert chosen.complete_sets == ((0, 1, 2, 3),)
     equal = {**here, "is_replica": True}
     replicas = [report(f"own {rank}", 4, rank, size=4, **equal) for rank in range(2)]
     chosen = choose_step(replicas, ["folder"])
     assert chosen is not None
-    assert chosen.choices == ((0, 1),)
+    assert chosen.complete_sets == ((0, 1),)
     assert choose_step(replicas[:1], ["folder"]) is None
 
 
@@ -210,7 +211,10 @@ def odd_state() -> dict[str, Any]:
         odd=torch.randn(3, dtype=torch.complex128), many=torch.arange(9).to(torch.uint16),
     )  # fmt: skip
     optimizer = {
-        "state": {0: {"step": torch.tensor(4.0), "mean": torch.randn(7, 3)}, 1: {"count": 3}},
+        "state": {
+            0: {"step": torch.tensor(4.0), "mean": torch.randn(7, 3), "past": np.arange(6.0)},
+            1: {"count": 3},
+        },
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
     }
     mine = {"array": np.arange(5.0), "scalar": np.float32(2.5), "nan": float("nan"), "x": (1, None)}

@@ -60,41 +60,37 @@ def fetch_step(
     """Returns the states of a kept step, as `read_step` does. All ranks call this for one step.
 
     Args:
-        collectives: of the run.
+        collectives: the collectives of the run.
         kept: the step.
         module_names: the names of the modules in it.
-        received: frees what was sent to this machine, when the states have been loaded everywhere.
+        received: stack that frees what was sent to this machine. Close it when the states have been
+            loaded on all ranks.
 
     Raises:
         CheckpointError: on all ranks. The step cannot be read, or a machine has too little memory.
     """
-    topology = collectives.topology
-    machine = topology.node_rank
+    machine = collectives.topology.node_rank
     machine_of_rank: list[int] = collectives.exchange(machine)
-    reading_of: dict[int, _Reading] = {}
-    for each in sorted(set(machine_of_rank)):
-        reading_of[each] = _plan_reading(kept, machine_of_rank, each)
-    run_on_all_ranks(
-        collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(reading_of[machine], machine)
-    )
+
+    # Every rank plans for all machines, from the same facts, so that all have the same plan.
+    reading_of_machine: dict[int, _Reading] = {}
+    for each_machine in sorted(set(machine_of_rank)):
+        reading_of_machine[each_machine] = _plan_reading(kept, machine_of_rank, each_machine)
+    reading = reading_of_machine[machine]
+    run_on_all_ranks(collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(reading, machine))
+
     random_states = _gather_random_states(collectives, kept)
-    path_of_part: dict[str, str] = {}
-    """Where the parts are that were sent to this machine. The keys are the ranks that have written
-    them, as text, since JSON has no other keys."""
-    for transfer in _plan_transfers(reading_of, machine_of_rank):
-        if topology.rank == transfer.part.holder:
-            _send(transfer)
-        if topology.rank == transfer.receiver:
-            path_of_part[str(transfer.part.rank)] = _receive(transfer, received)
-    paths_of_rank = gather_answers(collectives, RESUMING_FROM_MEMORY, lambda: path_of_part)
-    for rank, paths in enumerate(paths_of_rank):
-        if machine_of_rank[rank] == machine:
-            path_of_part |= paths
-    reading = reading_of[machine]
+
+    # Send each machine the parts that it lacks.
+    transfers = _plan_transfers(reading_of_machine, machine_of_rank)
+    received_paths = _transfer_parts(collectives, transfers, machine_of_rank, received)
+
+    # Read all parts on this machine.
     paths_here = []
     for part in reading.parts:
         is_here = part.machine == machine
-        paths_here.append(part.path if is_here else path_of_part[str(part.rank)])
+        paths_here.append(part.path if is_here else received_paths[part.rank])
+
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
@@ -105,22 +101,27 @@ def fetch_step(
 
 
 def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) -> _Reading:
-    """Returns what the ranks of a machine read.
+    """Decides which parts the ranks of a machine read.
 
     Args:
         kept: the step.
-        machine_of_rank: the machines of the ranks of this run.
+        machine_of_rank: the machine of each rank of this run.
         machine: the number of the machine.
     """
+    # If each rank finds its shard where it left it, a machine reads the parts of its own ranks. If
+    # not all ranks are on this machine, it has only a part of each sharded tensor.
     if _every_rank_finds_its_shard(kept, machine_of_rank):
         ranks_here = [rank for rank, where in enumerate(machine_of_rank) if where == machine]
-        parts_here = [_copy_on(kept, rank, machine) for rank in ranks_here]
-        return _Reading(parts_here, lacks_shards=len(parts_here) < len(machine_of_rank))
+        parts_here = [_find_copy(kept, rank, machine) for rank in ranks_here]
+        other_machines_have_ranks = len(ranks_here) < len(machine_of_rank)
+        return _Reading(parts_here, lacks_shards=other_machines_have_ranks)
+
+    # Otherwise, it reads the whole state. This is in the parts of any one of the complete sets of
+    # ranks. The one is read of which the machine lacks the fewest parts.
     readings = []
-    for ranks in kept.choices:
-        parts = [_copy_on(kept, rank, machine) for rank in ranks]
+    for ranks in kept.complete_sets:
+        parts = [_find_copy(kept, rank, machine) for rank in ranks]
         readings.append(_Reading(parts, lacks_shards=False))
-    # Of several sets of ranks, the one of which the machine lacks the least.
     return min(readings, key=lambda reading: len(reading.missing_on(machine)))
 
 
@@ -129,19 +130,27 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
 
     That is so under FSDP if the ranks are as many as before, and on the machines where they were.
     (HSDP and pipelines are left out: a rank need not have kept everything that it needs.)
+
+    Args:
+        kept: the step.
+        machine_of_rank: the machine of each rank of this run.
     """
-    any_part = kept.copies[0]
-    if any_part.strategy != "fsdp" or any_part.world_size != len(machine_of_rank):
+    if kept.strategy != "fsdp" or kept.world_size != len(machine_of_rank):
         return False
+
+    # A part may lie on a machine because one of its ranks wrote it, or as a copy that another
+    # machine has sent. Only the first shows that the rank was on this machine before.
     for rank, machine in enumerate(machine_of_rank):
-        part = _copy_on(kept, rank, machine)
-        if part.machine != machine or part.writer_machine != machine:
+        part = _find_copy(kept, rank, machine)
+        lies_here = part.machine == machine
+        was_written_here = part.writer_machine == machine
+        if not (lies_here and was_written_here):
             return False
     return True
 
 
-def _copy_on(kept: KeptStep, rank: int, machine: int) -> PartReport:
-    """Returns a copy of the part of a rank, on a machine if there is one there."""
+def _find_copy(kept: KeptStep, rank: int, machine: int) -> PartReport:
+    """Returns a copy of a rank's part: the one on the given machine, if it has one."""
     copies = kept.copies_of(rank)
     for copy in copies:
         if copy.machine == machine:
@@ -153,7 +162,7 @@ def _check_memory(reading: _Reading, machine: int) -> None:
     """Checks that there is room for what a machine lacks.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the machine has too little free memory.
     """
     needed = sum(part.num_bytes for part in reading.missing_on(machine))
     available = available_memory()
@@ -171,15 +180,21 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
     own_rank = collectives.topology.rank
 
     def read_held() -> dict[str, str]:
-        """Returns the random states that this rank has access to, by the number of their rank."""
+        """Returns the random states that this rank reads for all ranks.
+
+        Returns:
+            The states as texts, by the number of the rank that kept them, which is a text, too:
+            JSON has no other keys.
+        """
         texts = {}
-        for rank in range(kept.copies[0].world_size):
+        for rank in range(kept.world_size):
             copies = kept.copies_of(rank)
+            # Of several copies, only the first is read, by the rank that holds it.
             if copies and copies[0].holder == own_rank:
                 texts[str(rank)] = rng_state_to_text(read_random_state(copies[0].path))
         return texts
 
-    states: list[Any] = [None] * kept.copies[0].world_size
+    states: list[Any] = [None] * kept.world_size
     for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_held):
         for rank, text in texts.items():
             states[int(rank)] = rng_state_from_text(text)
@@ -187,14 +202,58 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
 
 
 def _plan_transfers(
-    reading_of: Mapping[int, _Reading], machine_of_rank: Sequence[int]
+    reading_of_machine: Mapping[int, _Reading], machine_of_rank: Sequence[int]
 ) -> list[_Transfer]:
-    """Returns what is sent, in an order that is the same on all ranks."""
+    """Lists the parts to send to other machines, in an order that is the same on all ranks.
+
+    Args:
+        reading_of_machine: the parts that each machine reads, by its number.
+        machine_of_rank: the machine of each rank of this run.
+    """
     transfers = []
-    for machine, reading in reading_of.items():
+    for machine, reading in reading_of_machine.items():
+        first_rank_on_machine = machine_of_rank.index(machine)
         for part in reading.missing_on(machine):
-            transfers.append(_Transfer(part, receiver=machine_of_rank.index(machine)))
+            transfers.append(_Transfer(part, receiver=first_rank_on_machine))
     return transfers
+
+
+def _transfer_parts(
+    collectives: Collectives,
+    transfers: Sequence[_Transfer],
+    machine_of_rank: Sequence[int],
+    received: ExitStack,
+) -> dict[int, str]:
+    """Sends and receives the parts that machines lack. All ranks call this with the same transfers.
+
+    Args:
+        collectives: the collectives of the run.
+        transfers: the parts to send.
+        machine_of_rank: the machine of each rank of this run.
+        received: stack that frees the parts that were received.
+
+    Returns:
+        The paths of the parts that were sent to this machine, by the rank that wrote the part.
+    """
+    topology = collectives.topology
+
+    # By the rank that wrote the part. The keys are texts, because JSON has no other keys.
+    paths_of_this_rank: dict[str, str] = {}
+    for transfer in transfers:
+        if topology.rank == transfer.part.holder:
+            _send(transfer)
+        if topology.rank == transfer.receiver:
+            paths_of_this_rank[str(transfer.part.rank)] = _receive(transfer, received)
+
+    # One rank has received a part for all ranks of its machine.
+    paths_of_each_rank = gather_answers(
+        collectives, RESUMING_FROM_MEMORY, lambda: paths_of_this_rank
+    )
+    paths: dict[int, str] = {}
+    for rank, paths_of_rank in enumerate(paths_of_each_rank):
+        if machine_of_rank[rank] == topology.node_rank:
+            paths |= {int(writer): path for writer, path in paths_of_rank.items()}
+    return paths
 
 
 def _send(transfer: _Transfer) -> None:

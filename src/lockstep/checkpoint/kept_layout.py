@@ -1,10 +1,9 @@
 """Decides what a rank keeps of a step, where it lies in the rank's memory area, and describes it.
 
-The states that a checkpoint would save are cut into *sections*: one for each object, and one for
-each entry of an optimizer's state, where `state` holds the tensors. A section is encoded like a
-checkpoint on disk (`encoding`), so that the same code reads it. Its *leaves* are its tensors and
-numpy values, and its *skeleton* is the section without them. A *placement* is a leaf, or some of
-its rows, that this rank copies.
+The training state is cut into *sections*: one for each object, and one for each entry of an
+optimizer's state. The *leaves* of a section are its tensors and numpy values, and its *skeleton* is
+the section without them. A section is encoded like a checkpoint on disk (`encoding`). A *placement*
+is a leaf, or some of its rows, that this rank copies.
 
 Encoding takes milliseconds for hundreds of tensors, so its result is reused: while a section has
 the same skeleton, and leaves of the same shapes, only the leaves are copied.
@@ -39,6 +38,8 @@ from lockstep.distributed.torch_compat import is_sharded
 
 Rows = tuple[int, int]
 """The rows of a tensor that a rank copies: the first one, and the one after the last."""
+SectionKey = tuple[str, KeyPath]
+"""Identifies a section: the file and path of `Section`."""
 _LEAF = "$leaf"
 """Replaces a leaf in a skeleton."""
 
@@ -58,7 +59,7 @@ class Section(NamedTuple):
     """True if the tensors are equal on all ranks of a machine, so that each rank copies a share."""
 
     @property
-    def key(self) -> tuple[str, KeyPath]:
+    def key(self) -> SectionKey:
         """Identifies the section."""
         return self.file, self.path
 
@@ -69,7 +70,22 @@ class LeafKind(NamedTuple):
     dtype: Any
     shape: Shape
     device: Any
+    """None for a numpy value."""
     is_sharded: bool
+
+    @property
+    def is_numpy_value(self) -> bool:
+        """True for a numpy array or number."""
+        return self.device is None
+
+    @property
+    def can_be_divided(self) -> bool:
+        """True for a tensor that is equal on all ranks of a machine, if its section is.
+
+        A shard is different on each rank, and a scalar has no rows. A numpy value is stored whole
+        (`_LayoutEncoder._encode_numpy`).
+        """
+        return not self.is_sharded and not self.is_numpy_value and len(self.shape) > 0
 
 
 class Placement(NamedTuple):
@@ -93,27 +109,28 @@ class Placement(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _EncodedSection:
     """The result of encoding a section, which is reused until the section changes."""
 
     skeleton: Any
-    kinds: list[LeafKind]
+    leaf_kinds: list[LeafKind]
     placements: list[Placement]
+    """The leaves, or rows of leaves, that this rank copies."""
     tree: str | None
     """The encoded tree as JSON; None if another rank of the machine keeps it."""
     leaves: list[Any]
-    locals: list[Tensor]
-    """See `_Taken`."""
+    local_leaves: list[Tensor]
+    """See `_PresentSection`."""
     is_partial: bool
     """See `Section`."""
     has_shards: bool
     """True if some leaves are DTensors."""
-    has_arrays: bool
+    has_numpy_values: bool
     """True if some leaves are numpy values. They must be read anew in each step."""
     addresses: list[int]
     """The memory addresses of the leaves."""
-    pattern: list[int]
-    """Which leaves share their memory, see `_pattern`."""
+    ties: list[int]
+    """Which leaves share their memory, see `_find_ties`."""
     sources: list[Tensor]
     """The tensor to copy from, for each placement."""
     offsets: list[int] = field(default_factory=list)
@@ -133,13 +150,12 @@ class KeptLayout:
     def __init__(self, local_rank: int, local_size: int) -> None:
         self._local_rank = local_rank
         self._local_size = local_size
-        self._known: dict[tuple[str, KeyPath], _Known] = {}
+        self._encoded: dict[SectionKey, _EncodedSection] = {}
+        """The sections as they were encoded last."""
         self._divided_kinds: list[list[LeafKind]] = []
         """The kinds of the leaves of all divided sections, when they were last divided."""
-        self._rows: dict[tuple[str, KeyPath], list[Rows | None]] = {}
+        self._rows_of_section: dict[SectionKey, list[Rows | None]] = {}
         """The rows that this rank copies, for each leaf of each divided section."""
-        self._to_divide_anew: set[tuple[str, KeyPath]] = set()
-        """The keys of sections that were divided again in this update."""
         self.version = 0
         """Increases when values get other places in the area."""
         self.num_bytes = 0
@@ -150,7 +166,7 @@ class KeptLayout:
     @property
     def header_sections(self) -> str:
         """The descriptions of all sections, as a list in JSON."""
-        return "[" + ", ".join(known.text for known in self._known.values()) + "]"
+        return "[" + ", ".join(encoded.text for encoded in self._encoded.values()) + "]"
 
     @property
     def has_own_parts(self) -> bool:
@@ -158,23 +174,23 @@ class KeptLayout:
 
         Random states do not count: a machine can resume without those of other machines.
         """
-        for (file, _), known in self._known.items():
-            if known.has_shards or (known.is_partial and file != RANDOM):
+        for (file, _), encoded in self._encoded.items():
+            if encoded.has_shards or (encoded.is_partial and file != RANDOM):
                 return True
         return False
 
     def leaves(self) -> list[Any]:
         """Returns the tensor of the training state that each of `sources` was taken from."""
         leaves = []
-        for known in self._known.values():
-            leaves += [known.leaves[placement.leaf] for placement in known.placements]
+        for encoded in self._encoded.values():
+            leaves += [encoded.leaves[placement.leaf] for placement in encoded.placements]
         return leaves
 
     def places(self, area: Area) -> list[Tensor]:
         """Returns the tensors in an area that `sources` are copied to, as views of its memory."""
         places = []
-        for known in self._known.values():
-            for placement, offset in zip(known.placements, known.offsets, strict=True):
+        for encoded in self._encoded.values():
+            for placement, offset in zip(encoded.placements, encoded.offsets, strict=True):
                 place = area.view(area.values_at + offset, placement.dtype, placement.shape)
                 places.append(place)
         return places
@@ -189,190 +205,241 @@ class KeptLayout:
         Raises:
             CheckpointError: the state contains something that cannot be stored.
         """
-        taken = [_Taken(section, self._known.get(section.key)) for section in sections]
+        present_sections: list[_PresentSection] = []
+        for section in sections:
+            encoded_before = self._encoded.get(section.key)
+            present_sections.append(_PresentSection(section, encoded_before))
 
         # The ranks of the machine divide the state again if the shapes of its tensors have changed.
-        divided_kinds = [each.kinds for each in taken if each.section.is_divided]
-        self._to_divide_anew = set()
-        if divided_kinds != self._divided_kinds:
-            self._divide(taken)
+        # Then all divided sections are encoded again, because this rank copies other rows of them.
+        divided = [present for present in present_sections if present.section.is_divided]
+        divided_kinds = [present.leaf_kinds for present in divided]
+        was_divided_again = divided_kinds != self._divided_kinds
+        if was_divided_again:
+            self._rows_of_section = self._divide(divided)
             self._divided_kinds = divided_kinds
 
+        # Sections that have not changed are not encoded again.
         placements_before = self._placements()
-        known: dict[tuple[str, KeyPath], _Known] = {}
-        for each in taken:
-            known[each.section.key] = self._update_section(each)
-        self._known = known
+        encoded_sections: dict[SectionKey, _EncodedSection] = {}
+        for present in present_sections:
+            has_other_rows = was_divided_again and present.section.is_divided
+            encoded = None if has_other_rows else self._reuse_encoded(present)
+            if encoded is None:
+                encoded = self._encode(present)
+            encoded_sections[present.section.key] = encoded
+        self._encoded = encoded_sections
+
+        # If a placement has changed, all get new offsets. This empties the texts, which hold them.
         if self._placements() != placements_before:
             self._assign_offsets()
 
-        # The text holds the offsets, so it can only be made now.
         self.sources = []
-        for each in taken:
-            section_known = known[each.section.key]
-            if not section_known.text:
-                section_known.text = _text_of(each.section, section_known)
-            self.sources += section_known.sources
+        for present in present_sections:
+            encoded = encoded_sections[present.section.key]
+            if not encoded.text:  # it was encoded just now, or has other offsets
+                encoded.text = _text_of(present.section, encoded)
+            self.sources += encoded.sources
 
     def _placements(self) -> list[list[Placement]]:
         """Returns the placements of each section."""
-        return [known.placements for known in self._known.values()]
+        return [encoded.placements for encoded in self._encoded.values()]
 
     def _assign_offsets(self) -> None:
         """Assigns each placement its offset in the area, one after the other."""
         self.version += 1
         end = 0
-        for known in self._known.values():
-            known.offsets = []
-            known.text = ""  # it holds the old offsets
-            for placement in known.placements:
-                known.offsets.append(end)
+        for encoded in self._encoded.values():
+            encoded.offsets = []
+            encoded.text = ""  # it holds the old offsets
+            for placement in encoded.placements:
+                encoded.offsets.append(end)
                 end = round_up(end + placement.num_bytes, ALIGNMENT)
         self.num_bytes = end
 
-    def _update_section(self, taken: _Taken) -> _Known:
-        """Returns the encoded section for this step; it is only encoded again if it has changed."""
-        known = taken.known
-        has_other_rows = taken.section.key in self._to_divide_anew
-        if known is None or has_other_rows:
-            return self._encode(taken)
+    def _reuse_encoded(self, present: _PresentSection) -> _EncodedSection | None:
+        """Returns the encoded section of an earlier step, if it can be used for this step, too.
 
-        if taken.is_unchanged:
-            return known
+        If the section has other tensors of the same kinds, the tensors of the encoded section are
+        replaced.
 
-        has_other_form = known.skeleton != taken.skeleton or known.kinds != taken.kinds
-        if has_other_form:
-            return self._encode(taken)
+        Returns:
+            The encoded section, or None if the section must be encoded again.
+        """
+        encoded = present.encoded_before
+        if encoded is None:
+            return None
 
-        addresses = _addresses(taken.locals)
-        has_other_ties = _pattern(addresses) != known.pattern
-        if has_other_ties:
-            return self._encode(taken)
+        if present.is_unchanged:
+            return encoded
 
-        # Only the tensors are different ones, so the encoded section still fits.
-        known.leaves = taken.leaves
-        known.locals = taken.locals
-        known.addresses = addresses
-        known.sources = _sources(known.placements, taken.locals)
-        return known
+        # The encoded tree holds the values that are no leaves, and the dtypes and shapes of leaves.
+        has_same_skeleton = encoded.skeleton == present.skeleton
+        has_same_kinds = encoded.leaf_kinds == present.leaf_kinds
+        if not (has_same_skeleton and has_same_kinds):
+            return None
 
-    def _encode(self, taken: _Taken) -> _Known:
-        """Encodes a section, and notes what this rank copies of it."""
-        section = taken.section
+        # Leaves that share memory are tied: they are stored once, under one name in the tree.
+        addresses = _addresses(present.local_leaves)
+        has_same_ties = _find_ties(addresses) == encoded.ties
+        if not has_same_ties:
+            return None
+
+        encoded.leaves = present.leaves
+        encoded.local_leaves = present.local_leaves
+        encoded.addresses = addresses
+        encoded.sources = _sources(encoded.placements, present.local_leaves)
+        return encoded
+
+    def _encode(self, present: _PresentSection) -> _EncodedSection:
+        """Encodes a section, and notes what this rank copies of it.
+
+        The result also says from what it was made: the skeleton, and the kinds, addresses and ties
+        of the leaves. In later steps, `_reuse_encoded` compares the section with these.
+
+        Args:
+            present: the section in the present step, split into its skeleton and its leaves.
+        """
+        section = present.section
         is_main = self._local_rank == 0
-        encoder = _LayoutEncoder(section, is_main=is_main, rows=self._rows.get(section.key))
+        rows_of_leaf = self._rows_of_section.get(section.key)
+        encoder = _LayoutEncoder(section, is_main=is_main, rows_of_leaf=rows_of_leaf)
         tree = encoder.encode(section.value, section.path)
 
-        has_tree = is_main or section.is_partial
-        addresses = _addresses(taken.locals)
-        known = _Known(
-            skeleton=taken.skeleton,
-            kinds=taken.kinds,
+        # The tree is equal on all ranks of a machine, unless each has other entries of the section.
+        keeps_tree = is_main or section.is_partial
+        tree_text = json.dumps(tree, allow_nan=False) if keeps_tree else None
+
+        addresses = _addresses(present.local_leaves)
+        encoded = _EncodedSection(
+            skeleton=present.skeleton,
+            leaf_kinds=present.leaf_kinds,
             placements=encoder.placements,
-            tree=json.dumps(tree, allow_nan=False) if has_tree else None,
-            leaves=taken.leaves,
-            locals=taken.locals,
+            tree=tree_text,
+            leaves=present.leaves,
+            local_leaves=present.local_leaves,
             is_partial=section.is_partial,
-            has_shards=any(kind.is_sharded for kind in taken.kinds),
-            has_arrays=any(kind.device is None for kind in taken.kinds),
+            has_shards=any(kind.is_sharded for kind in present.leaf_kinds),
+            has_numpy_values=any(kind.is_numpy_value for kind in present.leaf_kinds),
             addresses=addresses,
-            pattern=_pattern(addresses),
-            sources=_sources(encoder.placements, taken.locals),
+            ties=_find_ties(addresses),
+            sources=_sources(encoder.placements, present.local_leaves),
         )
 
         # The old offsets hold while the placements stay the same. If not, `update` assigns others.
-        if taken.known is not None:
-            known.offsets = taken.known.offsets
-        return known
+        if present.encoded_before is not None:
+            encoded.offsets = present.encoded_before.offsets
+        return encoded
 
-    def _divide(self, taken: Sequence[_Taken]) -> None:
+    def _divide(self, divided: Sequence[_PresentSection]) -> dict[SectionKey, list[Rows | None]]:
         """Divides the state that is equal on all ranks of this machine between them, by rows.
 
         The bytes of all leaves are numbered from first to last, and each rank gets an equal range
         of them. Example: 2 ranks, tensors of 300 and 100 bytes with rows of 10 bytes. Local rank 0
         copies rows 0 to 20 of the first tensor, local rank 1 its other rows and the second tensor.
 
-        Every rank computes this for itself, from the same sizes. The rows are stored in `_rows`.
-        """
-        self._rows = {}
-        divided = [each for each in taken if each.section.is_divided]
-        self._to_divide_anew = {each.section.key for each in divided}
-        if self._local_size == 1:
-            return
+        Every rank computes this for itself, from the same sizes.
 
-        total_bytes = sum(each.num_divided_bytes for each in divided)
+        Args:
+            divided: the sections with this state.
+
+        Returns:
+            For each section, the rows that this rank copies of each leaf; None for a leaf that is
+            not divided. Empty if there is one rank on the machine, which copies everything.
+        """
+        if self._local_size == 1:
+            return {}
+
+        total_bytes = sum(present.num_divided_bytes for present in divided)
         range_begin = total_bytes * self._local_rank // self._local_size
         range_end = total_bytes * (self._local_rank + 1) // self._local_size
 
+        rows_of_section: dict[SectionKey, list[Rows | None]] = {}
         leaf_begin = 0  # the number of the first byte of the leaf
-        for each in divided:
+        for present in divided:
             rows_of_leaf: list[Rows | None] = []
-            for leaf, kind in zip(each.locals, each.kinds, strict=True):
-                # A shard is different on each rank, and a scalar has no rows.
-                if kind.is_sharded or leaf.dim() == 0:
+            for leaf, kind in zip(present.local_leaves, present.leaf_kinds, strict=True):
+                if not kind.can_be_divided:
                     rows_of_leaf.append(None)
                     continue
+
+                # The range may begin before the leaf, or end after it. `_row_at` takes this as the
+                # first or last row, so that a leaf outside of the range gets no rows.
                 first_row = _row_at(leaf, range_begin - leaf_begin)
                 end_row = _row_at(leaf, range_end - leaf_begin)
                 rows_of_leaf.append((first_row, end_row))
                 leaf_begin += leaf.nbytes
-            self._rows[each.section.key] = rows_of_leaf
+
+            rows_of_section[present.section.key] = rows_of_leaf
+        return rows_of_section
 
 
-class _Taken:
+class _PresentSection:
     """A section in the present step, split into its skeleton and its leaves.
 
     Args:
         section: the section.
-        known: the result of encoding it in an earlier step; None if it was not encoded yet.
+        encoded_before: the result of encoding it in an earlier step; None if there is none.
     """
 
-    def __init__(self, section: Section, known: _Known | None) -> None:
+    def __init__(self, section: Section, encoded_before: _EncodedSection | None) -> None:
         self.section = section
-        self.known = known
+        self.encoded_before = encoded_before
         self.leaves: list[Any] = []
         self.skeleton = _skeleton(section.value, self.leaves)
-        self.locals: list[Tensor] = []
+        self.local_leaves: list[Tensor] = []
         """The leaves as plain tensors. For a DTensor, this is the shard of this rank."""
-        self.kinds: list[LeafKind] = []
-        self.is_unchanged = known is not None and self._is_as(known)
-        if known is not None and self.is_unchanged:
-            self.locals = known.locals
-            self.kinds = known.kinds
+        self.leaf_kinds: list[LeafKind] = []
+        self.is_unchanged = encoded_before is not None and self._has_same_leaves_as(encoded_before)
+        if encoded_before is not None and self.is_unchanged:
+            self.local_leaves = encoded_before.local_leaves
+            self.leaf_kinds = encoded_before.leaf_kinds
         else:
             self._read_leaves()
 
-    def _is_as(self, known: _Known) -> bool:
-        """Returns True if the section has the same tensors as before, in the same memory."""
-        if self.skeleton != known.skeleton or known.has_arrays:
+    def _has_same_leaves_as(self, encoded: _EncodedSection) -> bool:
+        """Returns True if the section has the same tensors as before, in the same memory.
+
+        Then nothing needs to be done for it but to copy the tensors again.
+
+        Args:
+            encoded: the section as it was encoded in an earlier step.
+        """
+        # The copies are made from tensors, and a numpy value was converted to a tensor. It may have
+        # changed since then.
+        if encoded.has_numpy_values:
             return False
 
-        has_same_leaves = all(map(_is, self.leaves, known.leaves))
-        if not has_same_leaves:
+        if self.skeleton != encoded.skeleton:
             return False
+
+        # Equal skeletons have equally many leaves.
+        for leaf, leaf_before in zip(self.leaves, encoded.leaves, strict=True):
+            if leaf is not leaf_before:
+                return False
 
         # The same tensor may have got other memory, for example by `parameter.data = ...`.
         tensors = self.leaves
-        if known.has_shards:
+        if encoded.has_shards:
             tensors = [_local(leaf) for leaf in self.leaves]
-        return _addresses(tensors) == known.addresses
+        return _addresses(tensors) == encoded.addresses
 
     def _read_leaves(self) -> None:
-        """Sets `locals` and `kinds` from the leaves."""
+        """Sets `local_leaves` and `leaf_kinds` from the leaves."""
         for leaf in self.leaves:
             local = _local(leaf)
-            is_array = isinstance(leaf, np.ndarray | np.generic)
-            device = None if is_array else local.device
+            is_numpy_value = isinstance(leaf, np.ndarray | np.generic)
+            device = None if is_numpy_value else local.device
             kind = LeafKind(local.dtype, tuple(local.shape), device, is_sharded(leaf))
-            self.locals.append(local)
-            self.kinds.append(kind)
+            self.local_leaves.append(local)
+            self.leaf_kinds.append(kind)
 
     @property
     def num_divided_bytes(self) -> int:
         """The number of bytes that the ranks of the machine divide between them."""
         num_bytes = 0
-        for leaf, kind in zip(self.locals, self.kinds, strict=True):
-            if not kind.is_sharded and leaf.dim() > 0:
+        for leaf, kind in zip(self.local_leaves, self.leaf_kinds, strict=True):
+            if kind.can_be_divided:
                 num_bytes += leaf.nbytes
         return num_bytes
 
@@ -383,18 +450,29 @@ class _LayoutEncoder(Encoder):
     Args:
         section: the section to encode. Its leaves are met in the same order as in `_skeleton`.
         is_main: True on the first rank of the machine, which keeps everything that is not divided.
-        rows: the rows of each leaf that this rank copies; None if the section is not divided.
+        rows_of_leaf: the rows of each leaf that this rank copies; None if the section is not
+            divided.
     """
 
-    def __init__(self, section: Section, *, is_main: bool, rows: list[Rows | None] | None) -> None:
+    def __init__(
+        self, section: Section, *, is_main: bool, rows_of_leaf: list[Rows | None] | None
+    ) -> None:
         super().__init__(section.file if not section.path else "", _unchanged, is_main)
         self.placements: list[Placement] = []
-        self._keeps_whole = is_main or section.is_partial
-        self._rows = rows
+        self._keeps_undivided_leaves = is_main or section.is_partial
+        self._rows_of_leaf = rows_of_leaf
         self._num_leaves = 0
+        """How many leaves were met so far, the present one included."""
         self._names: set[str] = set()
         self._box: Box | None = None
         """The region of the present leaf that this rank stores; None if it stores nothing of it."""
+
+    @property
+    def _rows(self) -> Rows | None:
+        """The rows that this rank stores of the present leaf; None if the leaf is not divided."""
+        if self._rows_of_leaf is None:
+            return None
+        return self._rows_of_leaf[self._num_leaves - 1]
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
         self._num_leaves += 1
@@ -402,22 +480,28 @@ class _LayoutEncoder(Encoder):
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         self._num_leaves += 1
-        self._box = Box((0,) * np.ndim(value), np.shape(value)) if self._keeps_whole else None
+        self._box = None
+        if self._keeps_undivided_leaves:
+            self._box = Box(offsets=(0,) * np.ndim(value), sizes=np.shape(value))
         return super()._encode_numpy(value, path)
 
     def _box_to_store(self, value: Any) -> Box | None:
-        """Returns the region of a tensor that this rank stores, or None if it stores nothing."""
-        self._box = super()._box_to_store(value)
-        if is_sharded(value):
-            return self._box
+        """Returns the region of a tensor that this rank stores, or None if it stores nothing.
 
-        rows = None if self._rows is None else self._rows[self._num_leaves - 1]
-        if rows is not None:
-            first_row, end_row = rows
+        A tensor that is equal on all ranks of the machine is divided between them by rows, unless
+        it has no rows (`_rows` is None): then the first rank of the machine stores all of it.
+        """
+        own_region = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
+        if is_sharded(value):
+            self._box = own_region
+        elif self._rows is not None:
+            first_row, end_row = self._rows
             other_sizes = tuple(value.shape[1:])
             offsets = (first_row, *(0 for _ in other_sizes))
             self._box = Box(offsets, (end_row - first_row, *other_sizes))
-        elif not self._keeps_whole:
+        elif self._keeps_undivided_leaves:
+            self._box = own_region
+        else:
             self._box = None
         return self._box
 
@@ -437,27 +521,31 @@ class _LayoutEncoder(Encoder):
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Notes that the chosen region of the present leaf is to be copied."""
-        box = self._box
-        if box is None:  # a numpy value that the first rank of the machine keeps
-            return
+        """Notes that this rank copies its region of the present leaf, and where it is stored.
+
+        `_box_to_store` or `_encode_numpy` has chosen the region just before, and set `_box` to it.
+
+        Args:
+            name: name of the stored tensor.
+            tensor: the leaf. Only its dtype is used; the values are copied in each step.
+        """
+        if self._box is None:
+            return  # a numpy value, which only the first rank of the machine copies
+
+        dtype = tensor.dtype
+        shape: Shape = tuple(self._box.sizes)
+        if dtype in DTYPES_STORED_AS_BYTES:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            shape = (num_bytes,)
+            dtype = torch.uint8
 
         leaf_index = self._num_leaves - 1
-        rows = None if self._rows is None else self._rows[leaf_index]
-        dtype = tensor.dtype
-        shape: Shape = tuple(box.sizes)
-        if dtype in DTYPES_STORED_AS_BYTES:
-            shape = (math.prod(shape) * dtype.itemsize,)
-            dtype = torch.uint8
-        self.placements.append(Placement(leaf_index, rows, name, box, dtype, shape))
+        placement = Placement(leaf_index, self._rows, name, self._box, dtype, shape)
+        self.placements.append(placement)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _skeleton(value: Any, leaves: list[Any]) -> Any:
@@ -490,6 +578,8 @@ def _sources(placements: Sequence[Placement], leaves: Sequence[Tensor]) -> list[
         if placement.rows is not None:
             first_row, end_row = placement.rows
             source = source[first_row:end_row]
+
+        # Only the dtypes that are stored as bytes have another dtype in the area.
         if source.dtype != placement.dtype:
             source = to_bytes(source)
         sources.append(source)
@@ -512,8 +602,14 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _pattern(addresses: Sequence[int]) -> list[int]:
-    """Returns, for each address, the index of the first equal one. It shows which tensors are tied.
+def _find_ties(addresses: Sequence[int]) -> list[int]:
+    """Finds out which tensors are tied, that is, share their memory.
+
+    Args:
+        addresses: the memory address of each tensor.
+
+    Returns:
+        For each tensor, the index of the first one with the same address.
 
     Example: `[700, 800, 700] -> [0, 1, 0]`.
     """
@@ -532,14 +628,14 @@ def _row_at(tensor: Tensor, position: int) -> int:
     return max(0, position) * num_rows // tensor.nbytes
 
 
-def _text_of(section: Section, known: _Known) -> str:
+def _text_of(section: Section, encoded: _EncodedSection) -> str:
     """Returns the description of a section in the header, as JSON.
 
     {"file": ..., "path": [...], "partial": ..., "tensors": {name: [code, shape, offset, offsets of
     the box, its sizes]}, "tree": ...}, without "tree" if another rank of the machine has it.
     """
     tensors: dict[str, Any] = {}
-    for placement, offset in zip(known.placements, known.offsets, strict=True):
+    for placement, offset in zip(encoded.placements, encoded.offsets, strict=True):
         box_offsets = None if placement.box is None else placement.box.offsets
         box_sizes = None if placement.box is None else placement.box.sizes
         code = CODE_OF_DTYPE[placement.dtype]
@@ -551,10 +647,12 @@ def _text_of(section: Section, known: _Known) -> str:
         "tensors": tensors,
     }
     text = json.dumps(description)
-    if known.tree is None:
+    if encoded.tree is None:
         return text
-    text = text.removesuffix("}")
-    return f'{text}, "tree": {known.tree}}}'
+
+    # The tree is JSON already, so it is added to the text as the last entry of the object.
+    text_without_brace = text.removesuffix("}")
+    return f'{text_without_brace}, "tree": {encoded.tree}}}'
 
 
 def sections_of(
@@ -565,32 +663,45 @@ def sections_of(
 ) -> list[Section]:
     """Cuts the states of a training into sections.
 
+    The model and the state of an optimizer are equal on all ranks of a machine, unless each rank
+    has only some entries of them. Their tensors are divided: each rank copies a share of them.
+
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
         module_names: which of them are states of modules.
         optimizer_names: which of them are states of optimizers.
-        partial_names: the names of states of which this rank has only some entries. These are the
-            tensors of a module, or what stands under `state` in another object's state.
+        partial_names: the names of states of which this rank has only some entries. In the state of
+            a module, these are entries of the state itself. In any other state, they are entries of
+            the dictionary `state[name]["state"]`, as in the state of an optimizer.
     """
     sections = []
     for name, state in states.items():
         is_partial = name in partial_names
-        is_optimizer = name in optimizer_names
+
+        # A module has a file of its own, and is one section.
         if name in module_names:
             sections.append(Section(name, (), state, is_partial, is_divided=not is_partial))
-        elif (is_optimizer or is_partial) and _can_be_cut(state):
-            for key, value in state.items():
-                is_entries = key == "state"
-                section = Section(
-                    layout.TRAINING,
-                    (name, key),
-                    value,
-                    is_partial=is_partial and is_entries,
-                    is_divided=is_optimizer and not is_partial and is_entries,
-                )
-                sections.append(section)
-        else:
-            sections.append(Section(layout.TRAINING, (name,), state, False, False))
+            continue
+
+        # Other objects are one section as a rule.
+        is_optimizer = name in optimizer_names
+        if not ((is_optimizer or is_partial) and _can_be_cut(state)):
+            section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
+            sections.append(section)
+            continue
+
+        # An optimizer has a section for each entry: "state", which has the tensors, "param_groups"
+        # and others. Another object of which this rank has only some entries is cut likewise.
+        for key, value in state.items():
+            has_tensors = key == "state"
+            section = Section(
+                layout.TRAINING,
+                (name, key),
+                value,
+                is_partial=has_tensors and is_partial,
+                is_divided=has_tensors and is_optimizer and not is_partial,
+            )
+            sections.append(section)
     return sections
 
 

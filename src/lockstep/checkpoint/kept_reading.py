@@ -3,8 +3,8 @@
 A *part* is what one rank has kept of a step, in one of its memory areas. All parts with the same
 attempt and serial number form a *kept step*. It is complete if the part of every rank is there,
 on its own machine or as a copy on another one (`partner_copies`). If the ranks of each machine
-together have the whole state (there are no shards, for example), the parts of one machine are
-enough.
+together have the whole state (there are no shards, for example), its parts are called replicas, and
+those of one machine are enough.
 
 The ranks of a later attempt, which may be fewer, tell each other what lies in their areas, and all
 choose the same step. They read it like a checkpoint on disk: values are only read when they are
@@ -76,29 +76,41 @@ class KeptStep:
     serial: int
     step: int
     epoch: int
-    copies: tuple[PartReport, ...]
-    """All parts that exist. There may be several copies of one part."""
-    choices: tuple[tuple[int, ...], ...]
+    parts: tuple[PartReport, ...]
+    """All parts that exist. A part may occur several times, once for each copy of it."""
+    complete_sets: tuple[tuple[int, ...], ...]
     """Sets of ranks. The parts of any one of these sets make up the whole state."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy of the ranks that wrote the parts."""
+        return self.parts[0].strategy
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the attempt that wrote the parts."""
+        return self.parts[0].world_size
 
     def paths_on(self, machine: int) -> set[str]:
         """Returns the paths of the areas on a machine that hold a part of this step."""
-        return {copy.path for copy in self.copies if copy.machine == machine}
+        return {part.path for part in self.parts if part.machine == machine}
 
     def copies_of(self, rank: int) -> list[PartReport]:
         """Returns all copies of the part that a rank has written."""
-        return [copy for copy in self.copies if copy.rank == rank]
+        return [part for part in self.parts if part.rank == rank]
 
 
 def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[dict[str, Any]]:
     """Describes the parts in the given areas, for the other ranks.
 
-    Areas without a seal, or with damaged contents, are left out.
+    A part was written by a rank of an earlier attempt, maybe on another machine. The rank that
+    finds it in an area now is its holder. Areas without a seal, or with damaged contents, are left
+    out.
 
     Args:
         areas: memory areas on this machine.
         holder: the rank of this process.
-        machine: the number of this machine.
+        machine: the number that this machine has now.
 
     Returns:
         A `PartReport` for each part, as a dictionary.
@@ -112,7 +124,7 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
         if header is None or not area.is_sound(seal):
             continue
 
-        facts = json.loads(header)["facts"]
+        facts = json.loads(header)["facts"]  # of the rank that wrote the part
         report = PartReport(
             path=area.path,
             attempt=seal.attempt,
@@ -144,11 +156,14 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
             ignored.
     """
     newest: KeptStep | None = None
-    for (attempt, serial), copies in _copies_of_steps(reports, folders).items():
-        choices = _complete_sets(copies)
-        if not choices:
+    for (attempt, serial), parts in _parts_of_steps(reports, folders).items():
+        complete_sets = _complete_sets(parts)
+        if not complete_sets:
             continue
-        kept = KeptStep(attempt, serial, copies[0].step, copies[0].epoch, tuple(copies), choices)
+
+        step = parts[0].step  # the same for all parts
+        epoch = parts[0].epoch
+        kept = KeptStep(attempt, serial, step, epoch, tuple(parts), complete_sets)
 
         # The same step may have been kept twice: before and after the code at the end of an epoch.
         # The higher serial number is the later one.
@@ -167,19 +182,22 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
     Returns:
         A clause without a full stop.
     """
-    copies_of_step = _copies_of_steps(reports, folders)
-    if not copies_of_step:
+    parts_of_step = _parts_of_steps(reports, folders)
+    if not parts_of_step:
         return "no step of it is in memory"
 
-    newest = max(copies_of_step.values(), key=lambda copies: (copies[0].step, copies[0].serial))
-    missing = set(range(newest[0].world_size)) - {copy.rank for copy in newest}
+    parts_of_newest = max(
+        parts_of_step.values(), key=lambda parts: (parts[0].step, parts[0].serial)
+    )
+    newest = parts_of_newest[0]  # all its parts have the same step and number of ranks
+    present_ranks = {part.rank for part in parts_of_newest}
+    missing = set(range(newest.world_size)) - present_ranks
     return (
-        f"step {newest[0].step} in memory is incomplete: what {format_ranks(missing)} kept is "
-        "missing"
+        f"step {newest.step} in memory is incomplete: what {format_ranks(missing)} kept is missing"
     )
 
 
-def _copies_of_steps(
+def _parts_of_steps(
     reports: Sequence[PartReport], folders: Collection[str]
 ) -> dict[tuple[int, int], list[PartReport]]:
     """Groups the parts of a checkpoint by step.
@@ -191,41 +209,43 @@ def _copies_of_steps(
     Returns:
         The parts of each step, by the step's attempt and serial number.
     """
-    copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
+    parts_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
         belongs_to_checkpoint = not set(report.folders).isdisjoint(folders)
         if belongs_to_checkpoint:
-            copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
-    return copies_of_step
+            parts_of_step.setdefault((report.attempt, report.serial), []).append(report)
+    return parts_of_step
 
 
-def _complete_sets(copies: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
+def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
     """Finds the sets of ranks whose parts make up the whole state of a step.
 
     Args:
-        copies: the parts of the step that exist.
+        parts: the parts of the step that exist.
 
     Returns:
         The sets, which are empty if parts are missing. If each machine has the whole state, there
         is a set for each machine: `((0, 1), (2, 3))`. Otherwise all ranks are needed:
         `((0, 1, 2, 3),)`.
     """
-    world_size = copies[0].world_size
-    each_machine_has_all = all(copy.is_replica for copy in copies)
+    # A part is a *replica* if the ranks of its machine together have kept the whole state.
+    each_machine_has_all = all(part.is_replica for part in parts)
     if not each_machine_has_all:
-        present_ranks = {copy.rank for copy in copies}
-        is_complete = len(present_ranks) == world_size
-        return (tuple(range(world_size)),) if is_complete else ()
+        all_ranks = set(range(parts[0].world_size))
+        present_ranks = {part.rank for part in parts}
+        return (tuple(sorted(all_ranks)),) if present_ranks == all_ranks else ()
 
+    # The machines are those of the attempt that wrote the parts.
     ranks_of_machine: dict[int, set[int]] = {}
     size_of_machine: dict[int, int] = {}
-    for copy in copies:
-        ranks_of_machine.setdefault(copy.writer_machine, set()).add(copy.rank)
-        size_of_machine[copy.writer_machine] = copy.writers_on_machine
+    for part in parts:
+        ranks_of_machine.setdefault(part.writer_machine, set()).add(part.rank)
+        size_of_machine[part.writer_machine] = part.writers_on_machine
 
     sets = []
     for machine, ranks in sorted(ranks_of_machine.items()):
-        if len(ranks) == size_of_machine[machine]:
+        is_complete = len(ranks) == size_of_machine[machine]
+        if is_complete:
             sets.append(tuple(sorted(ranks)))
     return tuple(sets)
 
@@ -240,7 +260,7 @@ def read_random_state(path: str) -> dict[str, Any]:
         CheckpointError: the area has been overwritten.
     """
     part = _Part(path)
-    state: dict[str, Any] = _read_file([part], RANDOM, lacks_shards=False)["state"]
+    state: dict[str, Any] = _assemble_file([part], RANDOM, lacks_shards=False)["state"]
     in_memory: dict[str, Any] = copy_to_memory(state)
     return in_memory
 
@@ -267,16 +287,20 @@ def read_step(
         CheckpointError: the parts do not fit together.
     """
     parts = [_Part(path) for path in paths]
-    names: set[str] = set()
+
+    # Nothing was written to files, but each section has the name of the file that would hold it in
+    # a checkpoint on disk: the name of a module, or `layout.TRAINING` for everything else.
+    file_names: set[str] = set()
     for part in parts:
-        names.update(section["file"] for section in part.sections)
+        file_names.update(section["file"] for section in part.sections)
 
     saved: dict[str, Any] = {}
-    for module_name in names - {layout.TRAINING, RANDOM}:
-        saved[module_name] = _read_file(parts, module_name, lacks_shards=lacks_shards)
+    for module_name in file_names - {layout.TRAINING, RANDOM}:
+        saved[module_name] = _assemble_file(parts, module_name, lacks_shards=lacks_shards)
 
-    # This file holds the states of everything else, by name.
-    saved.update(_read_file(parts, layout.TRAINING, lacks_shards=lacks_shards))
+    # This is a dictionary with the states of all other objects, by name.
+    other_states = _assemble_file(parts, layout.TRAINING, lacks_shards=lacks_shards)
+    saved.update(other_states)
     saved[RANDOM] = list(random_states)
     saved["manifest"] = {**parts[0].facts, "modules": list(module_names)}
     return saved
@@ -312,8 +336,8 @@ class _Part:
         """Returns the sections that belong to a file of the checkpoint."""
         return [section for section in self.sections if section["file"] == file]
 
-    def tensor(self, code: str, shape: Shape, offset: int) -> TensorInFile:
-        """Describes a tensor in the area, without reading its values.
+    def lazy_tensor(self, code: str, shape: Shape, offset: int) -> TensorInFile:
+        """Returns a tensor in the area as a lazy tensor, whose values are not read yet.
 
         Args:
             code: the code of its dtype in safetensors, such as "F32".
@@ -324,9 +348,9 @@ class _Part:
         offset_in_area = self._values_at + offset
         return TensorInFile(Path(self._area.path), dtype, tuple(shape), offset_in_area)
 
-    def view(self, tensor: TensorInFile) -> Tensor:
-        """Returns a tensor described by `tensor()` as a view of the area's memory."""
-        return self._area.view(tensor.offset, tensor.dtype, tensor.shape)
+    def view_of(self, lazy: TensorInFile) -> Tensor:
+        """Returns a tensor that `lazy_tensor` has returned as a view of the area's memory."""
+        return self._area.view(lazy.offset, lazy.dtype, lazy.shape)
 
 
 class _ShardsOfThisMachine(TensorInShards):
@@ -364,7 +388,7 @@ class _ShardsOfThisMachine(TensorInShards):
         )
 
 
-def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
+def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
     """Puts together what the ranks have kept for one file of a checkpoint.
 
     Args:
@@ -375,36 +399,71 @@ def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
     Returns:
         The state of the module, or for the other two files a dictionary of states by name.
     """
-    # Each rank has kept a region (box) of some tensors, and an encoded tree for each section.
-    whole_tensors: dict[str, Tensor] = {}
-    boxes_of_tensor: dict[str, dict[tuple[Shape, Shape], TensorInFile]] = {}
+    # Each rank has kept some tensors, whole or only a region of them, and the encoded tree of each
+    # section. The tree says which tensors are whole ("$tensor") and which ones are put together
+    # from regions ("$sharded"), so each tensor is made available in both forms.
+    tensor_of_name: dict[str, Tensor] = {}
+    pieces = _Pieces(lacks_shards=lacks_shards)
     tree: Any = {}
     for part in parts:
         for section in part.sections_of(file):
             for name, (code, shape, offset, box_offsets, box_sizes) in section["tensors"].items():
-                tensor = part.tensor(code, shape, offset)
+                lazy = part.lazy_tensor(code, shape, offset)
+                pieces.add(name, tuple(box_offsets), tuple(box_sizes), lazy)
 
-                # Several ranks may have kept the same tensor or region. The first one is taken.
-                if name not in whole_tensors:
-                    whole_tensors[name] = part.view(tensor)
-                box = (tuple(box_offsets), tuple(box_sizes))
-                boxes_of_tensor.setdefault(name, {}).setdefault(box, tensor)
+                # Several ranks may have kept the same tensor. The first one is taken.
+                if name not in tensor_of_name:
+                    tensor_of_name[name] = part.view_of(lazy)
 
             if "tree" in section:
                 tree = _put(tree, section["path"], section["tree"], section["partial"])
 
-    def find_shards(name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
-        """Returns a tensor that several ranks have kept in pieces."""
+    return decode(tree, tensor_of_name, pieces.join)
+
+
+class _Pieces:
+    """The regions of tensors that the ranks have kept, from which `join` makes whole tensors.
+
+    Args:
+        lacks_shards: True if some regions are on other machines. No rank of this machine needs
+            them.
+    """
+
+    def __init__(self, *, lacks_shards: bool) -> None:
+        self._lacks_shards = lacks_shards
+        self._pieces_of_name: dict[str, dict[tuple[Shape, Shape], TensorInFile]] = {}
+        """For each tensor, its pieces by their offsets and sizes in the whole tensor."""
+
+    def add(self, name: str, offsets: Shape, sizes: Shape, values: TensorInFile) -> None:
+        """Adds a piece of a tensor, unless the same piece was added before.
+
+        Args:
+            name: the name of the tensor.
+            offsets: where the piece begins in the whole tensor, in each dimension.
+            sizes: the size of the piece, in each dimension.
+            values: the values of the piece.
+        """
+        pieces = self._pieces_of_name.setdefault(name, {})
+        pieces.setdefault((offsets, sizes), values)
+
+    def join(self, name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
+        """Returns the tensor with this name, of which each piece is a shard.
+
+        Args:
+            name: the name of the tensor.
+            dtype: its dtype. The pieces may be stored as bytes.
+            shape: the shape of the whole tensor.
+        """
         shards = []
-        for (offsets, sizes), tensor in boxes_of_tensor.get(name, {}).items():
-            shards.append(Shard(offsets, tensor.view_as(dtype, sizes)))
+        for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
+            shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        num_elements = sum(shard.values.num_elements for shard in shards)
-        if lacks_shards and num_elements < math.prod(shape):
+        # The other machines have the rest of the tensor.
+        num_elements_here = sum(shard.values.num_elements for shard in shards)
+        if self._lacks_shards and num_elements_here < math.prod(shape):
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
-        return join_shards(name, dtype, shape, shards)
 
-    return decode(tree, whole_tensors, find_shards)
+        return join_shards(name, dtype, shape, shards)
 
 
 def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
@@ -417,11 +476,14 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
         path: the keys that lead to the branch. If it is empty, the branch is the whole tree.
         branch: the tree of one section.
         is_partial: True if each rank has kept only some entries of the section. The branch is then
-            merged with what other ranks have at the same path; otherwise it replaces it.
+            merged with what other ranks have put at the same path. Otherwise, the branch replaces
+            what is there.
     """
     if not path:
-        must_merge = is_partial and tree
-        return _merged(tree, branch) if must_merge else branch
+        is_empty = not tree
+        if is_partial and not is_empty:
+            return _merged(tree, branch)
+        return branch
 
     first, *rest = path
     subtree = tree.get(first)
@@ -438,7 +500,7 @@ def _merged(tree: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any
         {"$ordered": [["a", A], ["b", None]]} and {"$ordered": [["a", None], ["b", B]]}
         -> {"$ordered": [["a", A], ["b", B]]}
 
-    Another object has entries by number, or is {} if it has none:
+    Another object has entries by number, and nothing else, or is {} if it has none:
 
         {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
     """
