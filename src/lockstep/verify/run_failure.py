@@ -40,7 +40,7 @@ def first_failure(
     """
     failed_ranks = [rank for rank, end in ends.items() if end.error]
     if not failed_ranks:
-        return _find_rank_without_steps(ends, updates)
+        return _failure_of_rank_that_never_steps(ends, updates)
 
     first_rank = min(failed_ranks, key=lambda rank: _order_of_failure(ends[rank]))
     first = ends[first_rank]
@@ -48,22 +48,26 @@ def first_failure(
         return first
 
     # The rank has only lost a connection. Find out why the other rank had ended.
-    explanation = _explain_rank_without_steps(first_rank, ends, updates)
-    if explanation:
-        return replace(first, error=explanation, code="LS304")
+
+    # This rank trained without ever changing its parameters, so they differ from those of the other
+    # ranks (LS304). The others may have been stopped after enough steps, but this rank had none.
+    never_steps_text = _describe_rank_that_never_steps(first_rank, ends, updates)
+    if never_steps_text:
+        return replace(first, error=never_steps_text, code="LS304")
 
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
 
-    explanation = _explain_by_peer_that_ended(first_rank, ends, updates, steps)
-    if explanation:
-        error = f"{explanation}\nrank {first_rank}: {first.error}"
+    # Another rank made fewer steps (LS405).
+    peer_ended_text = _describe_peer_that_ended(first_rank, ends, updates, steps)
+    if peer_ended_text:
+        error = f"{peer_ended_text}\nrank {first_rank}: {first.error}"
         return replace(first, error=error, code="LS405")
 
     return first
 
 
-def _find_rank_without_steps(
+def _failure_of_rank_that_never_steps(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> RankEnd | None:
     """Returns a failure for the first rank that trained without any step, although all ended well.
@@ -71,10 +75,10 @@ def _find_rank_without_steps(
     The result is None if there is no such rank.
     """
     for rank in sorted(ends):
-        explanation = _explain_rank_without_steps(rank, ends, updates)
-        if explanation:
+        text = _describe_rank_that_never_steps(rank, ends, updates)
+        if text:
             # With `exited=True`, the output of the script is shown too, as after `sys.exit`.
-            return RankEnd(error=explanation, code="LS304", exited=True)
+            return RankEnd(error=text, code="LS304", exited=True)
     return None
 
 
@@ -97,7 +101,8 @@ def _peers_were_stopped(
     `Join` or with one optimizer for all ranks, are not stopped at the same time.
     """
     peers = [end for peer, end in ends.items() if peer != rank and not end.error]
-    if not peers or not all(end.was_stopped for end in peers):
+    all_peers_were_stopped = bool(peers) and all(end.was_stopped for end in peers)
+    if not all_peers_were_stopped:
         return False
 
     # The rank itself would have been stopped next.
@@ -105,20 +110,23 @@ def _peers_were_stopped(
     if has_enough_steps:
         return True
 
-    # The rank may have waited for a rank that trains first, and is stopped before this one makes a
-    # step. With several backward passes, it did not wait.
-    has_only_begun = ends[rank].backward_passes < MIN_STEPS
-    return has_only_begun and not updates[rank]
+    # If the ranks train one after the other, this rank may have waited for its turn while its peers
+    # made all their steps. Then it is still at its beginning: without a step, and with at most a
+    # few backward passes.
+    has_made_no_step = not updates[rank]
+    has_few_backward_passes = ends[rank].backward_passes < MIN_STEPS
+    return has_made_no_step and has_few_backward_passes
 
 
-def _explain_rank_without_steps(
+def _describe_rank_that_never_steps(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> str:
-    """Explains a failure by a rank that made backward passes but no step, unlike others.
+    """Says that a rank made backward passes but no step, while another rank made steps.
 
     Returns:
-        A sentence, or an empty string if this did not happen.
+        A sentence, or an empty string if this is not the case for the rank.
     """
+    # After fewer passes, the first step may still be to come.
     num_passes = ends[rank].backward_passes_without_step
     if updates[rank] or num_passes < MIN_STEPS:
         return ""
@@ -134,21 +142,28 @@ def _explain_rank_without_steps(
     return ""
 
 
-def _explain_by_peer_that_ended(
+def _describe_peer_that_ended(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]], steps: int
 ) -> str:
-    """Explains a lost connection by a rank whose script ended before all steps were made.
+    """Explains a lost connection by another rank, whose script had ended before all steps.
+
+    Args:
+        rank: rank that lost the connection. It has ended with an error.
+        ends: how the script ended, by rank.
+        updates: records of each rank.
+        steps: number of steps that were to be recorded.
 
     Returns:
-        A sentence, or an empty string if this did not happen.
+        The reason for which the run ended, or an empty string if this did not happen.
     """
-    ranks_that_ended = [peer for peer, end in ends.items() if not end.error]
+    # This rank itself has an error, so it is not among them.
+    ranks_without_error = [peer for peer, end in ends.items() if not end.error]
     steps_of_rank = most_steps(updates[rank])
     made_all_steps = steps_of_rank >= steps
-    if not ranks_that_ended or made_all_steps:
+    if not ranks_without_error or made_all_steps:
         return ""
 
-    peer = ranks_that_ended[0]
+    peer = ranks_without_error[0]
     return (
         f"a rank that was gone: rank {peer} ended without an error after optimizer step "
         f"{most_steps(updates[peer])}, rank {rank} went on after step {steps_of_rank}"
@@ -167,13 +182,16 @@ def find_idle_ranks(
     if not any(updates):  # no rank has trained
         return ()
 
-    # An idle rank has made neither a step nor a backward pass. A few backward passes are allowed if
-    # other ranks were stopped after enough steps, since the rank may just have started then.
+    # An idle rank has made neither a step nor a backward pass. If other ranks were stopped after
+    # enough steps, the rank may just have started. Then it may have made a few backward passes, but
+    # fewer than the `MIN_STEPS` after which a rank that makes no step is a failure.
     some_were_stopped = any(end.was_stopped for end in ends.values())
     max_passes_of_idle_rank = MIN_STEPS - 1 if some_were_stopped else 0
+
     idle_ranks = []
     for rank in sorted(ends):
-        if not updates[rank] and ends[rank].backward_passes <= max_passes_of_idle_rank:
+        has_made_no_step = not updates[rank]
+        if has_made_no_step and ends[rank].backward_passes <= max_passes_of_idle_rank:
             idle_ranks.append(rank)
 
     return tuple(idle_ranks)

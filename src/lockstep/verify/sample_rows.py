@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify.tolerance import Array, largest
-from lockstep.verify.training_record import Forward, RankUpdate, Update
+from lockstep.verify.training_record import Batch, Forward, RankUpdate, Update
 
 # Rows of the same sample differ at most by this fraction of the largest number in all rows.
 MAX_ERROR_OF_SAME_ROW = 1e-9
@@ -119,7 +119,8 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
         return []
 
     matched = []
-    for model, (expected_forward, _) in expected_forwards.items():
+    for model in expected_forwards:
+        expected_forward, _ = expected_forwards[model]
         actual_forward, rank_of_row = actual_forwards[model]
         if expected_forward.shape != actual_forward.shape:
             return []
@@ -127,7 +128,7 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
         expected_indices, actual_indices = _match_rows(expected_forward, actual_forward)
         matched.append(
             MatchedForward(
-                model=expected_forward.model,
+                model=model,
                 expected=expected_forward,
                 actual=actual_forward,
                 rank_of_row=rank_of_row,
@@ -177,6 +178,7 @@ def _join(forwards: Sequence[Forward]) -> Forward:
         if len(shapes_of_row) == 1:
             arrays[field_name] = np.concatenate(parts)
         else:
+            # No rows of two numbers, as in a `Forward` whose field was not recorded.
             arrays[field_name] = np.zeros((0, 2))
 
     shapes = sorted({forward.shape for forward in forwards})
@@ -217,6 +219,8 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     # found by bisection.
     order = np.argsort(actual.inputs[:, 0], kind="stable")
     sorted_first_numbers = actual.inputs[order, 0]
+
+    # All recorded numbers of each sample, side by side, by which candidates are told apart.
     expected_rows, actual_rows = _rows_that_tell_samples_apart(expected, actual)
 
     is_free = np.ones(len(order), dtype=bool)  # False for rows of `actual` that are already matched
@@ -252,10 +256,11 @@ def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[A
     """Returns the numbers that tell apart samples with the same inputs, for both runs.
 
     These are all fields that have a row for each sample in both runs, side by side, so the arrays
-    have the shape (samples, numbers of all these fields).
+    have the shape (samples, numbers of all these fields). There is at least the field "inputs".
     """
     field_names = []
     for field_name in _FIELDS_THAT_TELL_ROWS_APART:
+        # A field that was not recorded for each sample has fewer rows than "inputs".
         in_expected = len(getattr(expected, field_name)) == len(expected.inputs)
         in_actual = len(getattr(actual, field_name)) == len(actual.inputs)
         if in_expected and in_actual:
@@ -311,21 +316,31 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of the given models.
 
-    The contents of batches are removed too, because they were computed from rows as if these were
-    samples. Batches with indices keep their contents, since the indices show that each row is a
-    sample.
+    The `contents` of batches, one digest for each row, are removed too, unless it is known that the
+    rows of a batch are samples.
     """
-    model_inputs = [replace(batch, contents=()) for batch in rank.model_inputs]
-    if rank.batches == rank.model_inputs:  # without a loader, model inputs are recorded as batches
-        batches = model_inputs
-    else:
-        batches = []
-        for batch in rank.batches:
-            batches.append(replace(batch, contents=()) if batch.ids is None else batch)
-
     forwards = []
     for forward in rank.forwards:
         if _class_of(forward) not in model_classes:
             forwards.append(forward)
 
+    # The rows that a model is called with may not be samples, so these contents are always removed.
+    model_inputs = [_without_contents(batch) for batch in rank.model_inputs]
+
+    # If the script uses no loader, the recorder has copied the model inputs to `batches`.
+    has_no_loader = rank.batches == rank.model_inputs
+    if has_no_loader:
+        return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)
+
+    # A batch of a loader with indices has one index for each row, so its rows are samples.
+    batches = []
+    for batch in rank.batches:
+        rows_are_samples = batch.ids is not None
+        batches.append(batch if rows_are_samples else _without_contents(batch))
+
     return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=batches)
+
+
+def _without_contents(batch: Batch) -> Batch:
+    """Returns a copy of the batch without the digests of its rows."""
+    return replace(batch, contents=())

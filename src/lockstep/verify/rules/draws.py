@@ -29,8 +29,8 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
         case: the difference.
         *evidence: sentences of the calling rule, which come first.
     """
-    sentences = other_draws(case)
-    if not sentences:
+    sentences_on_other_draws = other_draws(case)
+    if not sentences_on_other_draws:
         return None
 
     # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
@@ -39,15 +39,17 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     # For a single rank, or without any draws, equality means nothing.
     several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
     if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
-        return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
+        same = "all ranks drew the same numbers"
+        return Cause("LS106", (*evidence, *sentences_on_other_draws, same))
 
-    return Cause("LS308", (*evidence, *sentences))
+    return Cause("LS308", (*evidence, *sentences_on_other_draws))
 
 
 def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
     """LS308: after the batch was read, another generator than torch's was used.
 
-    Needs: `random_streams`, whose keys are names such as "numpy's global stream".
+    Needs: `random_streams`, which holds only generators other than torch's. Its keys are names such
+        as "numpy's global stream".
     Applies: if a process drew from such a generator.
     False positives: numbers that are not used for the outputs of the model.
     Evidence: the given evidence, and the names of the generators.
@@ -56,13 +58,13 @@ def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
         case: the difference.
         *evidence: sentences of the calling rule, which come first.
     """
-    streams: dict[str, None] = {}  # an ordered set
+    other_streams: dict[str, None] = {}  # an ordered set
     for rank in (*case.expected, *case.actual):
-        streams.update(dict.fromkeys(rank.random_streams))
+        other_streams.update(dict.fromkeys(rank.random_streams))
 
-    if not streams:
+    if not other_streams:
         return None
 
-    names = " and ".join(streams)
+    names = " and ".join(other_streams)
     text = f"random numbers were drawn for this step, after its batch, from {names}"
     return Cause("LS308", (*evidence, text))

@@ -114,29 +114,34 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
 
 
 def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
-    """Returns random draws that the losses of only one of the runs were computed from.
+    """Returns random draws for losses that the ranks did not make as often as one process.
 
-    This is no proof that the runs drew different numbers. Only the last draw of a loss is recorded,
-    and if each sample has a draw of its own, a rank's last sample is not that of one process.
+    If every rank drew the same numbers for its loss as one process, then 3 ranks together made each
+    draw 3 times as often. A draw with any other count may be the reason why the losses differ.
+
+    It is no proof, because only the last draw of a loss is recorded: if each sample has a draw of
+    its own, the last sample of a rank is not that of one process.
 
     Returns:
         Pairs of the line of a draw and a digest of its numbers.
     """
-    expected: Counter[tuple[str, str]] = Counter()
+    # How often each run drew the same numbers at the same line.
+    expected_counts: Counter[tuple[str, str]] = Counter()
     for rank in case.expected:
-        expected.update(rank.loss_draws)
+        expected_counts.update(rank.loss_draws)
 
-    actual: Counter[tuple[str, str]] = Counter()
+    actual_counts: Counter[tuple[str, str]] = Counter()
     for rank in case.actual:
-        actual.update(rank.loss_draws)
+        actual_counts.update(rank.loss_draws)
 
-    draws = []
-    for draw in {**actual, **expected}:  # all draws of both runs, without duplicates
-        # What one process drew for its loss, each rank should have drawn too.
-        if actual[draw] != expected[draw] * case.num_ranks:
-            draws.append(draw)
+    all_draws = {**actual_counts, **expected_counts}  # of both runs, without duplicates
+    draws_with_other_counts = []
+    for draw in all_draws:
+        count_if_every_rank_drew_it = expected_counts[draw] * case.num_ranks
+        if actual_counts[draw] != count_if_every_rank_drew_it:
+            draws_with_other_counts.append(draw)
 
-    return draws
+    return draws_with_other_counts
 
 
 def other_draws(case: Divergence) -> list[str]:
@@ -144,8 +149,8 @@ def other_draws(case: Divergence) -> list[str]:
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # Only the last draw of a loss is recorded, which may be for other samples in the other run. So
-    # a draw only counts if the other run never drew the same numbers before its loss.
+    # Digests of all numbers that each run drew before its losses. The last draw of a loss, which
+    # `draws_that_may_differ` looks at, is one of them.
     expected_digests: set[str] = set()
     for rank in case.expected:
         expected_digests |= rank.drawn_digests
@@ -155,6 +160,8 @@ def other_draws(case: Divergence) -> list[str]:
         actual_digests |= rank.drawn_digests
 
     for line, digest in draws_that_may_differ(case):
+        # If both runs drew these numbers, the other run may have used them for an earlier sample of
+        # its loss, which is harmless.
         both_runs_drew_it = digest in expected_digests and digest in actual_digests
         if not both_runs_drew_it:
             return [

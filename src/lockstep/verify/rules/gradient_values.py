@@ -92,7 +92,7 @@ def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) 
         if cause is not None:
             return cause
 
-    return unknown_coupling(case)
+    return cause_if_no_rule_applies(case)
 
 
 # Gradients that are a multiple of the right ones
@@ -131,7 +131,9 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
 
-    # The ratio that each cause would lead to.
+    # The ratio that each cause would lead to. If several causes lead to the same ratio, the first
+    # one is reported: LS203 and LS204 come first, because other numbers of backward passes are a
+    # fact that supports them.
     ratio_of_code: dict[str, float] = {}
     passes_are_known = passes_of_one > 0 and passes_of_rank > 0
     if passes_are_known and passes_of_one != passes_of_rank:
@@ -185,7 +187,8 @@ def multiplied_after_passes(
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
-    False positives: clipping by another norm, which is such a factor too.
+    False positives: a run that clips gradients with another norm, since clipping multiplies them
+        too.
     Evidence: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -196,7 +199,9 @@ def multiplied_after_passes(
 
     if ratio is None or factor_of_one == 0:
         return None
-    if not near(factor_of_ranks / factor_of_one, ratio):
+
+    ratio_of_factors = factor_of_ranks / factor_of_one  # NaN, which is near nothing, if not known
+    if not near(ratio_of_factors, ratio):
         return None
 
     text = (
@@ -235,11 +240,15 @@ def clipped_between_passes(
         wrong.
     """
     for rank in (*case.actual, *case.expected):
-        num_passes = len(rank.losses)
+        num_passes = len(rank.losses)  # of the whole step
         for call in rank.calls:
-            # Later backward passes add their gradients to the clipped ones.
+            if call.name != "clip" or not call.has_clipped:
+                continue
+
+            # `passes_before` is the number of backward passes before the call. If more passes
+            # follow, they add their gradients to the clipped ones.
             more_passes_follow = call.passes_before < num_passes
-            if call.name == "clip" and call.has_clipped and more_passes_follow:
+            if more_passes_follow:
                 text = (
                     f"clipped after backward pass {call.passes_before} of {num_passes}: {call.line}"
                 )
@@ -265,12 +274,13 @@ def changed_after_right_passes(
     """
     # The sum of each rank's local gradients over its backward passes; empty if it is not known.
     # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
+    names = list(actual)  # the gradients that the ranks used
     local_sums = []
     for rank in case.actual:
         if rank.contributes:
-            local_sums.append(sum_of_passes(rank.local_gradients, actual))
+            local_sums.append(sum_of_passes(rank.local_gradients, names))
 
-    sum_of_one = sum_of_passes(case.expected[0].local_gradients, actual)
+    sum_of_one = sum_of_passes(case.expected[0].local_gradients, names)
     if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
         return None
 
@@ -298,18 +308,23 @@ def changed_after_right_passes(
 def _cause_of_change_after_passes(
     case: Divergence, actual: Gradients, local_sums: Sequence[Gradients], right: str
 ) -> Cause:
-    """Names what was done to gradients after the backward passes (see the function above).
+    """Names what was done to gradients after the backward passes of the ranks.
+
+    The mean of the ranks' local gradients is right, but they did not step with this mean. See
+    `changed_after_right_passes` for the codes.
 
     Args:
         case: the difference.
         actual: gradients that the ranks used.
         local_sums: the sum of each rank's local gradients over its backward passes.
-        right: first sentence of evidence: the mean of the local gradients is right.
+        right: first sentence of evidence: "what the backward passes left is, on average over the
+            ranks, that of one process".
     """
     patterns = gradient_patterns(case)
 
     hook_line = case.actual.first("comm_hook_line")
     if hook_line:
+        # "It" is what the backward passes left, as the sentence before says.
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (right, text, hook_line, *patterns))
 
@@ -367,7 +382,9 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
-    return Cause("LS312", (text, "on one process they do, and all others are right"), case.names)
+    # The backward passes of one process do leave one, and all other gradients are right.
+    text_on_others = "on one process they do, and all others are right"
+    return Cause("LS312", (text, text_on_others), case.names)
 
 
 def _names_with_gradients(passes: Sequence[Gradients]) -> set[str]:
@@ -398,23 +415,30 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         if rank.contributes:
             parts += rank.local_gradients
 
+    # The weights with which the ranks should have added the parts up:
     # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
     right_weights = weights(expected, parts, case.max_error)
     if right_weights is None:
         return None
 
+    # The weights with which the ranks did add them up:
     # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
     used_weights = weights(actual, parts, case.max_error)
+
+    # The ranks stepped with something that is no sum of the parts.
     if used_weights is None:
-        # The ranks did not use a sum of the parts at all, although the sum of the parts is right.
-        if not all_near(right_weights, case.max_error):
+        plain_sum_is_right = all_near(right_weights, case.max_error)
+        if not plain_sum_is_right:
             return None
         text = "the sum of what the ranks' backward passes left is right up to a factor"
         return unknown_cause(case, f"{text}; what was made of it afterwards is not")
 
-    without_rounding = _without_tiny_weights(case, right_weights)
-    if min(without_rounding) <= 0.0:
-        return _parts_left_out(case, without_rounding, used_weights)
+    # A right weight of 0 means that one process did not train this part at all. A negative weight
+    # occurs in no mean. In both cases, no count can explain the weights.
+    rounded_weights = _with_tiny_weights_as_zero(case, right_weights)
+    all_weights_are_positive = min(rounded_weights) > 0.0
+    if not all_weights_are_positive:
+        return _cause_of_parts_without_weight(case, rounded_weights, used_weights)
 
     evidence = (
         "the gradient of one process is a sum of the same parts with other weights",
@@ -432,7 +456,7 @@ def _cause_of_other_weights(
     right_weights: Sequence[float],
     used_weights: Sequence[float],
 ) -> Cause:
-    """Names the cause of wrong weights (see `other_weights`).
+    """Names the cause of wrong weights of the parts. See `other_weights` for the codes.
 
     Args:
         case: the difference.
@@ -440,36 +464,43 @@ def _cause_of_other_weights(
         right_weights: weights with which the parts add up to the gradient of one process.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
-    # Perhaps the parts should be weighted by something that was counted, such as samples. If the
-    # ranks have not weighted the parts equally, the right weights are relative to theirs.
-    relative_weights = []
+    # The factor by which the weight of each part should be changed. Suppose that the ranks gave
+    # parts of 8 and 4 samples the weights 1/2 and 1/2, and 2/3 and 1/3 are right. Then the factors
+    # are 4/3 and 2/3, which are proportional to the numbers of samples.
+    factors = []
     for right, used in zip(right_weights, used_weights, strict=True):
-        relative_weights.append(right / used if used else 0.0)
+        factors.append(right / used if used else 0.0)
 
     for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
-        if proportional(relative_weights, counts):
+        if proportional(factors, counts):
             code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
             return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
 
+    # A loss that compares samples is no mean over samples, so no weights would make it right.
     comparison = loss_compares_local_samples(case)
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
 
-    # A mean of means has equal weights, with the same sum as the right weights.
+    # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
     statistics = local_statistics(case)
-    has_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
-    if all_near(used_weights, case.max_error) and has_same_sum:
+
+    # The ranks computed a mean of means: with equal weights, whose sum is right. The right weights
+    # are proportional to some count, which may be one of the statistics.
+    weights_are_equal = all_near(used_weights, case.max_error)
+    has_right_sum = near(sum(right_weights), sum(used_weights), 1e-5)
+    if weights_are_equal and has_right_sum:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
 
+    # The ranks multiplied their losses by a statistic, unless random numbers made them differ.
     if statistics and not draws_that_may_differ(case):
         return Cause("LS208", (*evidence, *statistics))
 
     return Cause("LS210", evidence)
 
 
-def _without_tiny_weights(case: Divergence, right_weights: Sequence[float]) -> list[float]:
+def _with_tiny_weights_as_zero(case: Divergence, right_weights: Sequence[float]) -> list[float]:
     """Replaces weights that are zero but for rounding by 0.
 
     Such a weight belongs to a part that is not in the gradient of one process.
@@ -477,19 +508,31 @@ def _without_tiny_weights(case: Divergence, right_weights: Sequence[float]) -> l
     largest_weight = max(abs(weight) for weight in right_weights)
     limit = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
 
-    weights_without_rounding = []
+    rounded_weights = []
     for weight in right_weights:
-        weights_without_rounding.append(weight if abs(weight) > limit else 0.0)
-    return weights_without_rounding
+        rounded_weights.append(weight if abs(weight) > limit else 0.0)
+    return rounded_weights
 
 
-def _parts_left_out(
+def _is_mean_of_some_parts(weights_of_parts: Sequence[float]) -> bool:
+    """True if a sum with these weights is a mean of some parts, or a multiple of it.
+
+    For example, the weights 1/2, 0 and 1/2 belong to the mean of the first and the third part.
+    """
+    nonzero_weights = [weight for weight in weights_of_parts if weight != 0]
+    if not nonzero_weights or min(nonzero_weights) < 0:
+        return False
+    return all_near(nonzero_weights, 1e-5)
+
+
+def _cause_of_parts_without_weight(
     case: Divergence, right_weights: Sequence[float], used_weights: Sequence[float]
 ) -> Cause:
-    """LS110: one process trains only some of the parts, so the ranks have too many samples.
+    """Names the cause if some part has no positive weight in the gradient of one process.
 
-    This is the case if the gradient of one process is the mean of some parts, and that of the ranks
-    the mean of all parts. Otherwise, the cause is LS210.
+    LS110: one process trains only some of the parts, so the ranks have too many samples. For
+    example, the right weights of four parts are 1/2, 1/2, 0 and 0, and the ranks used 1/4 for each.
+    LS210: anything else.
 
     Args:
         case: the difference.
@@ -497,24 +540,20 @@ def _parts_left_out(
             part that is not in it.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
-    parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
-    weights_of_one = [right_weights[number] for number in parts_of_one]
-
-    # In a mean, all weights are equal and none is negative.
-    no_weight_is_negative = min(right_weights) >= 0
-    weights_are_equal = bool(parts_of_one) and all_near(weights_of_one, 1e-5)
-    one_process_has_mean_of_some = no_weight_is_negative and weights_are_equal
+    one_process_has_mean_of_some = _is_mean_of_some_parts(right_weights)
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)
-    are_means = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # If both runs are known to train the same samples, no part is left out.
+    # If both runs are known to train the same samples, one process has left no part out.
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
 
-    if have_same_samples or not are_means:
+    ranks_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
+    if have_same_samples or not ranks_train_more:
+        # The gradient of one process is not the mean of all parts.
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
 
+    parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
     numbers = format_items([number + 1 for number in parts_of_one])
     plural = "s" if len(parts_of_one) > 1 else ""
     text = (
@@ -527,10 +566,11 @@ def _parts_left_out(
 
 
 def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
-    """Returns the counts for each part that its batch or its loss may have been averaged over.
+    """Returns counts by which the parts may have to be weighted, such as their numbers of samples.
 
-    A part is the gradient of one backward pass on one rank. For three parts, an example is
-    `{"samples": [8, 8, 4], "labels in tensor 1": [60, 75, 40]}`. The simplest counts come first.
+    A part is the gradient of one backward pass on one rank. The loss of this pass may be a mean
+    over any of the counts. An example for three parts is `{"samples": [8, 8, 4], "labels in tensor
+    1": [60, 75, 40]}`. The simplest counts come first.
 
     Args:
         case: the difference.
@@ -552,7 +592,8 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
                 if key.startswith(kind):
                     counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
 
-    # Numbers that the losses may have been divided by.
+    # Numbers that the losses may have been divided by. Ranks whose losses do not count, such as the
+    # first stages of a pipeline, have no parts.
     divisors_of_losses = []
     for rank in case.actual:
         if rank.contributes:
@@ -586,8 +627,8 @@ def gradient_hook(case: Divergence) -> Cause | None:
     return Cause("LS406", (text, line, *gradient_patterns(case)))
 
 
-def unknown_coupling(case: Divergence) -> Cause:
-    """Returns the cause if no rule applies. See `unknown_cause` for the codes.
+def cause_if_no_rule_applies(case: Divergence) -> Cause:
+    """Returns the cause if no rule for gradients applies. See `unknown_cause` for the codes.
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
@@ -603,10 +644,14 @@ def unknown_coupling(case: Divergence) -> Cause:
 
 
 def unknown_cause(case: Divergence, *evidence: str) -> Cause:
-    """LS210: nothing explains the gradients; or LS101, LS102, LS110, LS111 if inputs differ.
+    """Names what is known if no rule explains the gradients.
+
+    If the models were called with other inputs than on one process, these are the cause. LS101:
+    inputs are repeated. LS102: inputs are left out. LS110: there are N times as many. LS111: they
+    are other inputs. Otherwise, the cause is not known: LS210.
 
     Needs: `model_inputs` and `forwards`.
-    Applies: always. Models that were called with other inputs are a cause even if no rule names it.
+    Applies: always.
     False positives: everything that no other rule explains.
     Evidence: the given evidence, whether inputs and outputs are equal, statistics, and the
         gradients.
@@ -631,7 +676,7 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
         code,
         (
             *evidence,
-            *_numbers_of_inputs(case),
+            *_describe_inputs(case),
             *_compare_outputs(case),
             *_describe_earlier_steps(case),
             *local_statistics(case),
@@ -646,7 +691,7 @@ def _shapes_of_inputs(update: Update) -> set[str]:
     return {batch.shape for rank in update for batch in rank.model_inputs}
 
 
-def _numbers_of_inputs(case: Divergence) -> list[str]:
+def _describe_inputs(case: Divergence) -> list[str]:
     """Says how many inputs the models were called with, and how many both runs have in common.
 
     The result is one sentence, or an empty list if some input is not known.
@@ -656,10 +701,11 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
     if not expected_of_ranks or not actual_of_ranks:
         return []
 
-    expected = sum_counts(expected_of_ranks)
-    actual = sum_counts(actual_of_ranks)
-    expected_text = str(expected.total())
-    actual_text = str(actual.total())
+    # Counters that say how often each input occurs in a run.
+    expected_counts = sum_counts(expected_of_ranks)
+    actual_counts = sum_counts(actual_of_ranks)
+    expected_text = str(expected_counts.total())
+    actual_text = str(actual_counts.total())
 
     # Shapes are only mentioned if they differ.
     expected_shapes = _shapes_of_inputs(case.expected)
@@ -668,7 +714,8 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
         expected_text += f" of {' or '.join(sorted(expected_shapes))}"
         actual_text += f" of {' or '.join(sorted(actual_shapes))}"
 
-    num_same = (expected & actual).total()
+    # The intersection of two counters has the smaller count of each input.
+    num_same = (expected_counts & actual_counts).total()
     return [
         f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
         f"with {actual_text}; {num_same} are the same"

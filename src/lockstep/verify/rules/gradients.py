@@ -60,6 +60,9 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
 
     for number, rank in enumerate(case.actual):
         names_on_rank = set(getattr(rank, field_name))
+
+        # If the rank calls two models of one class in another order, each has the other's name on
+        # this rank. Then equal settings have different names.
         if _may_be_of_swapped_models(case, names_on_one_process, names_on_rank):
             continue
 
@@ -106,7 +109,8 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     False positives: parameters that have no gradient on any rank.
     Evidence: which parameters.
     """
-    if case.kind != "gradients":  # the other kind is "unclipped"
+    # Gradients before clipping ("unclipped") are recorded for other parameters too.
+    if case.kind != "gradients":
         return None
 
     expected = case.expected.merged("gradients")
@@ -121,8 +125,9 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
         return None
 
     names = join_first(script_names(missing))
-    text = f"no optimizer of {case.num_ranks} processes updates {names}"
-    return Cause("LS312", (text, "on one process an optimizer does"), missing)
+    text_on_ranks = f"no optimizer of {case.num_ranks} processes updates {names}"
+    text_on_one_process = "on one process an optimizer does"
+    return Cause("LS312", (text_on_ranks, text_on_one_process), missing)
 
 
 def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
@@ -240,30 +245,33 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     if case.kind != "gradients" or not clips:
         return None
 
-    # If the ranks agreed before clipping, they agreed with one process too. Otherwise, the
-    # gradients before clipping would be reported as the first difference.
     line = clips[0].line
+
+    # The ranks had averaged their gradients before they clipped them. A wrong average would have
+    # been reported as a difference before clipping (kind "unclipped"), so the average was right,
+    # and clipping made the difference.
     ranks_agreed_before = not case.actual.ranks_that_differ("unclipped", case.tolerance)
     if ranks_agreed_before:
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, line, *gradient_patterns(case)))
 
-    # The gradients that the ranks would have used if they had averaged first.
+    # The ranks clipped gradients that they had not averaged yet. Otherwise, they would have clipped
+    # this mean. The ratio is None if it is no multiple of the gradients of one process.
     expected = case.expected.merged("unclipped")
     mean = mean_of([rank.unclipped for rank in case.actual])
-    ratio = constant_ratio(expected, mean, case.max_error)
+    ratio_of_mean = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
 
-    # Even the mean is wrong, or clipping did nothing, so there is another cause.
-    if ratio is None or not clipping_changed_something:
+    # Clipping is not the cause if even the mean before it is wrong, or if it changed nothing.
+    if ratio_of_mean is None or not clipping_changed_something:
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)
 
     clipped_text = "clipping changed gradients while those of the ranks still differed"
     compared = "equal to"
-    if not near(ratio, 1):
-        compared = format_ratio(ratio, case.num_ranks)
+    if not near(ratio_of_mean, 1):
+        compared = format_ratio(ratio_of_mean, case.num_ranks)
 
     mean_text = f"their mean was {compared} that of one process before"
     return Cause("LS404", (clipped_text, mean_text, line))

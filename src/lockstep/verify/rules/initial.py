@@ -49,6 +49,7 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
         (
             f"{len(stale_names)} parameters that {optimizer_class} updates belong to no model "
             "that was called",
+            # The parameters of the model were replaced after the optimizer had been constructed.
             "on one process all of its parameters do, so the model has got others since",
         ),
         tuple(stale_names),
@@ -94,13 +95,20 @@ def other_initial_parameters(case: Divergence) -> Cause:
 
 def _other_seeds(case: Divergence) -> list[str]:
     """Names the first line that seeded torch differently on different processes."""
-    # The seeds of one process by line, followed by those of each rank.
-    seeds_by_process = [rank.seeds for rank in (*case.expected, *case.actual)]
-    processes = [*name_reference(len(case.expected)), *name_ranks(range(len(case.actual)))]
-    for line in seeds_by_process[0]:
-        different_seeds = {seeds.get(line) for seeds in seeds_by_process}  # None if not seeded
+    # The names of all records, such as "one process", "rank 0" and "rank 1". One process has a
+    # record for each replica of the model that it trains, usually a single one.
+    names_of_reference = name_reference(num_replicas=len(case.expected))
+    processes = [*names_of_reference, *name_ranks(range(len(case.actual)))]
+
+    # For each record, the seeds that torch was given, by line.
+    seeds_of_processes = [record.seeds for record in (*case.expected, *case.actual)]
+
+    # Only lines that one process ran are compared.
+    lines_of_one_process = list(seeds_of_processes[0])
+    for line in lines_of_one_process:
+        different_seeds = {seeds.get(line) for seeds in seeds_of_processes}  # None if not seeded
         if len(different_seeds) > 1:
-            values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
+            values = [seeds.get(line, "nothing") for seeds in seeds_of_processes]
             return [
                 f"torch was seeded with {format_by_process(values, processes)}",
                 f"the seed was set by {line}",

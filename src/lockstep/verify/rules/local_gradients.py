@@ -43,9 +43,9 @@ class LocalGradients:
 
     @cached_property
     def num_local_passes(self) -> int:
-        """The number of last backward passes whose gradients were not averaged.
+        """The number of last backward passes whose local gradients the ranks stepped with.
 
-        With 1, each rank used the gradient of its last backward pass, plus an average over the
+        With 1, each rank used the gradient of its own last backward pass, plus an average over the
         ranks of the passes before. The result is 0 if this does not explain the differences, or if
         local gradients are not known.
         """
@@ -54,6 +54,11 @@ class LocalGradients:
             if self._differ_by_last_passes(num_passes):
                 return num_passes
         return 0
+
+    @property
+    def ranks_used_local_gradients(self) -> bool:
+        """True if the ranks stepped with their local gradients of the last backward passes."""
+        return self.num_local_passes > 0
 
     def _differ_by_last_passes(self, num_passes: int) -> bool:
         """True if the ranks differ exactly by the local gradients of their last passes.
@@ -73,9 +78,9 @@ class LocalGradients:
             local_sums.append(local_sum)
             remainders.append(flat(used) - local_sum)
 
-        # On some ranks, gradients are missing.
-        sizes = {len(remainder) for remainder in remainders}
-        if len(sizes) != 1:
+        # If the vectors have different lengths, some ranks lack gradients that others have.
+        lengths = {len(remainder) for remainder in remainders}
+        if len(lengths) != 1:
             return False
 
         rounding = self.case.max_error * norm(local_sums[0])
@@ -83,9 +88,10 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """A sentence of evidence: ranks used the local gradients of the last backward passes."""
+        """A sentence of evidence: the gradients of the last backward passes are local."""
         total = self.case.actual.backward_passes
-        if self.num_local_passes < total:
+        some_passes_were_averaged = self.num_local_passes < total
+        if some_passes_were_averaged:
             return (
                 f"what the last {self.num_local_passes} of {total} backward passes left is "
                 "each rank's own"
@@ -109,8 +115,8 @@ class LocalGradients:
         return set(self.names) <= unwrapped
 
     @property
-    def reducing_calls(self) -> list[ScriptCall]:
-        """Collectives whose input was a gradient, in this update and the next one.
+    def collectives_on_gradients(self) -> list[ScriptCall]:
+        """Collectives whose input was any gradient, in this update and the next one.
 
         A call after the optimizer's step is recorded with the next update.
         """
@@ -143,9 +149,12 @@ def _sum_of_last_passes(rank: RankUpdate, num_passes: int, gradients: Mapping[st
 def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
     """Tries `LOCAL_GRADIENT_RULES` if ranks step with different gradients.
 
+    The cause is about the gradients that differ.
+
     Needs: `gradients`.
-    Applies: if a gradient is not the same on all ranks that have it. False positives, Evidence: see
-        each rule. The cause is about the gradients that differ.
+    Applies: if a gradient is not the same on all ranks that have it.
+    False positives: see each rule.
+    Evidence: see each rule.
     """
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
@@ -232,10 +241,14 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     clipping_ranks = []
     for number, rank in enumerate(case.actual):
-        if Update([rank]).clips:  # the calls of this rank only
+        if any(call.name == "clip" for call in rank.calls):
             clipping_ranks.append(number)
 
-    if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
+    if not clipping_ranks:
+        return None
+
+    differed_before_clipping = bool(case.actual.ranks_that_differ("unclipped", case.tolerance))
+    if differed_before_clipping:
         return None
 
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
@@ -259,16 +272,20 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
         return None
 
     line = calls_in_step[0].line
+    # "They" are the gradients of the sentence before. They are exchanged during the step.
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
+
+    # The result of the collective is known, and it is wrong.
     ratio = _ratio_after_exchange(case)
     if ratio is not None and not near(ratio, 1):
         code = "LS201" if near(ratio, case.num_ranks) else "LS209"
         text = f"after that they are {ratio:.6g} times those of one process"
         return Cause(code, (gradients.difference_text, exchange, text), ratio=ratio)
 
-    large_state = _optimizer_state_too_large(case)
-    if large_state:
-        return Cause("LS201", (gradients.difference_text, exchange, *large_state))
+    # Gradients that were summed have left too large values in the optimizer's state.
+    sentences_on_large_state = _describe_large_optimizer_state(case)
+    if sentences_on_large_state:
+        return Cause("LS201", (gradients.difference_text, exchange, *sentences_on_large_state))
 
     text = "what it computes from them is not known; the parameters before the next step differ"
     return Cause("LS210", (gradients.difference_text, exchange, text))
@@ -297,7 +314,7 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
     return constant_ratio(expected_of_reduced, actual, case.max_error)
 
 
-def _optimizer_state_too_large(case: Divergence) -> list[str]:
+def _describe_large_optimizer_state(case: Divergence) -> list[str]:
     """Says that the optimizer's state is N times, or N squared times, as large as on one process.
 
     The result is one sentence about the first such state in any step, or an empty list.
@@ -308,11 +325,12 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
         case.num_ranks**2: "the number of processes, squared",
     }
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
+        # For each key of the optimizer's state, such as "exp_avg", the ratios of all parameters.
         ratios_by_key = _ratios_of_state(expected[0], actual)
         for key, ratios in ratios_by_key.items():
             for factor, text in factors.items():
-                # The same factor for all parameters.
-                if all(near(ratio, factor) for ratio in ratios):
+                factor_holds_for_all_parameters = all(near(ratio, factor) for ratio in ratios)
+                if factor_holds_for_all_parameters:
                     return [
                         f"what the optimizer keeps as {key!r} is {factor} times as large as "
                         f"on one process: {text}"
@@ -332,7 +350,8 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
             in all parts is used.
 
     Returns:
-        The factors for all parameters, by key of the state, such as "exp_avg".
+        The factors for all parameters, by key of the state, such as "exp_avg". There is at least
+        one factor for each key.
     """
     ratios_by_key: dict[str, set[float]] = defaultdict(set)
 
@@ -352,18 +371,19 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
 
 
 def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
-    """LS308: the gradients were computed from random numbers. LS304, LS210: something else.
+    """Explains gradients that differ although the ranks did not step with their local gradients.
+
+    LS308: the gradients were computed from random numbers. LS304: the gradients of each rank are
+    those of rank 0 times a number. LS210: the cause is not known.
 
     Needs: `local_gradients`; `gradient_draw_line`.
-    Applies: if the ranks did not use their local gradients. LS304 if the gradients of each rank are
-        those of rank 0 times a number, otherwise LS210.
+    Applies: if the ranks did not step with the gradients of their own last backward passes.
     False positives: noise, or weights of the ranks after averaging, which have no code of their
         own.
     Evidence: what is known about the gradients.
     """
     # If the ranks used their local gradients, the following rules explain why.
-    ranks_used_local_gradients = gradients.num_local_passes > 0
-    if ranks_used_local_gradients:
+    if gradients.ranks_used_local_gradients:
         return None
 
     case = gradients.case
@@ -375,8 +395,8 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
 
     evidence.append("they are not what each rank's own backward passes left")
 
-    # The factor between the gradients of rank 0 and those of each other rank; None if there is
-    # none.
+    # For each further rank, the factor by which its gradients differ from those of rank 0; None if
+    # they are no multiple.
     gradients_of_first = case.actual[0].gradients
     ratios = []
     for rank in case.actual[1:]:
@@ -387,9 +407,9 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         texts = [f"{ratio:.6g} times on rank {rank}" for rank, ratio in enumerate(ratios, 1)]
         evidence.append(f"they are those of rank 0, {', '.join(texts)}")
 
-    reducing_calls = [call for call in case.actual.calls if call.gradient_of]
-    if reducing_calls:
-        evidence.append(f"gradients were reduced: {reducing_calls[0].line}")
+    collectives_on_gradients = [call for call in case.actual.calls if call.gradient_of]
+    if collectives_on_gradients:
+        evidence.append(f"gradients were reduced: {collectives_on_gradients[0].line}")
 
     code = "LS304" if are_multiples else "LS210"
     return Cause(code, (*evidence, *other_draws(case)))
@@ -402,7 +422,8 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     Applies: if parameters differed between the ranks after a step, and each rank has their mean
         before the next step.
     False positives: none known.
-    Evidence: before which step.
+    Evidence: that gradients differ, that they are local, and before which step parameters are
+        averaged.
     """
     case = gradients.case
     # A script may average parameters only every few steps, so all later steps are examined, in
@@ -411,10 +432,12 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
 
+        # The mean over the ranks of the parameters that the first of the two steps left.
         mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
-        # The values that the script wrote to the parameters between the two steps.
-        rewritten = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
-        if all(_is_equal(arrays, mean, case.max_error) for arrays in rewritten):
+
+        # The values that the script itself wrote to the parameters between the two steps.
+        written_values = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
+        if all(_is_equal(values, mean, case.max_error) for values in written_values):
             step = after[0].step + 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
             return Cause("LS313", (gradients.difference_text, gradients.local_text, text))
@@ -457,7 +480,7 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     False positives: a collective whose result is not written back.
     Evidence: the line of the first collective.
     """
-    calls = gradients.reducing_calls
+    calls = gradients.collectives_on_gradients
     if not any(call.gradient_of in gradients.names for call in calls):
         return None
     text = f"these gradients were averaged too late, or only others were: {calls[0].line}"
@@ -473,12 +496,14 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of the collective, or the gradients that are averaged.
     """
-    calls = gradients.reducing_calls
+    # The rule before this one, `averaged_too_late`, explains collectives on the gradients that
+    # differ, so these are collectives on other gradients.
+    calls = gradients.collectives_on_gradients
     if calls:
         text = f"the script reduces other gradients: {calls[0].line}"
         return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
-    names = _averaged_names(gradients)
+    names = _other_averaged_names(gradients)
     if not names:
         return None
 
@@ -486,12 +511,14 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
 
-def _averaged_names(gradients: LocalGradients) -> list[str]:
-    """Returns the names of gradients that the script itself averages, other than those that differ.
+def _other_averaged_names(gradients: LocalGradients) -> list[str]:
+    """Returns the names of gradients that do not differ because the script itself averages them.
 
-    A gradient is averaged if rank 0 used another value than its backward passes computed. Only
-    models that nothing wraps are examined, because DDP averages by itself. The gradient must belong
-    to the same models, or to the same optimizer, as those that differ.
+    Such gradients show that the script is meant to average by hand, and has left some out. So only
+    gradients of the same models or the same optimizer as the differing gradients are examined, and
+    no models that DDP wraps, since DDP averages by itself.
+
+    A gradient is averaged if rank 0 used another value than its backward passes computed.
     """
     case = gradients.case
     all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
@@ -550,7 +577,8 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     text = "neither DDP nor Lockstep wraps the model"
 
-    # The model may have been called before an earlier step of another optimizer.
+    # Name the latest call of the model. If several optimizers train the model, its last forward
+    # pass may have been recorded with an earlier update, which is a step of another optimizer.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
         line = update.first("unwrapped_line")
         if line:

@@ -8,7 +8,7 @@ listed under "Needs". `merged(field)` merges the arrays of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     mean of this term over the ranks.
 
     Returns:
-        Sentences, and whether they explain the difference. They do not if some term is neither the
-        mean nor the sum of the ranks' terms.
+        Sentences, and whether they explain why the gradients are wrong.
     """
     # A list of terms for each backward pass, on one process and on each rank.
     terms_of_losses = case.expected[0].loss_terms
@@ -87,19 +86,51 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     if any(len(losses) != 1 for losses in losses_of_rank.values()):
         return [], False
 
-    # The ranks may have added up another number of terms than one process.
+    # The terms of the only loss, on one process and on each rank.
     expected_terms = terms_of_losses[0]
-    terms_of_ranks = [losses[0] for losses in losses_of_rank.values()]
-    counts = [len(terms) for terms in terms_of_ranks]
-    if set(counts) != {len(expected_terms)}:
-        of_ranks = ", ".join(
-            f"{count} on rank {rank}" for rank, count in zip(losses_of_rank, counts, strict=True)
-        )
-        text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
-        some_ranks_lack_terms = len(set(counts)) > 1
-        return [text], some_ranks_lack_terms
+    terms_of_rank = {number: losses[0] for number, losses in losses_of_rank.items()}
 
-    means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, case.max_error)
+    some_numbers_differ = any(len(terms) != len(expected_terms) for terms in terms_of_rank.values())
+    if some_numbers_differ:
+        return _describe_numbers_of_terms(expected_terms, terms_of_rank)
+
+    return _describe_scales_of_terms(expected_terms, [*terms_of_rank.values()], case.max_error)
+
+
+def _describe_numbers_of_terms(
+    expected_terms: Sequence[float], terms_of_rank: Mapping[int, Sequence[float]]
+) -> tuple[list[str], bool]:
+    """Says how many terms the loss has on one process and on each rank.
+
+    Returns:
+        One sentence in a list, and whether it explains the difference.
+    """
+    counts = [len(terms) for terms in terms_of_rank.values()]
+    of_ranks = ", ".join(
+        f"{count} on rank {rank}" for rank, count in zip(terms_of_rank, counts, strict=True)
+    )
+    text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
+
+    # If all ranks lack the same terms, the script may have added up the same loss in another way.
+    some_ranks_lack_terms_of_others = len(set(counts)) > 1
+    return [text], some_ranks_lack_terms_of_others
+
+
+def _describe_scales_of_terms(
+    expected_terms: Sequence[float], terms_of_ranks: Sequence[Sequence[float]], max_error: float
+) -> tuple[list[str], bool]:
+    """Says which terms of the loss are the mean over the ranks, and which are their sum.
+
+    Args:
+        expected_terms: terms on one process.
+        terms_of_ranks: the same terms on each rank.
+        max_error: largest relative difference that counts as rounding.
+
+    Returns:
+        One sentence in a list, and whether it explains the difference. The list is empty if all
+        terms scale alike. A term that is neither a mean nor a sum is not explained.
+    """
+    means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, max_error)
     texts = []
     if means:
         texts.append(f"the mean of number {format_items(means)}")
@@ -108,11 +139,15 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     if neither:
         texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
 
-    if len(texts) < 2:  # all terms scale alike
+    all_scale_alike = len(texts) < 2
+    if all_scale_alike:
         return [], False
 
+    # "..., one process has, over the ranks, the mean of number 1, the sum of number 2": the first
+    # term is the mean of the ranks' first terms, and the second one the sum of their second terms.
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
-    return [sentence], not neither
+    explains_all_terms = not neither
+    return [sentence], explains_all_terms
 
 
 def _classify_terms(
@@ -160,13 +195,13 @@ def local_comparison(case: Divergence) -> Cause | None:
     False positives: something else may be wrong as well.
     Evidence: the line of the loss, the gradients, and random numbers that differ.
     """
+    # Empty if a rank gathered outputs, since it may then have compared all samples.
     sentences = loss_compares_local_samples(case)
     if not sentences:
         return None
-    return Cause(
-        "LS208",
-        (*sentences, *loss_line(case), *gradient_patterns(case), *other_draws(case)),
-    )
+
+    evidence = (*sentences, *loss_line(case), *gradient_patterns(case), *other_draws(case))
+    return Cause("LS208", evidence)
 
 
 def _forwards_with_equal_outputs(case: Divergence) -> list[MatchedForward]:
@@ -187,7 +222,8 @@ def other_targets(case: Divergence) -> Cause | None:
     Needs: `forwards` with targets.
     Applies: if the first model's outputs are equal, but its targets are not.
     False positives: random targets. The line that drew them is named too if it was recorded.
-    Evidence: for how many samples, and the line of the loss.
+    Evidence: for how many samples, statistics over each rank's own samples, and the line of the
+        loss.
     """
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
@@ -199,7 +235,10 @@ def other_targets(case: Divergence) -> Cause | None:
 
     count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
     text = f"the loss was given other targets for {count}"
-    return Cause("LS112", (text, *local_statistics(case), *loss_line(case)))
+
+    # The targets may have been computed from a statistic, such as the mean of a rank's own returns.
+    statistics = local_statistics(case)
+    return Cause("LS112", (text, *statistics, *loss_line(case)))
 
 
 def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
@@ -241,6 +280,7 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
                 continue
             # With `scale=0.0`, the tolerance depends only on the values of this argument.
             if case.tolerance.differ(expected, actual, scale=0.0):
+                # The name comes last, since it ends with the line: "pos_weight of train.py:5: ...".
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
 

@@ -28,9 +28,9 @@ from lockstep.verify.sample_rows import (
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch, Forward, Update
 
-# Two samples always lie on a line, so they prove nothing.
-MIN_SAMPLES_THAT_SHOW_A_LINE = 3
-MAX_ERROR_OF_A_LINE = 1e-7
+# For two samples there is always a factor and a shift, so they prove nothing.
+MIN_SAMPLES_THAT_SHOW_SCALING = 3
+MAX_ERROR_OF_SCALING = 1e-7
 
 
 def inputs_by_rank(update: Update) -> list[Counter[str]]:
@@ -85,7 +85,11 @@ def _match(case: Divergence) -> list[MatchedForward]:
     return match_forwards(case.expected, case.actual)
 
 
-def _batches(case: Divergence) -> list[Batch]:
+def _batches_of_both_runs(case: Divergence) -> list[Batch]:
+    """Returns the batches of one process and of all ranks.
+
+    Without a DataLoader, these are the inputs of the models.
+    """
     return [batch for rank in (*case.expected, *case.actual) for batch in rank.batches]
 
 
@@ -95,18 +99,21 @@ def _has_no_loader(case: Divergence) -> bool:
     Then the recorded batches are model inputs, with an empty list of indices. Batches of a
     DataLoader have indices, or None if they are not known.
     """
-    return all(batch.ids is not None and not batch.ids for batch in _batches(case))
+    return all(batch.ids is not None and not batch.ids for batch in _batches_of_both_runs(case))
 
 
 def repeated_inputs(case: Divergence) -> Cause | None:
-    """LS101: without a DataLoader, all ranks computed the same inputs. LS110: N times as many.
+    """Names the cause if the ranks together computed too many inputs, without a DataLoader.
+
+    LS101: all ranks computed the same inputs. LS110: N ranks together computed N times as many
+    inputs as one process.
 
     Needs: `model_inputs` whose contents are known.
-    Applies: LS101 if the inputs of all ranks are the same. LS110 if N ranks together computed N
-        times as many inputs as one process, all of the same shape.
+    Applies: LS101 if the inputs of all ranks are the same. LS110 if all inputs have the same shape.
     False positives: a model that rightly gets constants on all ranks. A single constant is ignored.
     Evidence: how many inputs were computed.
     """
+    # How often the models of each rank got each input. Empty if some input is not known.
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
     if not expected or not actual or not _has_no_loader(case):
@@ -121,7 +128,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     if all_ranks_had_the_same(actual):
         return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
 
-    shapes = {batch.shape for batch in _batches(case)}
+    shapes = {batch.shape for batch in _batches_of_both_runs(case)}
     is_multiple = case.num_ranks > 1 and num_actual == num_expected * case.num_ranks
     if is_multiple and len(shapes) == 1:
         return Cause("LS110", (numbers, "no DataLoader made them"))
@@ -141,7 +148,7 @@ def other_inputs(case: Divergence) -> Cause | None:
     Evidence: how many inputs are the same.
     """
     # The draws of worker processes are not recorded, so there may have been some.
-    if any(batch.random_draws or batch.workers for batch in _batches(case)):
+    if any(batch.random_draws or batch.workers for batch in _batches_of_both_runs(case)):
         return None
 
     # Models in the order in which they were called.
@@ -152,15 +159,17 @@ def other_inputs(case: Divergence) -> Cause | None:
             are_samples = number == 0 and _has_no_loader(case)
             return _cause_of_other_inputs(case, forward, are_samples)
 
+        # The first input of this model is the same. If its output is not, a further input of the
+        # model, such as a hidden state, may be the cause.
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if outputs_differ:
-            return _cause_of_other_inputs_after_first(case, forward)
+            return _cause_of_other_further_inputs(case, forward)
 
     return None
 
 
-def _cause_of_other_inputs_after_first(case: Divergence, forward: MatchedForward) -> Cause | None:
-    """Names the cause of other outputs, for a model whose first inputs are the same.
+def _cause_of_other_further_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
+    """Names the cause of other outputs, for a model whose first input is the same.
 
     The model may have further inputs, such as a hidden state. The result is None if these are the
     same too. Then the model itself returned other outputs, which `other_outputs` explains.
@@ -169,6 +178,8 @@ def _cause_of_other_inputs_after_first(case: Divergence, forward: MatchedForward
     if not differing_inputs.any():
         return None
 
+    # The further inputs may be random, as in a diffusion model. Then the loss, which is computed
+    # from them, depends on numbers that only one of the runs drew.
     sentence = format_differing_other_inputs(forward, differing_inputs)
     cause = random_loss(case, sentence)
     if cause is not None:
@@ -302,7 +313,8 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     for rank in np.unique(forward.rank_of_row):
         rows_of_rank.append(rows_of_several[forward.rank_of_row == rank])
 
-    if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
+    # A factor and a shift would fit any two samples. Rank 0 has the most samples.
+    if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_SCALING:
         return False
 
     # The rows of one process that each rank should have, in both orders. For ranks with 3, 3 and 2
@@ -342,7 +354,7 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
 
     remainder = np.abs(centered_actual - factors * centered_expected).max()
     largest_value = max(np.abs(centered_actual).max(), 1e-30)  # not 0, even for constant columns
-    return bool(remainder <= MAX_ERROR_OF_A_LINE * largest_value)
+    return bool(remainder <= MAX_ERROR_OF_SCALING * largest_value)
 
 
 def other_padding(case: Divergence) -> Cause | None:
@@ -375,9 +387,10 @@ def other_padding(case: Divergence) -> Cause | None:
             possible_paddings |= {float(row[-1]) for row in table}
 
     for padding in possible_paddings:
-        expected_rows = _count_padded_rows(expected_tables, width, padding)
-        actual_rows = _count_padded_rows(actual_tables, width, padding)
-        if expected_rows == actual_rows:
+        # How often each padded row occurs in both runs.
+        expected_counts = _counts_of_padded_rows(expected_tables, width, padding)
+        actual_counts = _counts_of_padded_rows(actual_tables, width, padding)
+        if expected_counts == actual_counts:
             columns = " or ".join(str(table_width) for table_width in sorted(widths))
             text = f"the inputs are the same but for their padding: they have {columns} columns"
             return Cause("LS111", (text,))
@@ -390,7 +403,7 @@ def _first_input_values(update: Update) -> list[Array]:
     return [rank.forwards[0].input_values for rank in update if rank.contributes and rank.forwards]
 
 
-def _count_padded_rows(
+def _counts_of_padded_rows(
     tables: Sequence[Array], width: int, padding: float
 ) -> Counter[tuple[float, ...]]:
     """Pads all rows to the given width, and returns how often each padded row occurs."""
@@ -422,7 +435,7 @@ def unknown_inputs_code(
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
 
-    # Number of inputs that only one process has, and that only the ranks have.
+    # Number of inputs that only the run on one process has, and that only the ranks have.
     num_left_out = (expected - actual).total()
     num_added = (actual - expected).total()
 

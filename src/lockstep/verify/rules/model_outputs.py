@@ -116,7 +116,8 @@ def other_outputs(case: Divergence) -> Cause | None:
     """Names the cause of outputs that differ for the same inputs.
 
     LS208: an output depends on other samples of the batch, which are on another rank. LS309: the
-    model keeps tensors that differ. LS308, LS106: random numbers were drawn.
+    model keeps tensors that differ. LS308 or LS106: random numbers were drawn (see `random_loss`
+    and `other_random_stream`).
 
     Needs: `forwards`; `coupling_model` of one process, a model whose output for a sample depends on
         other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
@@ -136,6 +137,7 @@ def other_outputs(case: Divergence) -> Cause | None:
         )
         samples_are_coupled = bool(case.expected.first("coupling_model"))
         if samples_are_coupled and not _ranks_exchanged_tensors(case):
+            # The output for a sample also depends on the other samples of the batch.
             text = "on one process its output for a sample follows from the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
@@ -152,11 +154,12 @@ def other_outputs(case: Divergence) -> Cause | None:
 
 def _ranks_exchanged_tensors(case: Divergence) -> bool:
     """True if the ranks exchanged anything but gradients before a backward pass."""
-    num_passes = case.actual.backward_passes
+    num_passes = case.actual.backward_passes  # of the whole step
     for call in case.actual.calls:
-        is_before_backward = call.passes_before < num_passes
-        is_of_gradient = bool(call.gradient_of)
-        if is_before_backward and not is_of_gradient:
+        # `passes_before` is the number of backward passes of the step before the call.
+        another_pass_follows = call.passes_before < num_passes
+        input_is_gradient = bool(call.gradient_of)
+        if another_pass_follows and not input_is_gradient:
             return True
 
     return False
@@ -179,10 +182,12 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
                 if name in getattr(rank, field_name):
                     arrays.append(getattr(rank, field_name)[name])
 
-            # Buffers are recorded with all their values, and other tensors as three numbers.
+            # Buffers are recorded with all their values, and other tensors as three numbers. A
+            # buffer of another shape may rightly hold something for the samples of its rank.
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
             if field_name == "buffers":
-                is_wrong = differs and all(array.shape == expected.shape for array in arrays)
+                have_same_shape = all(array.shape == expected.shape for array in arrays)
+                is_wrong = differs and have_same_shape
             else:
                 is_wrong = _is_wrong_tensor(expected, arrays, case.num_ranks, differs=differs)
 
@@ -216,17 +221,24 @@ def _is_wrong_tensor(
 def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
     """True if each of N ranks has 1/N of a tensor's values, and all ranks have the same values.
 
-    Values that belong to different samples should be different. Zeros are ignored, because they
-    prove nothing. See `_is_wrong_tensor` for the arguments.
-    """
-    for array in arrays:
-        if expected[SIZE] <= 0 or array[SIZE] * num_ranks != expected[SIZE]:
-            return False
+    Then the ranks hold the same values for different samples, which is wrong. Zeros are no proof,
+    since a tensor may not have been filled yet.
 
-    if len(arrays) < 2 or arrays[0][LARGEST] == 0:
+    Args:
+        expected: three numbers that stand for the tensor on one process: a sum, the largest
+            absolute value, and the number of values.
+        arrays: the same three numbers for each rank that has the tensor.
+        num_ranks: number of ranks.
+    """
+    if len(arrays) < 2 or expected[SIZE] <= 0:
         return False
 
-    # The difference between the largest and the smallest value of all ranks, for each of the three
-    # numbers.
-    spread = np.ptp(arrays, axis=0)
-    return not spread.any()
+    each_rank_has_a_part = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
+    is_zero_on_first_rank = arrays[0][LARGEST] == 0
+    if not each_rank_has_a_part or is_zero_on_first_rank:
+        return False
+
+    # For each of the three numbers, the largest minus the smallest value of all ranks. It is 0 if
+    # all ranks have the same.
+    spreads = np.ptp(arrays, axis=0)
+    return not spreads.any()

@@ -150,19 +150,23 @@ def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
 
 
 def _lines_that_set_rates(case: Divergence) -> list[str]:
-    """Names the first lines that set a learning rate to another value than some process has."""
+    """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
-    for rank in (*case.actual, *case.expected):
-        for other_rank in (*case.expected, *case.actual):
+
+    # Lines of the ranks come first, since they are more likely to have set a wrong rate than lines
+    # of one process. Rates of a rank are compared with those of one process first.
+    for process in (*case.actual, *case.expected):
+        for other_process in (*case.expected, *case.actual):
             # One tuple for each parameter group.
             rates = zip(
-                rank.learning_rates,
-                other_rank.learning_rates,
-                rank.learning_rate_lines,
+                process.learning_rates,
+                other_process.learning_rates,
+                process.learning_rate_lines,
                 strict=False,
             )
             for rate, other_rate, line in rates:
-                if rate != other_rate and line:
+                line_is_known = bool(line)
+                if rate != other_rate and line_is_known:
                     lines[line] = None
 
     return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
@@ -171,8 +175,8 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 def _metrics_of_schedulers(case: Divergence) -> list[str]:
     """Says that ReduceLROnPlateau got different metrics on different processes.
 
-    The last call on each process is used. Empty if the metrics are equal, or if some process has
-    not called it.
+    The last call on each process is used. The result is one sentence in a list; the list is empty
+    if the metrics are equal, or if some process has not called the scheduler.
     """
     last_calls: list[ScriptCall] = []
     for updates in _updates_of_processes(case):
@@ -189,7 +193,8 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
     if len(set(values)) == 1:
         return []
 
-    processes = [*name_reference(1), *name_ranks(range(case.num_ranks))]
+    # ["one process", "rank 0", "rank 1", ...]
+    processes = [*name_reference(num_replicas=1), *name_ranks(range(case.num_ranks))]
     by_process = format_by_process(values, processes)
     return [f"ReduceLROnPlateau was given {by_process}: {last_calls[-1].line}"]
 
@@ -219,11 +224,12 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
     0 and rank 1".
     """
-    # Options are not known for ranks that have not stepped, as under `Join`.
+    # All records to be compared, and the name of each record for the sentences. One process has
+    # several records if it trains several replicas of the model.
     ranks = [*case.expected]
-    processes = name_reference(len(case.expected))
+    processes = name_reference(num_replicas=len(case.expected))
     for number, rank in enumerate(case.actual):
-        if rank.stepped:
+        if rank.stepped:  # options are not known for ranks that have not stepped, as under `Join`
             ranks.append(rank)
             processes += name_ranks([number])
 
@@ -256,10 +262,10 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 def _state_difference(case: Divergence) -> list[str]:
     """Names tensors of the optimizer's state that differ, on the first rank where some do.
 
-    The result is one sentence, or an empty list.
+    The result is one sentence in a list, or an empty list if no state differs.
     """
     expected = case.expected.merged("optimizer_state")
-    scale = scale_of(expected)
+    scale = scale_of(expected)  # the largest value in all tensors, on which the tolerance depends
 
     for number, rank in enumerate(case.actual):
         actual = rank.optimizer_state
@@ -271,6 +277,7 @@ def _state_difference(case: Divergence) -> list[str]:
 
         if names:
             listed = format_items(sorted(script_names(names)))
+            # What the optimizer keeps is its state, such as the momentum of each parameter.
             return [
                 "what the optimizer kept before the step is not that of one process "
                 f"on rank {number}: {listed}"
@@ -329,22 +336,24 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     Needs: `parameter_sums`; `write_stacks` for the evidence.
     Applies: always.
     False positives: a change in a forward pass.
-    Evidence: the lines that wrote to the parameters, if they were right after the last step.
+    Evidence: the lines that wrote to the parameters, and whether the step before had left the
+        parameters of one process.
     """
     step = case.actual[0].step + 1
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
 
-    parameters_after_last_step: Mapping[str, Array] = {}
+    parameters_after_step_before: Mapping[str, Array] = {}
     if case.update_index > 0:
         update_before = case.parallel_run[case.update_index - 1]
-        parameters_after_last_step = update_before.merged("parameters")
+        parameters_after_step_before = update_before.merged("parameters")
 
-    # Without recorded parameters, it is not known whether they were right after the last step.
-    if not parameters_after_last_step:
+    # It is not known whether the step before had already left other parameters.
+    if not parameters_after_step_before:
         return Cause("LS210", (text, *writes))
 
-    # They were right after the last step, because otherwise they would have been reported there.
+    # The step before had left the parameters of one process: other parameters would have been
+    # reported as a difference after that step. So they were changed since then.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 
@@ -359,10 +368,14 @@ def other_number_of_steps(case: Divergence) -> Cause:
     False positives: a script that stops after a certain time.
     Evidence: the numbers of steps.
     """
+    # A run ends with the last step of the rank with the fewest steps. So the list of its steps is
+    # empty if some rank took none.
     num_expected = len(case.reference_run)
-    if not case.parallel_run:  # there is no step that all ranks made
+    num_actual = len(case.parallel_run)
+
+    if num_actual == 0:
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
-        num_actual = len(case.parallel_run)
         text = f"one process took {num_expected} steps, {case.num_ranks} took {num_actual}"
+
     return Cause("LS405", (text,))

@@ -96,13 +96,15 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which ranks have other parameters, and the class of the optimizer.
     """
-    names_by_rank = _unstepped_names_that_differ(case, case.update_index)
+    # For each rank that does not step with an optimizer, parameters that differ from a rank that
+    # does.
+    names_by_rank = _names_differing_from_owner(case, case.update_index)
     if not names_by_rank:
         return None
 
     # The difference must be new in this step.
-    for number in range(case.update_index):
-        if _unstepped_names_that_differ(case, number):
+    for earlier_update_index in range(case.update_index):
+        if _names_differing_from_owner(case, earlier_update_index):
             return None
 
     names: set[str] = set()
@@ -111,6 +113,8 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
 
     classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
     step = case.actual[0].step + 1
+    # For example, "before step 2 rank 1 held other parameters of Adam, which has not stepped there:
+    # fc.weight": rank 1 has an Adam too, but only other ranks have stepped with theirs.
     text = (
         f"before step {step} {format_ranks(names_by_rank)} held other parameters of "
         f"{' and '.join(sorted(classes))}, which has not stepped there: "
@@ -130,31 +134,36 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
     return classes
 
 
-def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
-    """Compares the parameters of optimizers that only some ranks step with, before an update.
+def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int, list[str]]:
+    """Finds parameters that are not the same on ranks that never step with their optimizer.
 
-    The *owner* of an optimizer is the first rank that steps with it. A rank that never steps with
-    it has not recorded the names of its parameters, but only their sums, by the number of the
-    optimizer and the parameter's index in it (`unstepped_sums`). Optimizers are numbered in the
-    order of construction, so the number is the same on the owner.
+    The *owner* of an optimizer is the first rank that steps with it, while some other ranks do not.
+    These other ranks have recorded two sums over each parameter of their own copy of the optimizer
+    (`unstepped_sums`), which are compared with those of the owner.
 
     Args:
         case: the difference.
-        number: number of the update before which values are compared.
+        update_index: index of the update before which the parameters are compared.
 
     Returns:
-        The names of the parameters that differ from the owner, for each rank that does not step.
+        For each rank that has not stepped, the names of the parameters that differ.
     """
-    owners = _owners_of_optimizers(case.parallel_run[:number])
-    update = case.parallel_run[number]
+    owners = _owners_of_optimizers(case.parallel_run[:update_index])
+    update = case.parallel_run[update_index]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
 
     for rank_number, rank in enumerate(update):
+        # A rank without a step does not know the names of its parameters. It has recorded the sums
+        # by the index of the optimizer, in the order of construction, and that of the parameter.
         for (optimizer_index, parameter_index), sums in rank.unstepped_sums.items():
             owner = owners.get(optimizer_index)
             if owner is None:
                 continue
-            if parameter_index >= len(owner.parameter_names):  # another optimizer on this rank
+
+            # The rank has constructed its optimizers in another order, so this one is not the
+            # owner's.
+            is_another_optimizer = parameter_index >= len(owner.parameter_names)
+            if is_another_optimizer:
                 continue
 
             name = owner.parameter_names[parameter_index]
@@ -177,9 +186,10 @@ def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwne
             continue
 
         for rank_number, rank in enumerate(update):
+            # Only ranks that stepped have recorded this number of their optimizer; others have -1.
             optimizer_index = rank.construction_index
-            is_known = optimizer_index >= 0
-            if is_known and optimizer_index not in owners:
+            has_stepped = optimizer_index >= 0
+            if has_stepped and optimizer_index not in owners:
                 owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
                 owners[optimizer_index] = owner
 
@@ -216,6 +226,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
 
+    # An earlier backward pass left local gradients, with which the ranks changed the parameters.
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
     if line:
@@ -229,7 +240,8 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
 
     Needs: `gradient_factor`.
     Applies: if this number is known for all ranks and differs.
-    False positives: other scaling than clipping that each rank applies to its shards.
+    False positives: ranks that scale the gradients of their shards for another reason than
+        clipping.
     Evidence: the number of each rank, and the line that clips.
     """
     # NaN means that the gradients of a rank were not all multiplied by the same number.
@@ -239,13 +251,13 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
     if all(near(factors[0], factor) for factor in factors):
         return None
 
+    # Each rank used a number of its own: "..., by numbers of each rank: 0.5 on rank 0, 0.7 on rank
+    # 1".
     by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
-    return Cause(
-        "LS404",
-        (
-            "after the last backward pass gradients were multiplied by numbers of each rank: "
-            f"{by_rank}",
-            "as by clipping with the norm of a rank's own shards instead of that of all shards",
-            *first_clip_line(case),
-        ),
+    text = (
+        f"after the last backward pass gradients were multiplied by numbers of each rank: {by_rank}"
     )
+    likely_reason = (
+        "as by clipping with the norm of a rank's own shards instead of that of all shards"
+    )
+    return Cause("LS404", (text, likely_reason, *first_clip_line(case)))

@@ -21,10 +21,11 @@ ListSamples = Callable[[Update], list[Sample] | None]
 
 
 def _choose_sample_listing(case: Divergence) -> ListSamples:
-    """Returns the method that lists samples: `Update.contents` or `Update.indices`.
+    """Returns the method by which the samples of an update are listed in the other rules.
 
-    Contents are preferred, because ranks may have different datasets, in which the same index
-    stands for different samples.
+    It is `Update.contents` (digests of the samples) if these are known for both runs, and otherwise
+    `Update.indices`. Contents are preferred, because ranks may have different datasets, in which
+    the same index stands for different samples.
     """
     _, same_contents = same_samples(case.expected, case.actual)
     contents_are_known = same_contents is not None
@@ -55,8 +56,10 @@ def skipped_steps(case: Divergence) -> Cause | None:
     False positives: a loop that accumulates gradients over a varying number of batches.
     Evidence: the numbers of backward passes.
     """
-    # There is one loss for each backward pass. Ranks whose losses do not count are left out.
-    passes_of_one = [len(rank.losses) for rank in case.expected]
+    # There is one loss for each backward pass. One process has a number for each replica of the
+    # model that it trains; all replicas have the same. Ranks whose losses do not count are left
+    # out.
+    passes_of_one = [len(replica.losses) for replica in case.expected]
     passes_by_rank = {}
     for number, rank in enumerate(case.actual):
         if rank.contributes:
@@ -68,9 +71,11 @@ def skipped_steps(case: Divergence) -> Cause | None:
     if all_made_the_same or some_made_none:
         return None
 
-    # The numbers may rightly differ in every step, as 4 passes on one process and 2 on each of two
-    # ranks. Only a number that varies from step to step shows that a step was skipped.
-    if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
+    # A script may rightly make 4 passes in every step on one process, and 2 on each of two ranks.
+    # Only a number that varies from step to step shows that a step was skipped.
+    varies_on_one_process = _num_passes_varies(case.reference_run)
+    varies_on_ranks = _num_passes_varies(case.parallel_run)
+    if not varies_on_one_process and not varies_on_ranks:
         return None
 
     on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in passes_by_rank.items())
@@ -136,9 +141,10 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
 
     repeated = []
     for sample, count in actual.items():
-        # One process may train a sample several times in a step too.
-        is_trained_more_often = count > max(1, expected[sample])
-        if is_trained_more_often or sample in trained_before:
+        # One process may train a sample several times in a step too. A sample that it does not
+        # train in this step may be trained once by the ranks: it is new, and not repeated.
+        allowed_count = max(1, expected[sample])
+        if count > allowed_count or sample in trained_before:
             repeated.append(sample)
 
     return repeated
@@ -203,13 +209,17 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
-    list_samples = _choose_sample_listing(case)
+    list_samples = _choose_sample_listing(case)  # `Update.contents` or `Update.indices`
 
-    def samples_of_ranks(update: Update) -> list[list[Sample]]:
-        """Returns the samples of each rank, or an empty list if they are not known."""
-        return [list_samples(Update([rank])) or [] for rank in update]
+    def list_samples_of_each_rank(update: Update) -> list[list[Sample]]:
+        """Returns a list of samples for each rank; an unknown list is taken as empty."""
+        samples_of_ranks = []
+        for rank in update:
+            samples = list_samples(Update([rank]))
+            samples_of_ranks.append([] if samples is None else samples)
+        return samples_of_ranks
 
-    sentences = trained_by_several_ranks(case, samples_of_ranks)
+    sentences = trained_by_several_ranks(case, list_samples_of_each_rank)
     if not sentences:
         return None
 
@@ -338,8 +348,9 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
                 if index in indices:
                     digests.append(digest)
 
+    # There are such samples, because these rules are only tried if contents differ.
     num_known = len([digest for digest in digests if digest in known_digests])
-    is_less_than_half = 2 * num_known < len(digests)
+    is_less_than_half = num_known < len(digests) / 2
     if is_less_than_half:
         return None
 
@@ -350,7 +361,9 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
 def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
     """Returns the random streams that each rank used while its first batch was read.
 
-    Each entry maps a stream to a digest. Ranks without a batch are left out.
+    Each entry maps a stream, such as "numpy's global stream", to a digest of what was drawn from
+    it. For torch's stream, the line of the first draw stands in place of a name. Ranks without a
+    batch are left out.
     """
     return [dict(rank.batches[0].random_draws) for rank in case.actual if rank.batches]
 
@@ -368,6 +381,8 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     if some_rank_drew or case.num_ranks <= 1:
         return None
 
+    # Rank 0 has only some of the samples. Each of them is compared with the sample of one process
+    # under the same index.
     rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
     if rank_0_differs:
         return None
@@ -390,9 +405,10 @@ def random_contents(case: Divergence) -> Cause:
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (contents_text, text))
 
+    # For each rank, digests of the random streams that it used, by the name of the stream.
     draws_of_ranks = _draws_of_ranks(case)
-    recorded_draws = [draws for draws in draws_of_ranks if draws]
-    if not recorded_draws:  # no rank used a stream that is watched
+    ranks_with_draws = [draws for draws in draws_of_ranks if draws]
+    if not ranks_with_draws:  # no rank used a stream that is watched
         text = (
             "no draw from torch or a global stream was seen; what is left is a generator of "
             "numpy's or Python's that is the dataset's own, the clock, or the rank"
@@ -400,7 +416,7 @@ def random_contents(case: Divergence) -> Cause:
         return Cause("LS107", (contents_text, text))
 
     # With equal digests, the streams of all ranks were in the same state.
-    streams = "; ".join(recorded_draws[0])
+    streams = "; ".join(ranks_with_draws[0])  # the names of the streams
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_ranks_drew_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_ranks_drew_the_same:
