@@ -357,7 +357,7 @@ class World:
         Returns:
             The norm before clipping; None for a micro-batch after which no optimizer steps.
         """
-        if not self._run.step.micro_batch.closes:
+        if not self._run.step.micro_batch.closes_step:
             return None
         return self._preparer.clip(model, max_norm, norm_type)
 

@@ -282,10 +282,10 @@ def test_a_reference_to_a_storage_knows_its_views_and_when_it_is_freed():
 
 def test_hooks_on_gradients_are_counted():
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert torch_compat.gradient_hooks(parameter) == 0
+    assert torch_compat.count_gradient_hooks(parameter) == 0
     parameter.register_hook(lambda gradient: gradient)
     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert torch_compat.gradient_hooks(parameter) == 2
+    assert torch_compat.count_gradient_hooks(parameter) == 2
 
 
 def test_views_are_known():

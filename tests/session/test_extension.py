@@ -190,9 +190,9 @@ def test_a_micro_batch_of_a_virtual_rank_opens_and_closes_the_part_of_that_rank(
         )
         return MicroBatch(first=False, last=False, scale=3.0, virtual_rank=virtual_rank)
 
-    assert micro_batch(True, False).opens
-    assert not micro_batch(True, False).closes
-    assert micro_batch(False, True).closes
+    assert micro_batch(True, False).opens_step
+    assert not micro_batch(True, False).closes_step
+    assert micro_batch(False, True).closes_step
     as_one = micro_batch(True, True).without_virtual_rank()
-    assert not as_one.opens
+    assert not as_one.opens_step
     assert as_one.scale == 1.5

@@ -387,7 +387,7 @@ def _clear_process_groups(mesh_info: Any) -> None:
 # Modules and autograd
 
 
-def gradient_hooks(parameter: Tensor) -> int:
+def count_gradient_hooks(parameter: Tensor) -> int:
     """Returns the number of hooks that are called with a parameter's gradient."""
     hooks_before_accumulation = parameter._backward_hooks or ()
     hooks_after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()

@@ -17,9 +17,11 @@ from lockstep.session.micro_batch import MicroBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-optimizer_steps_at = attrgetter("opens", "closes", "virtual_rank_number")
+optimizer_steps_at = attrgetter("opens_step", "closes_step", "virtual_rank_number")
 """When the optimizer steps. Two loaders that are trained on at the same time must agree on it."""
-weight_in_backward = attrgetter("scale", "opens", "closes", "plain", "virtual_rank_number")
+weight_in_backward = attrgetter(
+    "scale", "opens_step", "closes_step", "plain", "virtual_rank_number"
+)
 """What a backward pass uses of a micro-batch. If two micro-batches have equal values, it does not
 matter which of them a loss is taken to come from."""
 
@@ -125,7 +127,7 @@ class TrainingPass:
 
         Args:
             micro_batch: the micro-batch. `micro_batch.first` is True if it is the first of its
-                global batch, `micro_batch.opens` if it is the first of its optimizer step.
+                global batch, `micro_batch.opens_step` if it is the first of its optimizer step.
         """
         previous = self.micro_batch
         previous_was_trained = self.num_backwards > 0
@@ -140,7 +142,7 @@ class TrainingPass:
             # The new gradients are added to those of the previous micro-batch.
             self.accumulated = True
 
-        if micro_batch.opens:
+        if micro_batch.opens_step:
             self.num_parts += 1
 
         self.micro_batch = micro_batch

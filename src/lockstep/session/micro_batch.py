@@ -99,12 +99,12 @@ class MicroBatch:
         return 0 if self.is_repeat else self.local_rows
 
     @property
-    def opens(self) -> bool:
+    def opens_step(self) -> bool:
         """True if it is the first micro-batch of an optimizer step."""
         return self.first or (self.has_own_step and self.virtual_rank_begins)
 
     @property
-    def closes(self) -> bool:
+    def closes_step(self) -> bool:
         """True if it is the last micro-batch of an optimizer step."""
         return self.last or (self.has_own_step and self.virtual_rank_ends)
 

@@ -244,7 +244,9 @@ class Step:
 
         # A step of a single micro-batch is never left half-way.
         micro_batch = training_pass.micro_batch
-        is_only_micro_batch = micro_batch.opens and micro_batch.closes  # first and last of the step
+        is_only_micro_batch = (
+            micro_batch.opens_step and micro_batch.closes_step
+        )  # first and last of the step
         if is_only_micro_batch:
             return False
 
@@ -254,7 +256,7 @@ class Step:
             return True
 
         another_pass_is_trained = self.training_pass is not self._pass_without_loader
-        if another_pass_is_trained or micro_batch.closes:
+        if another_pass_is_trained or micro_batch.closes_step:
             return False
 
         # The loader has ended. A loop that fetches ahead may still hold micro-batches of the step.
@@ -324,7 +326,7 @@ class Step:
         # Training may begin at once if it makes no difference which delivery is trained first: each
         # has its own optimizer step, and all have the same weight as the one being trained.
         being_trained = training_pass.being_trained
-        has_own_step = delivery.micro_batch.opens and delivery.micro_batch.closes
+        has_own_step = delivery.micro_batch.opens_step and delivery.micro_batch.closes_step
         if being_trained is None or not has_own_step:
             return
         if weigh_the_same([being_trained, *training_pass.untrained]):

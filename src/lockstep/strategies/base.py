@@ -100,8 +100,9 @@ class StrategyPlan:
                 "set micro_batch_size='auto' too, or give the shares",
             )
 
-        # The device with the largest share gets ceil(samples * largest share / sum of shares)
-        # samples. This is the largest number of samples for which that is at most `per_device`.
+        # Of `n` samples, the device with the largest share gets n * largest / sum, rounded up. This
+        # is at most `per_device` up to n = per_device * sum / largest, rounded down. In the example
+        # above: 6 * 4 // 3 = 8.
         return per_device * sum(self.device_shares) // max(self.device_shares)
 
 
@@ -168,10 +169,13 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
     num_per_rank = part_sizes(num_virtual_ranks, shares)
     every_rank_has_one = 0 not in num_per_rank
     if every_rank_has_one:
+        # All virtual ranks train one model. (Under DiLoCo each trains a copy.)
         return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
+    # If the shares are unequal, there may be enough virtual ranks, but a small share gets none. The
+    # error then has the same text, except that what was found shows the shares.
     error = too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
-    if len(set(shares)) > 1:  # it is the fault of the unequal shares, so the message shows them
+    if len(set(shares)) > 1:
         divided = ", ".join(str(number) for number in num_per_rank)
         found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
         error = SettingError(error.was_set, found, error.do)

@@ -40,7 +40,9 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
         integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
         if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
             sums.append(integers.sum(dtype=torch.int64))
-        else:  # in chunks, because torch converts all numbers of a sum to 64 bits first
+        else:
+            # On the CPU, torch first makes a copy of all numbers with 64 bits each. In chunks, this
+            # copy is small. On GPUs the conversion is part of the kernel that sums.
             chunks = torch.split(integers.view(-1), CHUNK_SIZE)
             sums_of_chunks = [chunk.sum(dtype=torch.int64) for chunk in chunks]
             sums.append(torch.stack(sums_of_chunks).sum())

@@ -783,7 +783,7 @@ class _StepsUnderDDP(Extension):
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Makes the buffers that forward passes change equal on all ranks."""
         if self._module in modules:
-            self.moving_buffers.follow()
+            self.moving_buffers.make_equal()
 
     def release(self) -> None:
         """Drops references to the process group."""

@@ -21,8 +21,8 @@ def find_strategy(choice: str | Strategy | None, world_size: int) -> tuple[Strat
 
     Args:
         choice: a strategy object, or a name with or without options. Examples: `"ddp"`,
-            `"diloco:every=100,compress=int8"`; a list is written `A:B`. None if the user chose
-            nothing.
+            `"diloco:every=100,compress=int8"`, and with a list as the value of an option
+            `"dp:device_ids=0:1"`. None if the user chose nothing.
         world_size: the number of processes.
 
     Raises:

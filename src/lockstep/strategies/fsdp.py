@@ -191,10 +191,14 @@ class FSDP(Strategy):
 
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
         """Returns why a module uses autocast in half precision; an empty string if it does not."""
+        # Under autocast, the units compute the same numbers as a model under `ddp`.
         if self.autocast:
             return "autocast=True: the numbers of ddp"
         if run.settings.virtual_ranks is not None:
             return "virtual ranks: the bits of ddp"
+
+        # Without autocast all parameters are in half precision, but torch's own BatchNorm needs the
+        # dtype of its running statistics, which is fp32.
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
                 return f"{describe_type(layer)} that is not synchronised, and wants fp32 weights"
@@ -239,51 +243,24 @@ class FSDP(Strategy):
 
         in_half = self.computes_in_half(module, run)
         half_dtype = HALF_DTYPES[run.settings.precision] if in_half else None
-        _take_from_first(list(module.buffers()), run.device)
         mesh = self._make_mesh(run)
-        outputs_of_units = self._shard_units(units, mesh, run, half_dtype)
+        outputs_of_units = self._shard_model(units, mesh, run, half_dtype)
 
-        # Allocate the shards of a model that was built on the meta device.
-        device = torch.device("cpu") if self.cpu_offload else run.device
-        if any(parameter.is_meta for parameter in module.parameters()):
-            convert_tensors(module, lambda tensor: with_memory(tensor, device))
-
-        extensions: list[Extension] = []
-        average: str | Sequence[str] = self.average_buffers
-        already_equal: Sequence[str] = ()
-        gradient_bits = None
-
-        if run.settings.virtual_ranks is not None:
-            tree = make_virtual_rank_tree(run)
-            buffers = VirtualRankBuffers(module, tree, run.step, average)
-            average = ()
-            already_equal = buffers.combined
-            sharded_virtual_ranks = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
-            gradient_bits = sharded_virtual_ranks.gradient_bits
-            extensions = [sharded_virtual_ranks, buffers]
-
-        moving_buffers = MovingBuffers(
-            module, run.step, average=average, left_out=already_equal, strategy=type(self).__name__
+        virtual_ranks, virtual_rank_buffers = _make_virtual_rank_extensions(
+            units, mesh, run, self.average_buffers
         )
-        sharded = ShardedModule(
-            units,
-            mesh,
-            run,
-            keep_gathered=not self.reshard_after_forward,
-            accumulate_shards=self.accumulate_shards,
-            find_unused_parameters=self.find_unused_parameters,
-            half_dtype=half_dtype,
-            moving_buffers=moving_buffers,
-        )
+        sharded = self._make_sharded_module(units, mesh, run, half_dtype, virtual_rank_buffers)
         for outputs in outputs_of_units:
             outputs.on_double_backward = sharded.begin_double_backward
 
-        # Methods of other libraries that expect whole parameters.
-        if isinstance(module, AveragedModel):
-            average_shards_separately(module)
+        _adapt_methods_of_libraries(module, run)
 
-        if callable(getattr(module, "save_pretrained", None)):
-            save_pretrained_whole(module, run)
+        # They are notified of events in this order.
+        extensions: list[Extension] = [sharded]
+        gradient_bits = None
+        if virtual_ranks is not None and virtual_rank_buffers is not None:
+            extensions = [virtual_ranks, virtual_rank_buffers, sharded]
+            gradient_bits = virtual_ranks.gradient_bits
 
         shards = dict(module.named_parameters())
         return PreparedModule(
@@ -298,7 +275,77 @@ class FSDP(Strategy):
             units=units,
             equal_tensors=sharded.equal_tensors,
             gradient_bits=gradient_bits,
-            extensions=[*extensions, sharded],
+            extensions=extensions,
+        )
+
+    def _shard_model(
+        self,
+        units: Mapping[str, nn.Module],
+        mesh: DeviceMesh,
+        run: Run,
+        half_dtype: torch.dtype | None,
+    ) -> list[UnitOutputs]:
+        """Gives all ranks the values of rank 0, and replaces the parameters of the model by shards.
+
+        Args:
+            units: the units by name. The last one is the whole model, with an empty name.
+            mesh: the mesh over which parameters are sharded.
+            run: the run of this process.
+            half_dtype: the dtype in which units are computed; None for that of their parameters.
+
+        Returns:
+            The forward hooks of each unit that show torch all outputs of the unit.
+        """
+        model = units[""]
+        _take_from_first(list(model.buffers()), run.device)
+        outputs_of_units = self._shard_units(units, mesh, run, half_dtype)
+
+        # Allocate the shards of a model that was built on the meta device.
+        device = torch.device("cpu") if self.cpu_offload else run.device
+        if any(parameter.is_meta for parameter in model.parameters()):
+            convert_tensors(model, lambda tensor: with_memory(tensor, device))
+
+        return outputs_of_units
+
+    def _make_sharded_module(
+        self,
+        units: Mapping[str, nn.Module],
+        mesh: DeviceMesh,
+        run: Run,
+        half_dtype: torch.dtype | None,
+        virtual_rank_buffers: VirtualRankBuffers | None,
+    ) -> ShardedModule:
+        """Makes the object that follows the training of a sharded model, and of its buffers.
+
+        Args:
+            units: the units by name, which are sharded already.
+            mesh: the mesh over which parameters are sharded.
+            run: the run of this process.
+            half_dtype: the dtype in which units are computed; None for that of their parameters.
+            virtual_rank_buffers: averages the buffers in a run with virtual ranks, else None.
+        """
+        average: str | Sequence[str] = self.average_buffers
+        already_equal: Sequence[str] = ()
+        if virtual_rank_buffers is not None:
+            average = ()
+            already_equal = virtual_rank_buffers.combined
+
+        moving_buffers = MovingBuffers(
+            units[""],
+            run.step,
+            average=average,
+            left_out=already_equal,
+            strategy=type(self).__name__,
+        )
+        return ShardedModule(
+            units,
+            mesh,
+            run,
+            keep_gathered=not self.reshard_after_forward,
+            accumulate_shards=self.accumulate_shards,
+            find_unused_parameters=self.find_unused_parameters,
+            half_dtype=half_dtype,
+            moving_buffers=moving_buffers,
         )
 
     def _shard_units(
@@ -394,19 +441,22 @@ class FSDP(Strategy):
         for parameter in parameters:
             # An optimizer may still hold the old parameter, so its memory is freed here.
             parameter.data = parameter.data.new_empty(0)
-            # Any use of it then raises an error. Torch refuses to swap a tensor that a graph or a
-            # weak reference also refers to.
+
+            # Turn it into an object that raises an error whenever it is used. Torch refuses to do
+            # so if a graph or a weak reference refers to the parameter; it then stays empty.
             with suppress(RuntimeError):
                 swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """Returns the norm of the whole gradient, with one all-reduce of one or two numbers."""
+        """Returns the norm of the whole gradient, with one small all-reduce over all shards."""
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
         shards = [gradient.to_local() for gradient in gradients]
+
+        # Parameters are sharded over the last dimension of the mesh.
         mesh = gradients[0].device_mesh
-        group = mesh.get_group(mesh.ndim - 1)  # parameters are sharded over its last dimension
+        group = mesh.get_group(mesh.ndim - 1)
         norm = norm_over_ranks(shards, norm_type, torch.device(mesh.device_type), group)
         return norm.to(shards[0].device)
 
@@ -431,20 +481,25 @@ class FSDP(Strategy):
             return []
 
         value = f"{precision} under autocast"
-        reason = self._reason_for_autocast(module, run)
+
+        # One process always uses autocast. The line is only printed if several processes would
+        # compute without it, and so would run norms and softmax in half precision, too.
         if run.topology.size == 1:
             computes_as_on_several = self.autocast or run.settings.virtual_ranks is not None
             if computes_as_on_several:
                 return []
             reason = "one process; on several norms and softmax are in it too (autocast=False)"
-        elif reason:
-            reason += "; copies of the weights stay on every rank until backward"
-        else:
-            value = f"{precision} in every unit"
-            reason = (
-                "also norms, softmax and losses in the model; gradients averaged, outputs in fp32"
-            )
+            return [Choice("precision", value, reason)]
 
+        # Several processes that use autocast.
+        reason = self._reason_for_autocast(module, run)
+        if reason:
+            reason += "; copies of the weights stay on every rank until backward"
+            return [Choice("precision", value, reason)]
+
+        # Several processes that compute everything in half precision: the default.
+        value = f"{precision} in every unit"
+        reason = "also norms, softmax and losses in the model; gradients averaged, outputs in fp32"
         return [Choice("precision", value, reason)]
 
     def _units_choice(self, blocks: Blocks) -> Choice:
@@ -526,6 +581,42 @@ class HSDP(FSDP):
         value = f"{format_bytes(num_bytes)} over {shard_size} ranks x {num_replicas} replicas"
         reason = "as set" if self.shard_size else "a copy of the model on every machine"
         return Choice("shards", value, reason)
+
+
+def _make_virtual_rank_extensions(
+    units: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    run: Run,
+    average_buffers: str | Sequence[str],
+) -> tuple[ShardedVirtualRanks | None, VirtualRankBuffers | None]:
+    """Makes the objects that sum gradients and average buffers over virtual ranks.
+
+    Args:
+        units: the units by name, which are sharded already.
+        mesh: the mesh over which parameters are sharded.
+        run: the run of this process.
+        average_buffers: names, or patterns of names, of buffers that are averaged.
+
+    Returns:
+        The object for the gradients and the object for the buffers; None and None in a run without
+        virtual ranks.
+    """
+    if run.settings.virtual_ranks is None:
+        return None, None
+
+    tree = make_virtual_rank_tree(run)
+    gradients = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
+    buffers = VirtualRankBuffers(units[""], tree, run.step, average_buffers)
+    return gradients, buffers
+
+
+def _adapt_methods_of_libraries(module: nn.Module, run: Run) -> None:
+    """Replaces methods of other libraries that expect whole parameters instead of shards."""
+    if isinstance(module, AveragedModel):
+        average_shards_separately(module)
+
+    if callable(getattr(module, "save_pretrained", None)):
+        save_pretrained_whole(module, run)
 
 
 def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -56,12 +56,14 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     found: list[tuple[str, nn.Module]] = []
     tied: list[str] = []
     for name, block in candidates:
+        # A block is tied if one of its parameters is also registered outside of the block. If not,
+        # all its registrations in the model are in the block. A block that occurs twice in the
+        # model brings each of them twice.
         uses_in_block = _count_uses(block)
         is_tied = False
         for parameter_id, uses in uses_in_block.items():
-            # The block itself may occur several times, and its parameters with it.
-            uses_if_not_tied = uses * times_in_model[id(block)]
-            if uses_in_model[parameter_id] != uses_if_not_tied:
+            uses_in_all_occurrences = uses * times_in_model[id(block)]
+            if uses_in_model[parameter_id] != uses_in_all_occurrences:
                 is_tied = True
 
         if is_tied:

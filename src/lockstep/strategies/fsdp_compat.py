@@ -44,7 +44,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
                 return None
             # Not all libraries accept the weights as an argument of `save_pretrained`, but all of
             # them call the model's `state_dict`.
-            with _state_dict_returns(module, state):
+            with _with_state_dict(module, state):
                 return original(save_directory, *args, **options)
 
         return run_on_all_ranks(run.collectives, f"saving weights to {save_directory}", write)
@@ -53,7 +53,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
 
 
 @contextmanager
-def _state_dict_returns(module: Any, state: Mapping[str, Any]) -> Iterator[None]:
+def _with_state_dict(module: Any, state: Mapping[str, Any]) -> Iterator[None]:
     """A context in which `module.state_dict()` returns a copy of the given state."""
     vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
     try:
@@ -68,16 +68,17 @@ def average_shards_separately(module: AveragedModel) -> None:
     `AveragedModel` passes parameters and buffers to one call of `multi_avg_fn`, but torch cannot
     compute with DTensors and plain tensors in one list. So they are passed in two calls.
     """
-    average = module.multi_avg_fn
-    if average is None:
-        # `avg_fn` is called for each tensor. Without it torch would average whole lists on GPUs.
+    original_average = module.multi_avg_fn
+    if original_average is None:
+        # The user has set no function for lists, but on GPUs torch would use one of its own, unless
+        # there is a function for single tensors (`avg_fn`).
         module.avg_fn = module.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return
 
     def average_separately(
         averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int
     ) -> None:
-        """Calls the module's function for the shards among the tensors, then for the others."""
+        """Calls the original `multi_avg_fn` for the shards, and then for the plain tensors."""
         for are_shards in (True, False):
             chosen_averaged: list[Tensor] = []
             chosen_current: list[Tensor] = []
@@ -86,6 +87,6 @@ def average_shards_separately(module: AveragedModel) -> None:
                     chosen_averaged.append(average_tensor)
                     chosen_current.append(current_tensor)
             if chosen_averaged:
-                average(chosen_averaged, chosen_current, num_averaged)
+                original_average(chosen_averaged, chosen_current, num_averaged)
 
     module.multi_avg_fn = average_separately

@@ -88,7 +88,7 @@ def check_hooks(parameters: Mapping[str, Tensor], *, num_own_hooks: int = 0) -> 
     """
     hooked: list[str] = []
     for name, parameter in parameters.items():
-        if torch_compat.gradient_hooks(parameter) > num_own_hooks:
+        if torch_compat.count_gradient_hooks(parameter) > num_own_hooks:
             hooked.append(name)
 
     if hooked:

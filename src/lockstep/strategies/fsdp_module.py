@@ -134,8 +134,10 @@ class ShardedModule(Extension):
         if self._unused is not None:
             self._unused.before_backward()
 
-        # The gradients of earlier micro-batches are in fp32, but a parameter that only the last one
-        # uses gets its gradient in half precision. torch cannot send both in one message.
+        # A *late* gradient is that of a parameter which only the last micro-batch uses. It is in
+        # half precision, while the gradients of earlier micro-batches are in fp32. Torch cannot
+        # send both in one message, so late gradients are converted. A parameter that is never used
+        # sends zeros under `find_unused_parameters`.
         if self._half_dtype is not None and micro_batch.last and not micro_batch.first:
             for unit in self._units:
                 self._late_gradients += torch_compat.accumulate_late_gradients(
@@ -159,9 +161,13 @@ class ShardedModule(Extension):
         step = self._run.step
         if self._step_key != step.key:  # another optimizer step begins
             self._step_key = step.key
-            if not self._averages_gradients:
+
+            # If torch is not set to average, the previous step stopped before its last micro-batch.
+            previous_step_was_left = not self._averages_gradients
+            if previous_step_was_left:
                 self._drop_unfinished_gradients()
 
+        # If parameters stay gathered between micro-batches, the last one frees them.
         is_last = step.micro_batch.last
         if self._keep_gathered and is_last is not self._frees_after_backward:
             self._frees_after_backward = is_last
@@ -174,6 +180,8 @@ class ShardedModule(Extension):
 
         self._averages_gradients = averages_gradients
         self._root.set_is_last_backward(averages_gradients)
+
+        # With `accumulate_shards`, torch averages in every micro-batch, as it does by default.
         if not self._accumulate_shards:
             self._root.set_requires_gradient_sync(averages_gradients)
 
@@ -199,6 +207,10 @@ class ShardedModule(Extension):
             return
 
         self._is_double_backward = False
+
+        # Restore the settings that `begin_double_backward` has changed: first whether units are
+        # freed after a backward pass (in the last micro-batch, or always without
+        # `_keep_gathered`), then whether they are freed after a forward pass.
         frees_after_backward = self._frees_after_backward
         self._root.set_reshard_after_backward(frees_after_backward)
         if not self._keep_gathered:
@@ -207,6 +219,7 @@ class ShardedModule(Extension):
             for unit in self._units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
 
+        # Free what has stayed gathered during the double backward pass.
         if frees_after_backward:
             self._reshard()
 
@@ -270,7 +283,7 @@ class ShardedModule(Extension):
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Makes the buffers that forward passes change equal on all ranks."""
         if self._root in modules:
-            self._moving_buffers.follow()
+            self._moving_buffers.make_equal()
 
     def _check_failed(self) -> None:
         """Raises UsageError if a forward pass raised an error and torch cannot reset the model."""
@@ -294,8 +307,14 @@ class ShardedModule(Extension):
                 shard.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _check_shards(self) -> None:
-        """Raises UsageError if the user has changed shards in a way that has no effect."""
+        """Raises UsageError if the user has changed shards in a way that has no effect.
+
+        There are two such ways: a gradient hook, which is never called, and other memory for the
+        shard by `parameter.data = ...`.
+        """
+        # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
+
         replaced: list[str] = []
         for name, shard in self._shards.items():
             if shard.untyped_storage() is not self._storages[name]:
@@ -326,7 +345,10 @@ class ShardedModule(Extension):
             yield EqualTensors(shards, {}, self._mesh.get_group(0))
 
     def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Raises UsageError if `module.to(...)` or a similar method would change a tensor.
+        """Replaces `nn.Module._apply`, which `module.to(...)` and similar methods call.
+
+        Raises:
+            UsageError: the method would change a tensor of the model.
 
         Args:
             convert: the conversion that the method applies to each tensor. It returns the same
@@ -362,10 +384,11 @@ class ShardedModule(Extension):
                 "load it before world.prepare, or with lockstep.load_weights(model, path)",
             )
 
-    def _freeze_shards(self) -> None:
-        """Freezes and unfreezes shards as the user has done with the whole parameters.
+    def _freeze_shards_like_parameters(self) -> None:
+        """Freezes the shards of whole parameters that the user has frozen, and unfreezes others.
 
-        While units stay gathered, the model's parameters are the whole ones.
+        While units stay gathered, the parameters that the user finds in the model are the whole
+        ones, not the shards.
         """
         for name, parameter in self._root.named_parameters():
             if name in self._shards and not isinstance(parameter, DTensor):
@@ -392,30 +415,42 @@ class ShardedModule(Extension):
             self._follow_micro_batch()
             if self._unused is not None:
                 self._unused.before_forward()
-            # The whole parameters have stayed in the model, where the user may have frozen them.
+
+            # If units have stayed gathered since an earlier micro-batch, the user may have frozen
+            # the whole parameters in the meantime.
             if self._keep_gathered and not self._run.step.micro_batch.first:
-                self._freeze_shards()
+                self._freeze_shards_like_parameters()
 
         self._forward_is_running = True
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Frees parameters after an evaluation, and resets torch after an error."""
-        was_running = self._forward_is_running
+        has_begun = self._forward_is_running
         self._forward_is_running = False
 
         # Torch also calls this hook if the forward pass raised an error, then without an output.
         error = sys.exception() if output is None else None
         if error is None:
-            if not torch.is_grad_enabled() and not self._is_double_backward:
-                # Torch keeps the root's parameters for a backward pass. There will be none, and the
-                # next optimizer step would make them out of date.
-                self._reshard()
-            return
+            self._free_after_evaluation()
+        elif has_begun:
+            self._handle_forward_error(error)
+        # Otherwise `_before_forward` has raised the error, so there is nothing to reset.
 
-        if not was_running:
-            return
+    def _free_after_evaluation(self) -> None:
+        """Frees the parameters that torch keeps after a forward pass, if it was an evaluation.
 
+        Torch keeps those of the root for a backward pass. After an evaluation there is none, and
+        the next optimizer step would make them out of date.
+        """
+        if not torch.is_grad_enabled() and not self._is_double_backward:
+            self._reshard()
+
+    def _handle_forward_error(self, error: BaseException) -> None:
+        """Explains an error that a forward pass has raised, and resets torch after it.
+
+        The error gets a note if this rank had no samples, or if it is about mixed dtypes.
+        """
         note_empty_part(error, self._run.step.micro_batch)
         if self._half_dtype is not None:
             note_mixed_dtypes(error, self._half_dtype)
@@ -443,6 +478,6 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
             if not isinstance(parameter, DTensor):
                 whole_parameters[name] = parameter
         unit.reshard()
-        return_free_memory()  # a unit on the CPU has just been freed
+        return_free_memory()  # to the operating system, if the unit was gathered on the CPU
 
     return whole_parameters

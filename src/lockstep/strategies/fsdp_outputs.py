@@ -55,8 +55,10 @@ class UnitOutputs:
     def before_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Adds hidden tensors to the output, so that torch finds all that may bring gradients.
 
-        Outputs that are views are replaced by tensors that share their memory but are no views.
-        Otherwise an in-place operation on a view would drop torch's hooks, of which torch warns.
+        It is registered before torch's own forward hook. Outputs that are views are replaced by
+        tensors that share their memory but are no views. Otherwise an in-place operation on a view
+        would drop torch's hooks, of which torch warns. Each tensor also gets a gradient hook that
+        notices a backward pass with `create_graph=True`.
 
         Returns:
             The pair `(output, hidden tensors)`; or only the output, if gradients are disabled.

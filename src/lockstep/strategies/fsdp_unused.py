@@ -42,7 +42,8 @@ class UnusedParameters:
         self._forward_since_round = False
         """True if a forward pass has run since the latest round ended."""
         self._gradients_before: list[TensorWeakRef | None] = []
-        """The gradient that each shard had before the current round, usually None."""
+        """A weak reference to the gradient that each shard had before the current round; None if it
+        had none, as is usual."""
         self._remember_gradients()
         for index, parameter in enumerate(whole_parameters):
             _register_gradient_hook(parameter, self._make_hook(index))
@@ -73,11 +74,13 @@ class UnusedParameters:
         for index, shard in enumerate(self._shards):
             if used_anywhere[index]:
                 continue
+
             # The round has either created a gradient of zeros, which is removed, or added zeros to
-            # a gradient of an earlier round, which is kept.
+            # a gradient of an earlier round, which is kept. In the second case the gradient is
+            # still the same tensor as before the round.
             reference = self._gradients_before[index]
-            was_there_before = reference is not None and reference() is shard.grad
-            if not was_there_before:
+            is_of_earlier_round = reference is not None and reference() is shard.grad
+            if not is_of_earlier_round:
                 shard.grad = None
 
         self.forget_round()

@@ -178,7 +178,9 @@ class TreeReduceScatter:
 
         gradients: list[Tensor] = []
         for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
-            gradients.append(rows.reshape(-1)[: parameter.numel()].view(parameter.shape))
+            # Rows are divided over the shards in order, so the padding is at the end.
+            without_padding = rows.reshape(-1)[: parameter.numel()]
+            gradients.append(without_padding.view(parameter.shape))
 
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
 

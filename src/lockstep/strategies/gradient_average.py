@@ -95,8 +95,9 @@ class GradientAverage:
         if not self._buckets:
             return
 
-        # Whether a bucket has changed since it was sent, and which parameters have a gradient, may
-        # differ between ranks. A sum over the ranks shows what is true on any of them.
+        # A bucket has changed if one of its gradients was written again after it was sent, as with
+        # reentrant activation checkpointing. Whether that has happened, and which parameters have a
+        # gradient, may differ between ranks. Sums over the ranks show what is true on any of them.
         flags: list[int] = []
         for bucket in self._buckets:
             flags.append(int(bucket.has_changed))
@@ -114,10 +115,12 @@ class GradientAverage:
         remaining_flags = iter(sums_of_flags.tolist())
         num_ranks = dist.get_world_size(self._group)
         for bucket in self._buckets:
+            # Its first sum is out of date, so it is sent once more.
             has_changed_on_any_rank = next(remaining_flags) > 0
             if has_changed_on_any_rank:
                 bucket.send()
                 bucket.wait()
+
             has_gradient = [next(remaining_flags) > 0 for _ in bucket.parameters]
             bucket.write_mean(num_ranks, has_gradient)
 

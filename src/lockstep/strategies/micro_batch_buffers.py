@@ -76,11 +76,12 @@ class MicroBatchBuffers(Extension):
         if not self._names:  # there are no buffers to compare, or the warning was given already
             return
 
+        # Compare only in some of the first steps, and then at regular intervals.
         number_of_this_step = self._step.number + 1  # `number` counts finished steps
         if not check_due(number_of_this_step):
             return
 
-        if micro_batch.opens:
+        if micro_batch.opens_step:
             self._compared_step = self._step.key
             self._values_at_first = self._values()
         elif self._compared_step == self._step.key:
@@ -115,8 +116,9 @@ class MicroBatchBuffers(Extension):
             if num_changes >= MIN_CHANGES_BEFORE_WARNING:
                 changing.append(name)
 
+        # Warn once. Without names, `begin` compares nothing any more.
         if changing:
-            self._names = []  # end the comparisons
+            self._names = []
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:

@@ -68,9 +68,9 @@ class MovingBuffers:
         """The ids of buffers that need no warning: rank 0 has already printed that BatchNorm is not
         synchronised."""
         chosen = names_to_average(module, average)
-        self._averaged: list[str] = []
+        self._averaged_names: list[str] = []
         """The names of buffers that are averaged after each step."""
-        self._watched: list[str] = []
+        self._watched_names: list[str] = []
         """The names of all other buffers, which may move."""
 
         for name, buffer in module.named_buffers():
@@ -80,22 +80,25 @@ class MovingBuffers:
                 continue
 
             if name in chosen:
-                self._averaged.append(name)
+                self._averaged_names.append(name)
             else:
-                self._watched.append(name)
+                self._watched_names.append(name)
 
         self._first_sums = self._bit_sums()
         """For each watched buffer, the sum of its bits before the training."""
         self.moving: list[str] = []
         """The names of the watched buffers that have changed on some rank."""
 
-    def follow(self) -> None:
+    def make_equal(self) -> None:
         """Makes moving buffers equal on all ranks, after an optimizer step."""
         self._num_steps += 1
-        if self._averaged:
+        if self._averaged_names:
             self._average()
-        if self._watched and check_due(self._num_steps):
+
+        # Not in every step, because it takes an all-reduce.
+        if self._watched_names and check_due(self._num_steps):
             self._find_moving()
+
         if self.moving:
             buffers = dict(self._module.named_buffers())
             take_from_first([buffers[name] for name in self.moving], self._group)
@@ -106,6 +109,35 @@ class MovingBuffers:
         Warns once if the values of some of them differ between ranks. The bits of buffers are
         compared because torch's own count of the writes to a tensor misses those of its BatchNorm.
         """
+        changed_on_any_rank, differs_between_ranks = self._compare_over_ranks()
+
+        # A buffer that has moved once may have returned to its first value.
+        moving: list[str] = []
+        for name, has_changed in zip(self._watched_names, changed_on_any_rank, strict=True):
+            if has_changed or name in self.moving:
+                moving.append(name)
+
+        self.moving = moving
+
+        # There is no warning of BatchNorm, because the start of the run has printed that it is not
+        # synchronised.
+        buffers = dict(self._module.named_buffers())
+        different: list[str] = []
+        for name, differs in zip(self._watched_names, differs_between_ranks, strict=True):
+            if differs and id(buffers[name]) not in self._batchnorm_ids:
+                different.append(name)
+
+        if different and not self._has_warned:
+            self._has_warned = True
+            self._warn(different)
+
+    def _compare_over_ranks(self) -> tuple[list[bool], list[bool]]:
+        """Compares the watched buffers with their first values, and between the ranks.
+
+        Returns:
+            For each watched buffer, whether it has changed on any rank, and whether its values
+            differ between ranks. The result is the same on all ranks.
+        """
         sums = self._bit_sums()
         has_changed = (sums != self._first_sums).to(torch.int64)
 
@@ -113,30 +145,23 @@ class MovingBuffers:
         # changed on any rank (1), the largest sum, and the smallest one, as the maximum of its
         # negative.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
+
+        # Without samples, the buffers of this rank have kept their old values. So they must not
+        # count in the comparison, and the smallest possible number never is the maximum.
         micro_batch = self._step.micro_batch
         if micro_batch.global_samples and not micro_batch.local_rows:
-            # Without samples, the buffers of this rank have kept their old values. So they must not
-            # count in the comparison, and the smallest possible number never is the maximum.
             maxima[1:] = torch.iinfo(torch.int64).min
 
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
-        changed_anywhere, largest, negative_smallest = maxima.tolist()
+        changed, largest, negative_smallest = maxima.tolist()
 
-        buffers = dict(self._module.named_buffers())
-        moving: list[str] = []
-        different: list[str] = []
-        for index, name in enumerate(self._watched):
-            # A buffer that has moved once may have returned to its first value.
-            if changed_anywhere[index] or name in self.moving:
-                moving.append(name)
-            is_equal = largest[index] == -negative_smallest[index]
-            if not is_equal and id(buffers[name]) not in self._batchnorm_ids:
-                different.append(name)
+        changed_on_any_rank = [number > 0 for number in changed]
+        differs_between_ranks: list[bool] = []
+        for largest_sum, negative_sum in zip(largest, negative_smallest, strict=True):
+            smallest_sum = -negative_sum
+            differs_between_ranks.append(largest_sum != smallest_sum)
 
-        self.moving = moving
-        if different and not self._has_warned:
-            self._has_warned = True
-            self._warn(different)
+        return changed_on_any_rank, differs_between_ranks
 
     def _warn(self, names: Sequence[str]) -> None:
         """Warns that the values of the buffers with these names differ between ranks."""
@@ -167,7 +192,7 @@ class MovingBuffers:
             weight = float(micro_batch.local_rows)
 
         buffers = dict(self._module.named_buffers())
-        averaged = [buffers[name] for name in self._averaged]
+        averaged = [buffers[name] for name in self._averaged_names]
 
         # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. The weight is sent
         # once for each buffer, with the dtype and device of the buffer.
@@ -190,7 +215,7 @@ class MovingBuffers:
     def _bit_sums(self) -> Tensor:
         """Returns the sum of the bits of each watched buffer, shape `(watched buffers,)`."""
         buffers = dict(self._module.named_buffers())
-        return bit_sums([buffers[name] for name in self._watched])
+        return bit_sums([buffers[name] for name in self._watched_names])
 
 
 def names_to_average(module: nn.Module, average: str | Sequence[str]) -> set[str]:

@@ -50,6 +50,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
                 "register its indices and its values as buffers, or keep it as a plain attribute",
             )
 
+        # An expanded tensor has one number in the place of many, and cannot be written to.
         if _is_expanded(tensor):
             tensor.data = tensor.data.contiguous()
 
@@ -65,7 +66,9 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
         for tensor, as_bytes in zip(bucket, received, strict=True):
             if as_bytes.data_ptr() == tensor.data_ptr():
                 continue  # the bytes were received directly into the memory of the tensor
-            # The dtype of the tensor requires an aligned address, which the clone has.
+
+            # In the message, a tensor may begin at any byte. Reading numbers of several bytes takes
+            # an address that is a multiple of their size, which a clone has.
             tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
 
 
@@ -94,6 +97,8 @@ def start_sum(
     sent: list[tuple[list[Tensor], Tensor, Callable[[], None]]] = []
     for bucket in make_buckets(tensors, attrgetter("device", "dtype")):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+        # The backend of the group may only send from the CPU.
         message = flat.to(carrier_device(flat.device, group))
         sent.append((bucket, message, routing.start_all_reduce(message, group)))
 
@@ -120,8 +125,9 @@ def _extreme_over_ranks(
     # The smallest norm is found as the maximum of the negated norms.
     sign = math.copysign(1.0, norm_type)
 
-    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced, and
-    # a second maximum shows whether any rank had it.
+    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced by 0
+    # (and infinities, which `nan_to_num` would replace too, are kept), and a second maximum shows
+    # whether any rank had NaN.
     number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
     maxima = torch.stack([number, local_norm.isnan().double()])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -158,12 +164,16 @@ def norm_over_ranks(
     for dtype in dtypes:
         result_dtype = torch.promote_types(result_dtype, dtype)
 
-    # torch refuses to take the maximum of an empty tensor.
+    # torch refuses to take the maximum of an empty tensor. A rank without elements contributes a
+    # number that changes no other rank's: infinity where the smallest norm is wanted (-inf), or
+    # where norms are raised to a negative power, and else 0.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         local_norm = torch.nn.utils.get_total_norm(filled, norm_type)
+    elif norm_type < 0:
+        local_norm = torch.tensor(math.inf)
     else:
-        local_norm = torch.tensor(math.inf if norm_type < 0 else 0.0)
+        local_norm = torch.tensor(0.0)
 
     local_norm = local_norm.double().to(carrier_device(device, group))
     if math.isinf(norm_type):

@@ -203,7 +203,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         self._check_learning_rates()
         self._step_called_in = self._step.key
-        if not micro_batch.closes:
+        if not micro_batch.closes_step:
             if not self._early_calls:
                 self._early_call_at = user_location()
             self._early_calls += 1
@@ -647,7 +647,7 @@ class _OptimizerEvents(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Clears gradients that are left from a global batch without an optimizer step."""
-        if micro_batch.opens:
+        if micro_batch.opens_step:
             self._check_previous_global_batch()
             self._optimizer.clear_if_postponed()
 
@@ -655,7 +655,7 @@ class _OptimizerEvents(Extension):
         """Records when all micro-batches of a global batch have had a backward pass."""
         self._num_backwards += 1
         is_complete = self._num_backwards >= micro_batch.num_micro_batches
-        if micro_batch.closes and is_complete:
+        if micro_batch.closes_step and is_complete:
             self._num_micro_batches_trained = micro_batch.num_micro_batches
 
     def pass_ended(self) -> None:

@@ -350,7 +350,7 @@ class Preparer:
         """
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
-        if micro_batch.opens and micro_batch.closes:
+        if micro_batch.opens_step and micro_batch.closes_step:
             return  # nothing is accumulated, because the optimizer steps after each micro-batch
 
         if training_pass.num_backwards and len(self.optimizers) > 1:

@@ -50,7 +50,7 @@ class GradientVersionCheck(Check):
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Records the gradients, if they are not yet those that the optimizer will use."""
         self._num_backwards += 1
-        later_micro_batches_add = not self.run.step.micro_batch.closes
+        later_micro_batches_add = not self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
         if not later_micro_batches_add and not are_scaled:
             return
@@ -78,7 +78,7 @@ class GradientVersionCheck(Check):
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError if the gradients of earlier micro-batches were written to."""
-        if self.run.step.micro_batch.opens:
+        if self.run.step.micro_batch.opens_step:
             return  # no earlier micro-batch has left gradients for this optimizer step
         if self._num_backwards > 0:
             return  # compared before the first backward pass of this micro-batch

@@ -75,7 +75,9 @@ class BalancedDataParallel(DataParallel):
 
         self.gpu0_bsz: int | None = int(gpu0_bsz)
         self._looks_for_short_batches = True
+        """True until the first training batch that is not short (`_check_not_short`)."""
         self._short_batch_size: int | None = None
+        """The size of the latest short training batch; None if there was none."""
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
         """Divides batches by shares instead of `gpu0_bsz`, from the next forward pass on."""
@@ -85,26 +87,34 @@ class BalancedDataParallel(DataParallel):
     def sizes(self, count: int) -> list[int]:
         """Returns how many samples each replica computes.
 
+        For example, with `gpu0_bsz=2` and 3 replicas, a batch of 8 gives `[2, 3, 3]`, and a short
+        batch of 1 gives `[1, 0, 0]`.
+
         Args:
             count: the number of samples in the batch.
 
         Raises:
-            SettingError: the first replica would compute the whole batch, for the second time with
-                the same batch size.
+            SettingError: `gpu0_bsz` is too large for the training batches (`_check_not_short`).
         """
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
-        if self._looks_for_short_batches and self.training and torch.is_grad_enabled():
+
+        is_training_batch = self.training and torch.is_grad_enabled()
+        if is_training_batch and self._looks_for_short_batches:
             self._check_not_short(count, self.gpu0_bsz)
-        first = min(self.gpu0_bsz, count)
+
+        size_of_first = min(self.gpu0_bsz, count)
         equal_shares = (1,) * (self.num_replicas - 1)
-        return [first, *part_sizes(count - first, equal_shares)]
+        sizes_of_others = part_sizes(count - size_of_first, equal_shares)
+        return [size_of_first, *sizes_of_others]
 
     def _check_not_short(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Raises SettingError for the second training batch that the first GPU computes alone.
+        """Raises SettingError if training begins with two *short* batches of the same size.
 
-        A single short batch is accepted: it may be the last one of an epoch after a resume, or one
-        of the sizes that `micro_batch_size="auto"` tries. The check ends with the first full batch.
+        A short batch has fewer samples than `gpu0_bsz`, so the first GPU computes all of it. One
+        may be the last batch of an epoch, in a run that was resumed there. Several of different
+        sizes may come from `micro_batch_size="auto"`, which tries sizes. But if a size comes twice,
+        it is the usual one, and `gpu0_bsz` is too large. The first full batch ends the check.
         """
         if batch_size == self._short_batch_size:
             raise SettingError(

@@ -67,8 +67,10 @@ class BatchNormOverReplicas:
         In the backward pass, activation checkpointing calls the layer and expects the result of the
         forward pass. But the replicas do not meet there.
         """
+        # An ordinary forward pass without the other replicas, which may be computed again.
+        # `__call__` sets `met_replicas` to True in a forward pass with them.
         if not in_backward_pass():
-            self.layer.met_replicas = False  # this forward pass may be computed again
+            self.layer.met_replicas = False
             return
 
         if self.uses_batch_statistics and self.layer.met_replicas:
@@ -95,12 +97,13 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
             continue
 
         layer: Any = part
-        if isinstance(layer, sync_batchnorm.SyncBatchNorm) or sync_batchnorm.is_plain(layer):
+        was_converted = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
+        is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
+        if is_sync_batchnorm or sync_batchnorm.is_plain(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
-            layer.met_replicas = False
-
-        # A layer that another DataParallel has converted counts as converted, too.
-        if isinstance(vars(layer).get("forward"), BatchNormOverReplicas):
+            layer.met_replicas = False  # becomes True in a forward pass with all replicas
+            names.converted.append(name)
+        elif was_converted:  # by another DataParallel
             names.converted.append(name)
         else:
             names.left_alone.append(name)

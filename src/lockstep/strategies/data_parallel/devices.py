@@ -41,17 +41,18 @@ def parse_device_ids(
 
     # By default all visible GPUs are used, which may be none.
     given: Any = range(num_visible) if device_ids is None else device_ids
-    is_list = not isinstance(given, int | str | torch.device)
+    is_single_device = isinstance(given, int | str | torch.device)  # the user forgot the list
     devices: list[torch.device] = []
-    if is_list:
+    if not is_single_device:
         devices = [_to_device(device) for device in given]
 
     # torch stores an index in one byte, so 900 becomes a negative number, which is not in range.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
-    if not is_list or not all_visible or has_duplicates:
+    if is_single_device or not all_visible or has_duplicates:
+        shown = given if is_single_device else list(given)
         raise SettingError(
-            f"device_ids={list(given) if is_list else given!r}",
+            f"device_ids={shown!r}",
             f"they name GPUs, each once, and {num_visible} are visible here",
             "give a list of numbers below that; replicas=N computes on one device of any kind",
         )

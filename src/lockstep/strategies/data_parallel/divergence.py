@@ -28,7 +28,11 @@ ForwardState = dict[tuple[str, int], Tensor]
 
 
 def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
-    """Warns of a list or array in a batch that has one entry per sample and is not split."""
+    """Warns of a list or array in a batch that has one entry per sample and is not split.
+
+    Only tensors are split over the replicas. A list may be right for every replica nevertheless, so
+    this is no error.
+    """
     descriptions = describe_sample_lists(batch, num_samples)
     if not descriptions:
         return
@@ -117,23 +121,28 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
         modules: the replicas that ran, at least two.
         state_before: the `forward_state` of the first one before the forward pass.
     """
-    state_of_replica = [forward_state(module) for module in modules]
-    keys: dict[tuple[str, int], None] = {}  # used as an ordered set
-    for state in state_of_replica:
+    states = [forward_state(module) for module in modules]
+
+    # A key is a pair such as ("layer.losses", 0): the name of a buffer or attribute, and the index
+    # in its container. Dictionaries with values of None are used as ordered sets.
+    keys: dict[tuple[str, int], None] = {}
+    for state in states:
         keys.update(dict.fromkeys(state))
 
-    names: dict[str, None] = {}  # the state to warn of; also an ordered set
+    names: dict[str, None] = {}  # the state to warn of
     for key in keys:
-        values = [state.get(key) for state in state_of_replica]
-        first = values[0]
-        differs = not all(_may_be_equal(first, value) for value in values[1:])
+        name, _ = key
+        tensors = [state.get(key) for state in states]  # None where a replica does not have it
+        first = tensors[0]
+        differs = not all(_may_be_equal(first, tensor) for tensor in tensors[1:])
+        if differs:
+            names[name] = None
 
-        # All replicas share a list or dictionary that existed before the forward pass. Each of them
-        # has added an entry, and yet all show the same one. It is recognised because it is new.
-        is_shared = first is values[1]
-        is_new_in_shared = is_shared and first is not state_before.get(key)
-        if differs or is_new_in_shared:
-            name, _ = key
+        # The replicas have the same list or dictionary object if it existed before the forward
+        # pass. Each of them has added its own tensor to it, but then every replica shows the same
+        # tensors, so they do not differ. Such a tensor is the same object on all replicas, and new.
+        is_same_object = first is tensors[1]
+        if is_same_object and first is not state_before.get(key):
             names[name] = None
 
     if not names:
@@ -151,11 +160,13 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
 def _may_be_equal(value: Tensor | None, other: Tensor | None) -> bool:
     """Returns False if two tensors are known to differ by more than rounding.
 
-    Sparse, quantized and 8-bit floating-point tensors cannot be compared, and pass as equal. They
-    hold graphs or packed weights, not statistics.
+    None stands for a tensor that a replica does not have, which is a difference as well. Sparse,
+    quantized and 8-bit floating-point tensors cannot be compared, and pass as equal. They hold
+    graphs or packed weights, not statistics.
     """
     if value is None or other is None:
         return False
+
     if value.shape != other.shape or value.dtype != other.dtype:
         return False
     is_8_bit_float = value.is_floating_point() and value.itemsize == 1

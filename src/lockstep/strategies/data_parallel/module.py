@@ -241,20 +241,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self._check_is_on(home, state)
         num_samples = count_samples(batch, self.dim, self.num_replicas)
 
+        # `sizes` has the number of samples of every replica, and `running` the numbers of the
+        # replicas that run.
         if num_samples > 0:
             sizes = self.sizes(num_samples)
-            numbers = [number for number, size in enumerate(sizes) if size > 0]
+            running = [number for number, size in enumerate(sizes) if size > 0]
         else:  # only the first replica runs
             sizes = [0] * self.num_replicas
-            numbers = [0]
+            running = [0]
 
-        modules = self._modules_of_replicas(numbers, devices, state)
-        if len(numbers) > 1 and not self._has_checked_inputs:
+        modules = self._modules_of_replicas(running, devices, state)
+        if len(running) > 1 and not self._has_checked_inputs:
             self._has_checked_inputs = True
-            warn_of_lists(len(numbers), batch, num_samples)
+            warn_of_lists(len(running), batch, num_samples)
 
         replicas: list[Replica] = []
-        for number, module in zip(numbers, modules, strict=True):
+        for number, module in zip(running, modules, strict=True):
             device = devices[number]
             begin = sum(sizes[:number])
             end = begin + sizes[number]
@@ -272,18 +274,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return replicas
 
     def _modules_of_replicas(
-        self, numbers: Sequence[int], devices: Sequence[torch.device], state: Sequence[Tensor]
+        self, running: Sequence[int], devices: Sequence[torch.device], state: Sequence[Tensor]
     ) -> list[nn.Module]:
         """Returns the module of each replica: the module itself for number 0, else a copy.
 
         Args:
-            numbers: the numbers of the replicas that run, in ascending order.
+            running: the numbers of the replicas that run, in ascending order.
             devices: the devices of all replicas, including those that do not run.
             state: the module's parameters and buffers.
         """
-        devices_of_copies = [devices[number] for number in numbers if number != 0]
+        devices_of_copies = [devices[number] for number in running if number != 0]
         copies = replicate(self.module, state, devices[0], devices_of_copies)
-        if numbers[0] == 0:
+        if running[0] == 0:
             return [self.module, *copies]
         return copies
 
@@ -325,17 +327,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
     ) -> Any:
         """Joins the outputs of the replicas into one output on `device`.
 
-        A *leaf* is anything that is not a container. The leaves at the same place of all outputs
-        are joined into one (`scatter_gather.gather_leaf`). `returned_mean` is set to True if one of
-        them is a single number with a gradient, such as a loss.
+        Whatever the outputs contain at the same place of their containers is joined into one value
+        (`scatter_gather.gather_leaf`). `returned_mean` is set to True if one of these values is a
+        single number with a gradient, such as a loss.
         """
         self.returned_mean = False
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
 
         # If a replica returns a parameter or buffer, its index shows whether the other replicas
-        # returned the same one, because all replicas have them in the same order.
-        index_of_state: list[dict[int, int]] = []  # for each replica, by the `id` of the tensor
+        # returned the same one, because all replicas have them in the same order. So each replica
+        # gets a dictionary: the index of each of its parameters and buffers, by the tensor's `id`.
+        index_of_state: list[dict[int, int]] = []
         for replica in replicas:
             state = parameters_and_buffers(replica.module)
             index_of_state.append({id(tensor): index for index, tensor in enumerate(state)})
@@ -349,7 +352,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         )
         output = join_trees(outputs, join_leaf)
         for tensor in tensors(output):
-            is_parameter = tensor.is_leaf  # a parameter that was returned as it is
+            # A tensor that no operation has computed is a parameter that was returned as it is.
+            is_parameter = tensor.grad_fn is None
             if is_loss_term(tensor) and not is_parameter:
                 self.returned_mean = True
 

@@ -139,7 +139,7 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
         )
 
     combine = in_order[0].combine
-    if combine is None:
+    if combine is None:  # the replicas only wait for each other, at the end of the forward pass
         results.clear()
     else:
         results[:] = combine([arrival.value for arrival in in_order])
@@ -180,7 +180,8 @@ def parallel_apply(
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:
-                if position > 0:  # in a new thread
+                # The first call runs in the calling thread, which has the modes already.
+                if position > 0:
                     for make_mode in mode_factories:
                         stack.enter_context(make_mode())
                 barrier.wait_for_turn(position)

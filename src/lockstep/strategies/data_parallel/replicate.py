@@ -108,7 +108,7 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
             buffers[name] = None if buffer is None else new_tensor_by_id[id(buffer)]
 
         # The dictionaries are set directly, because `Module.__setattr__` takes longer than the copy
-        # itself. The dictionary of parameters is filled below.
+        # itself. The one for parameters is filled below.
         parameters: dict[str, Any] = {}
         set_members(new_part, Members(parameters, buffers, children))
         for name, parameter in old.parameters.items():
@@ -116,15 +116,17 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
             if parameter is not None:
                 new_parameter = new_tensor_by_id[id(parameter)]
 
+            # A copied tensor is no `nn.Parameter`, so `setattr` makes it a plain attribute. This is
+            # necessary, because an RNN updates its list of weights in `__setattr__`.
             if new_parameter is not parameter:
-                # Here `setattr` is necessary, because an RNN updates its list of weights in it.
                 setattr(new_part, name, new_parameter)
 
-            # Also in the dictionary, so that `next(self.parameters()).device` is the device of the
-            # copy, although the new tensor is no parameter.
+            # It is also put into the dictionary, so that `next(self.parameters()).device` is the
+            # device of the copy.
             parameters[name] = new_parameter
 
-        if "forward" in vars(part):  # a forward that was set on the object refers to the original
+        # A forward that was set on the object refers to the original.
+        if "forward" in vars(part):
             new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)
 
     return copy_of[module]
@@ -141,6 +143,8 @@ def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
 
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
     """Raises UsageError for code that is bound to one module object, which a copy cannot run."""
+    # Autocast sets a `HalfForward` on the object. Its attribute `own` is the forward that was set
+    # there before; None if there was none.
     forward = vars(part).get("forward")
     if isinstance(forward, HalfForward):
         forward = forward.own
@@ -170,8 +174,9 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
 def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
     """Returns a `forward` for the copy of a module, from the one that was set on the original.
 
-    It is bound to the copy at each call. If a copy held a method of its own, it would be in a
-    reference cycle, and its parameters would stay in memory until the next garbage collection.
+    The result calls the same code, with the copy in the place of the original (`_rebind`). It is
+    bound to the copy at each call. If a copy held a method of its own, it would be in a reference
+    cycle, and its parameters would stay in memory until the next garbage collection.
     """
     reference = weakref.ref(new_module)
 
@@ -185,9 +190,13 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
 def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
     """Returns a `forward` that calls the copy of a module instead of the original.
 
+    Such a `forward` may be a method of the module, or an object with attributes that refer to the
+    module: `BatchNormOverReplicas` has the layer, the wrapper of activation checkpointing also has
+    the previous `forward`, and `HalfForward` (autocast) has the previous one in `own`. These
+    objects are copied, and so is each `forward` inside them, with the original replaced everywhere.
+
     Args:
-        value: the `forward` of the original: a method, or an object whose attributes refer to the
-            original or its methods, such as those of activation checkpointing and autocast.
+        value: the `forward` of the original, or what such an object wraps.
         original: the module that was copied.
         new_module: the copy.
     """
@@ -197,8 +206,6 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
         return value  # a method of another object
 
     new_value = copy.copy(value)
-
-    # Autocast wraps the `forward` that was set before it, if there was one.
     if isinstance(value, HalfForward) and value.own is not None:
         new_value.own = _rebind(value.own, original, new_module)
 
@@ -342,8 +349,9 @@ def _sum_bucket(
     shapes = [gradients_of_tensors[index][0].shape for index in bucket]
     pieces = torch.split(total, [shape.numel() for shape in shapes])
     for index, shape, piece in zip(bucket, shapes, pieces, strict=True):
-        # Views share torch's counter of writes with the whole tensor, but `data` gives a gradient
-        # its own counter. With `create_graph=True` the view is kept, because it has a graph.
+        # Views share torch's counter of writes with the whole tensor, so a write to one gradient
+        # would look like a write to all others in the bucket. `data` gives each gradient its own
+        # counter. With `create_graph=True` the view is kept, because it has a graph.
         gradient = piece if torch.is_grad_enabled() else piece.data
         sums[index] = gradient.view(shape)
 
@@ -375,9 +383,10 @@ def attributes(module: nn.Module) -> AttributesOfPart:
 def copy_state_back(
     module: nn.Module, replica: nn.Module, before: AttributesOfPart, home: torch.device
 ) -> None:
-    """Copies what a forward pass has left in a copy of a module to the original, which did not run.
+    """Copies the buffers and new attributes of a replica back to the original module.
 
-    These are attributes that were set, and buffers.
+    This is done if the original did not run in a forward pass. It then has the same buffers and
+    attributes as if it had run.
 
     Args:
         module: the original module.
@@ -386,6 +395,8 @@ def copy_state_back(
         home: the device of the original.
     """
     part_of_replica = dict(replica.named_modules())
+
+    # Attributes that the forward pass has set.
     for path, attributes_before in before.items():
         original_part = module.get_submodule(path)
         for name, value in vars(part_of_replica[path]).items():

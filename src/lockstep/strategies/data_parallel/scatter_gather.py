@@ -24,8 +24,8 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
     """Returns the number of samples in a batch: the size of its tensors along `dim`.
 
     A tensor of size 1 there, beside larger ones, is not split, since it belongs to every sample.
-    The result is 0 if there is nothing to split. With one replica nothing is split, and the
-    smallest of several sizes is returned.
+    The result is 0 if there is nothing to split. With one replica nothing is split, so the sizes
+    may differ, and any of them would do; the smallest one is returned.
 
     Raises:
         DataError: there are several replicas, and the sizes differ, or the batch has an object that
@@ -63,14 +63,14 @@ def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
     """Raises DataError for a leaf that has samples but cannot be split, such as a graph batch."""
     if isinstance(leaf, Tensor):
         kind = f"{type(leaf).__name__} of layout {leaf.layout}"
-        can_be_split = _is_splittable_tensor(leaf)
+        is_allowed = _is_splittable_tensor(leaf)
     else:
         kind = type(leaf).__name__
         # An opaque object has a method `to`, so it contains tensors, but they cannot be found. A
-        # module has this method as well, but contains no samples.
-        can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
+        # module has this method as well, but contains no samples. It is passed on as a whole.
+        is_allowed = isinstance(leaf, nn.Module) or not is_opaque(leaf)
 
-    if not can_be_split:
+    if not is_allowed:
         raise DataError(
             f"{with_article(kind)} as input of a module on {num_replicas} devices",
             "it holds samples, but is not a tensor that can be cut",
@@ -134,10 +134,9 @@ def gather_leaf(
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
     """
-    first = leaves[0]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if _is_same_state(leaves, index_of_state):  # a parameter that was returned as it is
-            return first.to(device)
+            return leaves[0].to(device)
         if _are_means(leaves, sizes):
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):
@@ -146,13 +145,15 @@ def gather_leaf(
         # Tensors without the dimension of samples, such as counters, must be equal. They can only
         # be compared on one device.
         leaves = [leaf.to(device) for leaf in leaves]
-        first = leaves[0]
-    elif all(isinstance(leaf, float) for leaf in leaves):
-        # Equal numbers are returned as they are below: rounding could change their mean.
-        if len(set(leaves)) > 1:
-            return _weighted_mean(leaves, sizes)
+
+    # Different Python floats are means. If they are equal, they are returned as they are below,
+    # because rounding could change their mean.
+    are_floats = all(isinstance(leaf, float) for leaf in leaves)
+    if are_floats and len(set(leaves)) > 1:
+        return _weighted_mean(leaves, sizes)
 
     # Anything else must be equal on all replicas.
+    first = leaves[0]
     if all(_are_equal(leaf, first) for leaf in leaves):
         return first
 

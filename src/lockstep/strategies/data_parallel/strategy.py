@@ -63,7 +63,7 @@ class DP(Strategy):
         """
         check_number_of_processes(self.name, run.topology.size)
 
-        # A module without parameters is wrapped to check the devices and the shares.
+        # The devices and the shares are checked by wrapping a module without parameters.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
             refuse_virtual_ranks(
@@ -81,13 +81,14 @@ class DP(Strategy):
                 f"begin with {run.device.index}, or set device='cuda:{device_ids[0]}'",
             )
 
+        # The shares by which the only process divides each batch over its devices.
         device_shares: tuple[int, ...] | None = tuple(example.shares)
         if is_auto(run.settings.shares) and example.num_replicas > 1:
             device_shares = None  # to be measured
 
         return StrategyPlan(
             rank=DataParallelRank(0, 1),  # the only rank, which has each batch as a whole
-            shares=(1,),
+            shares=(1,),  # over processes, of which there is one
             num_devices=example.num_replicas,
             local_devices=range(example.num_replicas),
             device_shares=device_shares,
@@ -146,9 +147,9 @@ class DP(Strategy):
 
     def _choices(self, data_parallel: DataParallel, run: Run) -> list[Choice]:
         """Returns the printed lines about the replicas, the shares and BatchNorm."""
-        if self.replicas is not None:
+        if self.replicas is not None:  # all of them on one device
             reason = f"on {run.device}, as set: they share the parameters"
-        elif data_parallel.device_ids:
+        elif data_parallel.device_ids:  # one on each GPU, the first of which holds the outputs
             gpus = ", ".join(str(index) for index in data_parallel.device_ids)
             reason = f"on GPUs {gpus}; outputs and loss on one"
         else:

@@ -54,8 +54,9 @@ class Exchange:
         num_ranks = self._run.topology.size
         finish_sum = start_sum(sums) if num_ranks > 1 else None
 
-        # A virtual rank that several ranks compute together is added once by each of them: with 2
-        # virtual ranks on 6 ranks, 3 times.
+        # How often a virtual rank is added up in total. If there are more virtual ranks than ranks,
+        # each is added once. If there are more ranks, several of them compute one virtual rank, and
+        # each of these adds it: with 2 virtual ranks on 6 ranks, there are 6 summands.
         num_summands = max(self._num_virtual_ranks, num_ranks)
 
         def wait() -> None:
@@ -104,14 +105,16 @@ class Exchange:
 
         def wait() -> None:
             """Waits for the rows of all virtual ranks, decodes them, and fills `means`."""
-            total = torch.zeros_like(values[:1])  # (1, length + padding)
-            decoded = torch.empty_like(values[:1])
+            padded_length = values.shape[1]
+            total = values.new_zeros(1, padded_length)
+            buffer_for_decode = values.new_empty(1, padded_length)  # reused for every row
             rows = finish_gather().to(total.device)
             for row in torch.split(rows, 1):
-                total += decode(row, method, decoded)
+                total += decode(row, method, buffer_for_decode)
 
-            # There may be more rows than virtual ranks. The additional ones are zeros, so the sum
-            # is divided by the number of virtual ranks.
+            # There may be more rows than virtual ranks, because every process has sent the same
+            # number of rows. The additional ones are zeros, so the sum is divided by the number of
+            # virtual ranks.
             mean = total[0, :length].div_(self._num_virtual_ranks)
             parts = torch.split(mean, [tensor.numel() for tensor in means])
             for tensor, part in zip(means, parts, strict=True):
@@ -166,10 +169,16 @@ class Exchange:
         )
 
         def finish() -> Tensor:
-            """Waits for the rows, and completes them with the columns that other ranks received."""
+            """Waits until all rows have arrived, and returns them with all of their columns.
+
+            If several ranks compute the same virtual rank, each of them has received another range
+            of columns, so they exchange these.
+            """
             finish_exchange()
             if num_sharing == 1:  # this rank has received all columns
                 return received
+
+            # Shape (ranks that share, rows, columns of one rank), joined along the columns.
             gathered = received.new_empty(num_sharing, *received.shape)
             routing.all_gather(gathered, received, same_group)
             whole_rows = torch.cat(list(gathered), 1)
@@ -209,9 +218,12 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
     first_tensors = [0]
     for fragment in range(1, num_fragments):
         ideal_size_before = total_size * fragment / num_fragments
-        # The fragment before needs at least one tensor, and so do this fragment and all later ones.
+
+        # Every fragment needs at least one tensor: the previous one, and this one and all later
+        # ones (with 5 tensors and 3 fragments, fragment 1 begins at tensor 3 at the latest).
+        num_this_and_later = num_fragments - fragment
         lowest = first_tensors[-1] + 1
-        highest = num_tensors - (num_fragments - fragment)
+        highest = num_tensors - num_this_and_later
         candidates = range(lowest, highest + 1)
         first_tensors.append(
             min(candidates, key=lambda index: abs(size_before[index] - ideal_size_before))

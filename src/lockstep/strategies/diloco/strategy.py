@@ -99,6 +99,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
             if self.compress:
                 open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)  # one group for each column
 
+        # In these first steps all virtual ranks still train one model.
         run.step.num_common_steps = self.start
         return replace(
             super().plan(run),
@@ -133,7 +134,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
         if run.settings.uncompressed:
             options = replace(self, compress=None)
             if self.compress is not None:
-                # `lockstep verify` compares runs without compression, and prints this text.
+                # `lockstep verify` compares runs without compression. It reads this attribute and
+                # prints that the user's run differs by choice.
                 untyped.by_choice = f"differences of replicas are sent as {self.compress}"
 
         training = DiLoCoTraining(module, run, options)
@@ -191,11 +193,15 @@ class DiLoCo(DiLoCoOptions, Strategy):
         only with outer_lr=1 and without momentum; otherwise the outer optimizer moves them further.
         """
         weights_are_means = self.outer_lr == 1.0 and not self.outer_momentum
+        if weights_are_means:
+            return
+
+        # Layers in evaluation mode (frozen ones) never change their statistics.
         training_layers = [layer for layer in module.modules() if layer.training]
         has_statistics = any(
             getattr(layer, "running_mean", None) is not None for layer in training_layers
         )
-        if weights_are_means or not has_statistics:
+        if not has_statistics:
             return
 
         warn(

@@ -49,9 +49,10 @@ class TensorVersions:
         if version == self.in_module:
             return
 
+        # The stored values, or a copy of the shared ones if the version does not exist yet.
         new_values = self.values(version)
 
-        # Keep the module's present memory for the old version. The module gets other memory below.
+        # Store the memory that the module has now, and give it the memory of the new values.
         self._stored[self.in_module] = self.values(self.in_module)
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value

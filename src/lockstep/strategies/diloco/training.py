@@ -105,7 +105,7 @@ class DiLoCoTraining(Extension):
         """True between the first optimizer step for a global batch and the exchange at its end."""
         self._last_virtual_rank_began = False
         """True if the last micro-batch of the global batch has begun."""
-        self._writes_to_shared: list[int] = []
+        self._write_counts_of_shared: list[int] = []
         """How often each parameter had been written to when the shared weights were put into the
         module. A later difference shows that the user has changed them by hand."""
 
@@ -139,7 +139,7 @@ class DiLoCoTraining(Extension):
             self._finish_global_batch()
 
         self._last_virtual_rank_began = micro_batch.last
-        if micro_batch.opens:  # the first micro-batch of an optimizer step
+        if micro_batch.opens_step:
             self._stepped_optimizers.clear()
 
         self._put_present_values()
@@ -177,10 +177,17 @@ class DiLoCoTraining(Extension):
         While the virtual ranks train one model, these are all ranks; later, the ranks that compute
         the same virtual rank. A gradient that was averaged already, after an earlier backward pass
         of the same step, is equal on these ranks, so averaging it again does not change it.
+
+        Args:
+            micro_batch: the micro-batch that the loss comes from. The present one decides here,
+                since a loop may call `backward` later.
         """
-        present = self._step.micro_batch
-        if not present.closes:  # more micro-batches follow before the optimizer step
+        present_micro_batch = self._step.micro_batch
+        if (
+            not present_micro_batch.closes_step
+        ):  # more micro-batches follow before the optimizer step
             return
+
         if self._trains_one_model:
             if self._run.topology.size > 1:
                 average_gradients(self.parameters)
@@ -209,9 +216,13 @@ class DiLoCoTraining(Extension):
             )
 
         self._put_present_values()
-        if self._trains_one_model and not self._global_batch_is_unfinished:
-            # This step is made for all virtual ranks together, but each of their forward passes has
-            # changed its own buffers.
+
+        # In the first steps of a training, all virtual ranks train one model: one step with the
+        # shared weights is made for all of them together. But each of their forward passes has
+        # changed the virtual rank's own buffers. They are averaged before the first optimizer steps
+        # (`_global_batch_is_unfinished` becomes True below).
+        is_first_optimizer_of_global_batch = not self._global_batch_is_unfinished
+        if self._trains_one_model and is_first_optimizer_of_global_batch:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
 
@@ -223,7 +234,7 @@ class DiLoCoTraining(Extension):
         if self._module not in modules or not self._all_optimizers_stepped:
             return
         if self._moving_buffers is not None:
-            self._moving_buffers.follow()
+            self._moving_buffers.make_equal()
         if self._step.micro_batch.last:
             self._finish_global_batch()
 
@@ -236,7 +247,7 @@ class DiLoCoTraining(Extension):
         self._buffers.put_in_module(SHARED)
         if self._weights.in_module is not SHARED:
             self._weights.put_in_module(SHARED)
-            self._writes_to_shared = write_counts(self.parameters)
+            self._write_counts_of_shared = write_counts(self.parameters)
 
     def _put_present_values(self) -> None:
         """Puts the values into the module with which the present micro-batch is computed.
@@ -252,9 +263,9 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             return
 
+        # The virtual rank continues from its own weights. If the user has changed the shared ones
+        # by hand in the meantime, this change would be lost.
         if self._weights.in_module is SHARED and self._weights.exists(number):
-            # The virtual rank continues from its own weights, so a change of the shared ones would
-            # be lost.
             self._check_shared_weights_are_unchanged()
 
         self._weights.put_in_module(number)
@@ -270,26 +281,29 @@ class DiLoCoTraining(Extension):
         return self._step.micro_batch.virtual_rank is None
 
     def _swap_gradients(self, number: int) -> None:
-        """Stores the gradients in the module, and replaces them by those of a virtual rank.
+        """Puts away the gradients that are in the module, and restores those of a virtual rank.
 
         Args:
-            number: the number of the virtual rank.
+            number: the number of the virtual rank whose gradients are restored.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
+
         # A virtual rank without stored gradients has not run a backward pass yet.
         no_gradients: list[Tensor | None] = [None] * len(self.parameters)
         new_gradients = self._stored_gradients.pop(number, no_gradients)
         for parameter, gradient in zip(self.parameters, new_gradients, strict=True):
             parameter.grad = gradient
+
         self._owner_of_gradients = number
 
     def _check_shared_weights_are_unchanged(self) -> None:
         """Raises UsageError if the user has changed the shared weights, as that would be lost."""
-        if not self._writes_to_shared:  # the shared weights were loaded, and are not trained yet
+        # There are no counts yet if the shared weights were loaded and have not been in training.
+        if not self._write_counts_of_shared:
             return
 
-        if self._writes_to_shared != write_counts(self.parameters):
+        if self._write_counts_of_shared != write_counts(self.parameters):
             raise UsageError(
                 "weights changed by hand under strategy='diloco'",
                 "outside of a step the model holds the shared weights, and the replicas go on from "
@@ -316,7 +330,8 @@ class DiLoCoTraining(Extension):
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)
 
-        # Nothing is sent in the first steps, in which the virtual ranks train one model.
+        # In the first `start` steps the virtual ranks train one model, and nothing is sent. Later
+        # each trains its own copy.
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
@@ -413,10 +428,11 @@ class DiLoCoTraining(Extension):
             buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
 
-        # If several ranks compute one virtual rank, this rank computes no other one.
-        number = self.own[0]
-        if self._group is not None and self._weights.exists(number):
-            weights = self._weights.values(number)
+        # If several ranks compute one virtual rank, this rank computes no other one. It has no
+        # weights of its own while the virtual ranks train one model.
+        virtual_rank = self.own[0]
+        if self._group is not None and self._weights.exists(virtual_rank):
+            weights = self._weights.values(virtual_rank)
             weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
             yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
@@ -447,7 +463,8 @@ class DiLoCoTraining(Extension):
 
         Args:
             shared: what `shared_state` returned when it was saved.
-            states: what `virtual_rank_state` returned then, by the number of the virtual rank.
+            states: what `virtual_rank_state` returned then, by the number of the virtual rank: its
+                weights, its buffers, and under "lost" what quantization has rounded off.
         """
         self.forget_virtual_ranks()
         device = self._run.device
@@ -461,7 +478,7 @@ class DiLoCoTraining(Extension):
         """Drops the state of all virtual ranks, which begin again with the module's weights."""
         self._weights.keep_only_shared()
         self._buffers.keep_only_shared()
-        self._writes_to_shared = []
+        self._write_counts_of_shared = []
         self._stored_gradients = {}
         self._outer_optimizer.reset()
 
@@ -487,8 +504,9 @@ class DiLoCoTraining(Extension):
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds
 
-        # Up to `delay` steps after a round are normal, because the run had to wait for the round to
-        # be applied. A negative number means that the virtual ranks have not trained apart yet.
+        # For example, with `every` 10 and `delay` 2, a run may end after 12 steps: 10 are exchanged
+        # and 2 are left, in which the run has waited for the exchange. After 15 steps 5 are left,
+        # which are lost. A negative number means that the virtual ranks have not trained apart yet.
         all_steps_are_exchanged = steps_left <= delay
         if all_steps_are_exchanged:
             return

@@ -321,7 +321,7 @@ class PipelinedModule(ModuleWrapper):
     def follow_moving_buffers(self) -> None:
         """Makes the buffers that forward passes change equal in all pipelines."""
         if self._moving_buffers is not None:
-            self._moving_buffers.follow()
+            self._moving_buffers.make_equal()
 
     def equal_tensors(self) -> list[EqualTensors]:
         """Returns the tensors that must be equal in the same stages of all pipelines."""
