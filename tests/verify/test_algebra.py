@@ -44,29 +44,32 @@ def test_zero_has_no_ratio() -> None:
 def test_the_weights_of_a_sum_come_back() -> None:
     parts = [gradient(), gradient(1e-3), gradient(1e3)]
     target = added((0.2, parts[0]), (-3.0, parts[1]), (0.7, parts[2]))
-    assert algebra.weights(target, parts) == pytest.approx((0.2, -3.0, 0.7))
+    assert algebra.fit_weights(target, parts) == pytest.approx((0.2, -3.0, 0.7))
 
 
 def test_a_part_without_anything_weighs_nothing() -> None:
     part = gradient()
     empty = added((0.0, part))
-    assert algebra.weights(added((2.0, part)), [part, empty]) == pytest.approx((2.0, 0.0))
-    assert algebra.weights(part, [empty, empty]) is None
-    assert algebra.weights(part, [{"a": part["a"]}, {"b": part["b"]}]) == pytest.approx((1, 1))
+    assert algebra.fit_weights(added((2.0, part)), [part, empty]) == pytest.approx((2.0, 0.0))
+    assert algebra.fit_weights(part, [empty, empty]) is None
+    assert algebra.fit_weights(part, [{"a": part["a"]}, {"b": part["b"]}]) == pytest.approx((1, 1))
 
 
 def test_what_is_no_sum_of_the_parts_has_no_weights() -> None:
-    assert algebra.weights(gradient(), [gradient(), gradient()]) is None
+    assert algebra.fit_weights(gradient(), [gradient(), gradient()]) is None
 
 
 def test_a_few_values_prove_nothing() -> None:
     tiny = {"a": np.array([1.0, 2.0])}
-    assert algebra.weights(tiny, [{"a": np.array([1.0, 0.0])}, {"a": np.array([0.0, 1.0])}]) is None
+    assert (
+        algebra.fit_weights(tiny, [{"a": np.array([1.0, 0.0])}, {"a": np.array([0.0, 1.0])}])
+        is None
+    )
 
 
 def test_parts_that_cannot_be_told_apart_have_no_weights() -> None:
     part = gradient()
-    assert algebra.weights(part, [part, added((2.0, part))]) is None
+    assert algebra.fit_weights(part, [part, added((2.0, part))]) is None
 
 
 def test_proportional() -> None:

@@ -27,7 +27,7 @@ from lockstep.verify.bits import (
     BitVerdict,
     compare_bits,
     judge_bits,
-    reason_without_bits,
+    reason_bits_not_comparable,
 )
 from lockstep.verify.cause import Cause
 from lockstep.verify.comparison import Comparison, Result, least_virtual_ranks
@@ -509,6 +509,6 @@ def test_a_script_that_trains_without_lockstep_is_ended_at_its_first_step(tmp_pa
     config = replace(config_of(nproc=1), script=Script(path=str(script)))
     record = record_run(config, tmp_path / "run", warm.start)
     assert (record.error, record.updates, record.uses_lockstep) == ("", [], False)
-    assert reason_without_bits(record).endswith(
+    assert reason_bits_not_comparable(record).endswith(
         "made no step of an optimizer that Lockstep has prepared"
     )

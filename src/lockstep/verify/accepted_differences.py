@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.verify.compare import learning_rates_differ, tensor_differences
-from lockstep.verify.joined_parts import is_in_no_model
+from lockstep.verify.joined_parts import belongs_only_to_optimizer
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
 from lockstep.verify.training_record import LARGEST, SIZE, Update
 
@@ -56,21 +56,17 @@ def accept_differences(
     Returns:
         Both runs with fewer values, or unchanged and with an empty text if nothing is accepted.
     """
-    accepted = _parameters_changed_after_steps(reference_run, parallel_run, tolerance)
+    accepted = _accept_parameters_changed_after_steps(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
 
-    accepted = _losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
+    accepted = _accept_losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
 
-    if _optimizers_do_not_use_their_values(reference_run, parallel_run, final_sums, tolerance):
-        return AcceptedDifference(
-            reference_run=[_without_values_of_step(update) for update in reference_run],
-            parallel_run=[_without_values_of_step(update) for update in parallel_run],
-            text="where an optimizer's step begins each rank has gradients or tensors of its own; "
-            "before every next forward pass the parameters of all ranks are those of one process",
-        )
+    accepted = _accept_unused_values(reference_run, parallel_run, final_sums, tolerance)
+    if accepted is not None:
+        return accepted
 
     return AcceptedDifference(list(reference_run), list(parallel_run), text="")
 
@@ -78,7 +74,7 @@ def accept_differences(
 # Parameters that the script changes after a step, such as by averaging them over the ranks
 
 
-def _parameters_changed_after_steps(
+def _accept_parameters_changed_after_steps(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
     """Accepts parameters that differ right after a step but agree before the next forward pass.
@@ -151,38 +147,37 @@ def _first_pair_with_forward_pass(
 
 
 def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
-    """Returns an update without gradients, and with the parameters before the next forward pass.
+    """Returns an update without gradients, and with the parameters of the next forward pass.
 
     Args:
-        update: the update, whose `parameters` are those right after its step.
-        next_update: the next update with a forward pass. Its `rewritten_parameters` are those that
-            the script has changed since the last step. None if there is no such update; then the
-            parameters are left out, because they are not known.
+        update: the update, whose `parameters` are the values right after its optimizer step.
+        next_update: the next update that begins with a forward pass, or None if there is none. Then
+            the parameters of the next forward pass are not known, and are left out.
     """
     ranks = []
     for rank_number, rank in enumerate(update):
-        parameters: dict[str, Array] = {}
+        next_parameters: dict[str, Array] = {}
         if next_update is not None:
-            rewritten = next_update[rank_number].rewritten_parameters
+            # The script may have changed some parameters between the step and the forward pass. All
+            # others still have the values that the step gave them.
+            changed_since_step = next_update[rank_number].rewritten_parameters
             for name, array_after_step in rank.parameters.items():
-                if name in rewritten:
-                    parameters[name] = rewritten[name]
-                else:
-                    parameters[name] = array_after_step
+                next_parameters[name] = changed_since_step.get(name, array_after_step)
 
-        # Sums over the parameters before this update. Without a forward pass, these are the
-        # parameters right after the step before, which are not to be compared.
-        parameter_sums: Mapping[str, Array] = {}
+        # `parameter_sums` describe the parameters that this update started with. If the update has
+        # no forward pass, the script may not have changed these parameters yet, so the ranks may
+        # differ without harm. Such sums are not compared.
+        sums_at_start: Mapping[str, Array] = {}
         if rank.began_with_forward:
-            parameter_sums = rank.parameter_sums
+            sums_at_start = rank.parameter_sums
 
         ranks.append(
             replace(
                 rank,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
-                parameter_sums=parameter_sums,
-                parameters=parameters,
+                parameter_sums=sums_at_start,
+                parameters=next_parameters,
             )
         )
 
@@ -192,7 +187,7 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
 # Losses and learning rates that cancel out
 
 
-def _losses_and_rates_that_cancel(
+def _accept_losses_and_rates_that_cancel(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
     """Accepts gradients and learning rates that both differ but result in the same parameters.
@@ -233,25 +228,39 @@ def _without_losses_and_rates(update: Update) -> Update:
 # Values that optimizers were given and did not use
 
 
-def _optimizers_do_not_use_their_values(
+def _accept_unused_values(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
     final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
-) -> bool:
-    """True if the optimizers were given wrong gradients or parameters, but the training is right.
+) -> AcceptedDifference | None:
+    """Accepts gradients and parameters that the optimizers were given but did not train with.
 
+    For example, an optimizer may average the gradients itself, inside its step. Then each rank's
+    optimizer is given gradients that differ from those of one process, but the training is right.
     See `accept_differences` for the arguments.
+
+    Returns:
+        Both runs without the values that the optimizers were given. None if there is nothing to
+        accept, or if the training differs.
     """
-    # If the values are the same on all ranks, they are what the ranks train with.
+    # If all ranks were given the same values, they train with these values, which must be right.
     if not _optimizers_get_different_values(parallel_run):
-        return False
+        return None
 
     # If the values are the same as on one process, there is nothing to accept.
     if not _steps_differ(reference_run, parallel_run, tolerance):
-        return False
+        return None
 
-    return updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance)
+    if not updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance):
+        return None
+
+    return AcceptedDifference(
+        reference_run=[_without_values_of_step(update) for update in reference_run],
+        parallel_run=[_without_values_of_step(update) for update in parallel_run],
+        text="where an optimizer's step begins each rank has gradients or tensors of its own; "
+        "before every next forward pass the parameters of all ranks are those of one process",
+    )
 
 
 def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
@@ -273,7 +282,7 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
         for rank in update:
             if rank.gradients.keys() != names_of_first_rank:
                 return True  # each rank's optimizer has other parameters
-            if any(is_in_no_model(name) for name in rank.gradients):
+            if any(belongs_only_to_optimizer(name) for name in rank.gradients):
                 return True  # the optimizer has a buffer of its own, such as a slice of a flat one
 
     return False
@@ -315,21 +324,24 @@ def updates_leave_same_parameters(
 
     reference_final_sums, parallel_final_sums = final_sums
 
-    # If one process trains several replicas, the first replica is compared.
-    expected_sums_after: list[Mapping[str, Array]] = []
+    # The parameters that one process has after each update. If it trains several replicas, the
+    # first replica is compared.
+    expected_after_updates: list[Mapping[str, Array]] = []
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
-        expected_sums_after.append(sums_of_replicas[0] if sums_of_replicas else {})
+        sums_of_first_replica: Mapping[str, Array] = {}
+        if sums_of_replicas:  # empty after the last update of a script that has failed
+            sums_of_first_replica = sums_of_replicas[0]
+        expected_after_updates.append(sums_of_first_replica)
 
-    # Parameters after each update, on each rank.
-    sums_of_ranks_after = _sums_after_updates(parallel_run, parallel_final_sums)
+    # Compare them with the parameters that each rank has after the same update.
+    ranks_after_updates = _sums_after_updates(parallel_run, parallel_final_sums)
     num_compared = 0
-    for expected, sums_of_ranks in zip(expected_sums_after, sums_of_ranks_after, strict=True):
-        expected_of_models = _arrays_of_models(expected)
-        for sums in sums_of_ranks:
-            actual_of_models = _arrays_of_models(sums)
+    for expected, ranks in zip(expected_after_updates, ranks_after_updates, strict=True):
+        for actual in ranks:
+            actual_of_models = _only_arrays_of_models(actual)
             if not actual_of_models:  # nothing was recorded on a rank that had joined (`Join`)
                 continue
-            if not _are_equal(expected_of_models, actual_of_models, tolerance):
+            if not _are_equal(_only_arrays_of_models(expected), actual_of_models, tolerance):
                 return False
             num_compared += 1
 
@@ -338,8 +350,11 @@ def updates_leave_same_parameters(
             return False
 
     # Equal parameters prove nothing if none were compared, or if the training changes none.
-    sums_before_first_update = reference_run[0][0].parameter_sums
-    return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
+    parameters_before_training = reference_run[0][0].parameter_sums
+    training_changes_parameters = _parameters_change(
+        parameters_before_training, expected_after_updates
+    )
+    return num_compared > 0 and training_changes_parameters
 
 
 def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[SumsOfRanks]:
@@ -362,8 +377,10 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
     the size. All three are compared if a rank has the whole tensor. If each rank has a slice of it,
     only the largest value can be compared.
     """
-    for name, expected_state in expected[0].optimizer_state.items():
-        # The three numbers of each rank that has this tensor, or a slice of it.
+    state_on_one_process = expected[0].optimizer_state
+    for name, expected_state in state_on_one_process.items():
+        # The arrays [sum, largest, size] of all ranks that have this tensor, or a slice of it. The
+        # constants `LARGEST` and `SIZE` are indices into such an array.
         states = []
         for rank in actual:
             if name in rank.optimizer_state:
@@ -384,9 +401,9 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
     return True
 
 
-def _arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the arrays without those of parameters that only an optimizer has."""
-    return {name: array for name, array in arrays.items() if not is_in_no_model(name)}
+def _only_arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the arrays without those of parameters that belong only to an optimizer."""
+    return {n: array for n, array in arrays.items() if not belongs_only_to_optimizer(n)}
 
 
 def _are_equal(
@@ -425,8 +442,8 @@ def _parameters_change(
 def _without_values_of_step(update: Update) -> Update:
     """Returns an update without gradients, and without the parameters right after the step.
 
-    Parameters that belong only to an optimizer are removed everywhere, since the optimizer may use
-    them as buffers during its step.
+    Parameters that belong to no model but only to an optimizer are removed from all other fields
+    too, since the optimizer may use them as buffers during its step.
     """
     ranks = []
     for rank in update:
@@ -437,8 +454,8 @@ def _without_values_of_step(update: Update) -> Update:
                 unclipped={},  # the gradients before they were clipped
                 reduced_in_step={},  # the gradients after collectives inside of the step
                 parameters={},
-                initial=_arrays_of_models(rank.initial),
-                parameter_sums=_arrays_of_models(rank.parameter_sums),
+                initial=_only_arrays_of_models(rank.initial),
+                parameter_sums=_only_arrays_of_models(rank.parameter_sums),
             )
         )
 

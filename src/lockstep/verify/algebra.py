@@ -49,10 +49,10 @@ def constant_ratio(
     return ratio if is_rounding else None
 
 
-def weights(
+def fit_weights(
     target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], max_error: float = 1e-7
 ) -> tuple[float, ...] | None:
-    """Returns the weights with which `parts` add up to `target`: `w1 * part1 + w2 * part2 + ...`.
+    """Finds the weights with which `parts` add up to `target`: `w1 * part1 + w2 * part2 + ...`.
 
     Args:
         target: a gradient, as tensors by name.
@@ -82,12 +82,15 @@ def weights(
         return None
 
     # Solve goal = normalized @ solution, where each column is a part divided by its norm. Without
-    # this normalization, small parts would not count for the rank of the matrix.
+    # this normalization, `lstsq` would take very small parts for zero.
     nonzero_norms = column_norms[is_nonzero]
     normalized = matrix[:, is_nonzero] / nonzero_norms
     solution, _, matrix_rank, _ = np.linalg.lstsq(normalized, goal, rcond=1e-10)
-    has_one_solution = matrix_rank >= len(nonzero_norms)
-    if not has_one_solution:
+
+    # If the columns are linearly dependent, many weights give the same sum.
+    num_columns = len(nonzero_norms)
+    columns_are_independent = matrix_rank >= num_columns
+    if not columns_are_independent:
         return None
 
     remainder = norm(goal - normalized @ solution)

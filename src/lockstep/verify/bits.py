@@ -102,15 +102,17 @@ class BitVerdict:
         """Returns the verdict as plain values, with the keys that `Verdict.as_json` uses."""
         findings = [note.as_json() for note in self.notes]
         if self.first is not None:
-            difference = self.first.differences[0]
+            # Values of several kinds may differ in this update. The first kind is the one that the
+            # others follow from, so it is reported in detail.
+            first_kind = self.first.differences[0]
             values = {
                 "code": "",
                 "title": "the first bits that differ",
-                "what": difference.kind,
+                "what": first_kind.kind,
                 "step": self.first.step,
-                "names": script_names(difference.names),
-                "ranks": list(difference.ranks),
-                "seen": [each.text for each in self.first.differences],
+                "names": script_names(first_kind.names),
+                "ranks": list(first_kind.ranks),
+                "seen": [difference.text for difference in self.first.differences],
             }
             findings.insert(0, values)
 
@@ -118,10 +120,10 @@ class BitVerdict:
             "verdict": self.word,
             "comparison": "bits",
             "virtual_ranks": self.reference.virtual_ranks,
-            "way": self.parallel.config.name,
+            "way": self.parallel.config.name,  # how the script was run, such as "2 processes"
             "processes": self.parallel.config.nproc,
             "steps": len(self.reference.updates),
-            "until": self.reference.stopped_at,
+            "until": self.reference.stopped_at,  # such as "step 3, batch 3 of 4 of epoch 1"
             "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.parallel.switched_off),
             "findings": findings,
@@ -131,9 +133,14 @@ class BitVerdict:
         """Returns the lines of the verdict that are printed for the user."""
         head = verdict_head(self.word, self.parallel.config.name)
         if self.word == "EQUAL":
+            # "EQUAL  2 processes, in every bit: all 4 optimizer steps, losses, ..."
             compared = translate(_describe_compared(self.reference))
             lines = [join_label(head + translate(", in every bit:"), compared)]
+
+            # Further lines have a label in a column of its own.
             lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
+
+            # `stopped_at` is a text such as "step 3"; empty if the script ran to its end.
             if self.reference.stopped_at:
                 until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
                 lines.append(labelled(translate("until"), until))
@@ -151,20 +158,25 @@ class BitVerdict:
         Args:
             head: beginning of the first line, such as "DIFFERENT  2 processes".
         """
+        # All bits of the common updates are equal, but one run has more updates:
+        # "DIFFERENT  2 processes, in the number of steps: 3 steps, 4 on one process"
         if self.first is None:
             steps = (
                 f"{len(self.parallel.updates)} steps, {len(self.reference.updates)} on one process"
             )
             lines = [join_label(head + translate(", in the number of steps:"), translate(steps))]
         else:
-            difference, *others = self.first.differences
+            # "DIFFERENT  2 processes, bits differ first in gradients (1 of 4), step 2"
             lines = [head + translate(f", bits differ first in {self.first.place}")]
+
+            # The names of the values that differ, and the ranks if only some of them differ.
+            difference, *others = self.first.differences
             where = translate_names(format_items(script_names(difference.names)))
             if len(difference.ranks) < self.parallel.config.nproc:
                 where += translate(f", on {format_ranks(difference.ranks)}")
-
             lines.append(labelled(translate("where"), where))
 
+            # Other kinds of values that differ in the same update.
             if others:
                 texts = [translate(other.text) for other in others]
                 lines.append(labelled(translate("then"), ", ".join(texts)))
@@ -203,6 +215,10 @@ def find_first_difference(
     """Returns the first update in which bits differ; None if there is none.
 
     Updates that only one of the runs has are ignored.
+
+    Args:
+        reference_run: updates of the run on one process. Each is a tuple with a single record.
+        parallel_run: updates of the run on several processes. Each has a record of every rank.
     """
     num_optimizers = len({update[0].optimizer for update in reference_run})
     for expected, actual in zip(reference_run, parallel_run, strict=False):
@@ -211,9 +227,15 @@ def find_first_difference(
             difference = compare_bits(kind, expected, actual)
             if difference is not None:
                 differences.append(difference)
+
+        # The user counts steps and optimizers from 1.
         if differences:
-            optimizer = expected[0].optimizer + 1 if num_optimizers > 1 else None
-            return FirstDifference(expected[0].step + 1, optimizer, differences)
+            record_of_one_process = expected[0]
+            step = record_of_one_process.step + 1
+            optimizer = None
+            if num_optimizers > 1:
+                optimizer = record_of_one_process.optimizer + 1
+            return FirstDifference(step, optimizer, differences)
 
     return None
 
@@ -244,15 +266,19 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
         hashes_of_all |= hashes
 
         names = _names_that_differ(expected_hashes, hashes)
-        if not is_spread:  # then every rank must have all values
-            names |= expected_hashes.keys() - hashes.keys()
+
+        # A value that should be on every rank is missing on this one.
+        missing_on_rank = expected_hashes.keys() - hashes.keys()
+        if not is_spread:
+            names |= missing_on_rank
 
         if names:
             names_that_differ |= names
             ranks_that_differ.append(number)
 
-    # Values that no rank has.
-    names_that_differ |= expected_hashes.keys() - hashes_of_all.keys()
+    # A value that should be on some rank is missing on all of them.
+    missing_on_all_ranks = expected_hashes.keys() - hashes_of_all.keys()
+    names_that_differ |= missing_on_all_ranks
     if not names_that_differ:
         return None
 
@@ -294,7 +320,7 @@ def _describe_compared(reference: RunRecord) -> str:
     return ", ".join(values)
 
 
-def reason_without_bits(run: RunRecord) -> str:
+def reason_bits_not_comparable(run: RunRecord) -> str:
     """Returns why a run cannot be compared bit by bit; empty if it can be.
 
     Args:

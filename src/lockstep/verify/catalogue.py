@@ -78,7 +78,7 @@ def _read_entries() -> dict[str, Entry]:
 ENTRIES = _read_entries()
 
 
-def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> list[str]:
+def cure_lines(entry: Entry, in_language: InLanguage, *, uses_lockstep: bool) -> list[str]:
     """Returns the lines of an entry's cure that apply to a script.
 
     A paragraph that begins with "With Lockstep" or "With plain DDP" applies only to such scripts,
@@ -87,7 +87,7 @@ def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> l
     Args:
         entry: entry of the catalogue.
         in_language: function that translates a text.
-        by_lockstep: whether the script uses Lockstep.
+        uses_lockstep: whether the script uses Lockstep.
     """
     has_advice_for_ddp = "With plain DDP" in entry.cure
     lines: list[str] = []
@@ -95,9 +95,9 @@ def cure_lines(entry: Entry, in_language: InLanguage, *, by_lockstep: bool) -> l
     for paragraph in entry.cure.split("\n\n"):
         if paragraph.startswith("With Lockstep"):
             # Without advice for plain DDP, this advice is for all scripts.
-            is_for_this_script = by_lockstep or not has_advice_for_ddp
+            is_for_this_script = uses_lockstep or not has_advice_for_ddp
         elif paragraph.startswith("With plain DDP"):
-            is_for_this_script = not by_lockstep
+            is_for_this_script = not uses_lockstep
         if is_for_this_script:
             lines += [*_lines_of_paragraph(paragraph, in_language), ""]
 

@@ -21,7 +21,7 @@ from lockstep.verify.training_record import RankUpdate, Sample, Update
 # Rounding errors grow from step to step, while a real difference appears from one step to the next.
 # Runs that differ by more than this fraction of the tolerance, in the step before they exceed it,
 # differ by rounding.
-MIN_SHARE_OF_GROWING_ROUNDING = 1e-2
+MIN_FRACTION_OF_GROWING_ROUNDING = 1e-2
 
 # Kinds of differences that follow from a difference in earlier training.
 _TRAINED_VALUES = {
@@ -128,35 +128,43 @@ def num_comparable_updates(
 
     Rounding grows from update to update: if it exceeds the tolerance, the runs were nearly as far
     apart in the update before. A real difference appears suddenly, after updates that were almost
-    equal. So the first update that exceeds the tolerance tells which of the two it is.
+    equal. So the update before the first one that exceeds the tolerance tells which it is.
     """
     all_updates = max(len(reference_run), len(parallel_run))
 
     # The largest difference in an update, as a fraction of what the tolerance allows.
-    share_before = 0.0
+    fraction_before = 0.0
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
-        share = _largest_used_share(expected, actual, tolerance)
-        if share > 1:
-            is_rounding = share_before > MIN_SHARE_OF_GROWING_ROUNDING
-            return number if is_rounding else all_updates
-        share_before = share
+        fraction = _largest_fraction_of_tolerance(expected, actual, tolerance)
+        exceeds_tolerance = fraction > 1
+        if not exceeds_tolerance:
+            fraction_before = fraction
+            continue
+
+        # Rounding has grown until it exceeds the tolerance. Only the updates before are compared.
+        is_rounding = fraction_before > MIN_FRACTION_OF_GROWING_ROUNDING
+        if is_rounding:
+            return number
+
+        # The difference is real, so all updates are compared and it will be reported.
+        return all_updates
 
     return all_updates
 
 
-def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) -> float:
+def _largest_fraction_of_tolerance(expected: Update, actual: Update, tolerance: Tolerance) -> float:
     """Returns the largest difference of two updates, as a fraction of what the tolerance allows."""
-    largest_share = 0.0
+    largest_fraction = 0.0
     for field_name in ("gradients", "parameters", "buffers"):
         expected_arrays = expected.merged(field_name)
         actual_arrays = actual.merged(field_name)
         scale = scale_of(expected_arrays)
         for name, array in expected_arrays.items():
             if name in actual_arrays:
-                share = tolerance.used_share(array, actual_arrays[name], scale)
-                largest_share = max(largest_share, share)
+                fraction = tolerance.used_fraction(array, actual_arrays[name], scale)
+                largest_fraction = max(largest_fraction, fraction)
 
-    return largest_share
+    return largest_fraction
 
 
 def find_divergences(
@@ -207,9 +215,11 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     """Yields the differences in one update. Causes come before their consequences."""
     yield from tensor_differences("initial", expected, actual, tolerance)
 
-    replica_names = actual.replicas_that_differ()
-    if replica_names:
-        yield Difference("replicas", list(replica_names), len(actual.merged("parameter_sums")))
+    # Parameters before the update whose copies on the ranks differ from each other.
+    names_of_unequal_copies = list(actual.replicas_that_differ())
+    if names_of_unequal_copies:
+        num_compared = len(actual.merged("parameter_sums"))
+        yield Difference("replicas", names_of_unequal_copies, num_compared)
 
     difference_of_samples = _compare_samples(expected, actual)
     if difference_of_samples is not None:
@@ -238,10 +248,10 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
 def _differences_before_step(
     expected: Update, actual: Update, tolerance: Tolerance
 ) -> Iterator[Difference]:
-    """Yields the difference in the parameters before the step ("kept"), if there is one.
+    """Yields the difference in the parameters before the step, if there is one.
 
-    Parameters are compared by their sums, which a rank has only for parameters that it holds as a
-    whole.
+    Its kind is "kept", since these should be the parameters that the last step has left. Parameters
+    are compared by their sums, which a rank has only for parameters that it holds as a whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
@@ -263,6 +273,7 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
         A difference of the kind "samples" (other samples) or "contents" (the same samples with
         other contents). None if there is no difference, or if it is not known.
     """
+    # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
     if same_contents is True:
         return None
@@ -396,7 +407,7 @@ def _digests_by_index(
     digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
     for rank in update:
         for batch in rank.batches:
-            # Otherwise, it is not known which digest belongs to which index.
+            # It is not known which digest belongs to which index.
             if batch.ids is None or len(batch.ids) != len(batch.contents):
                 continue
             for index, digest in zip(batch.ids, batch.contents, strict=True):

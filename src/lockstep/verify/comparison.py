@@ -18,7 +18,7 @@ from lockstep.batch.shares import initial_shares
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.language import translate
 from lockstep.verify import run_record
-from lockstep.verify.bits import BitVerdict, judge_bits, reason_without_bits
+from lockstep.verify.bits import BitVerdict, judge_bits, reason_bits_not_comparable
 from lockstep.verify.comparison_plan import ComparisonPlan
 from lockstep.verify.finding import Finding, labelled
 from lockstep.verify.rounding_noise import find_rounding_noise, may_have_noise
@@ -93,13 +93,15 @@ class Comparison:
 
         for way in plan.ways:
             if self._bit_reference is not None:
-                verdict = self._compare_bits(self._bit_reference, way)
-                if verdict is not None:
-                    yield from self._results_after_bits(verdict, way)
+                # None if the script does not support virtual ranks when it runs in this way.
+                bit_verdict = self._compare_bits(self._bit_reference, way)
+                if bit_verdict is not None:
+                    yield from self._results_after_bits(bit_verdict, way)
                     continue
 
             verdict_within_tolerance = self._compare_within_tolerance(way)
 
+            # Bits were not compared because of this script, or because of the command's options.
             notes = []
             reason = self.reason_without_bits or plan.reason_without_bits
             if reason and verdict_within_tolerance.reference.uses_lockstep:
@@ -120,7 +122,7 @@ class Comparison:
         """True if the script uses Lockstep, according to its source or to a first run."""
         if self._plan.source_uses_lockstep:
             return True
-        if not self.reference().uses_lockstep:
+        if not self._tolerance_reference().uses_lockstep:
             return False
         self._expect_runs(1 + len(self._plan.ways))
         return True
@@ -131,17 +133,20 @@ class Comparison:
         Raises:
             SettingError: The script has fewer virtual ranks than there are processes.
         """
-        number = max(least_virtual_ranks(way) for way in self._plan.ways)
-        config = replace(self._plan.reference, virtual_ranks=number)
-        reference = self._record(config.reference())
-        self.reason_without_bits = reason_without_bits(reference)
+        num_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
+        config = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
+        # With virtual ranks, other settings of the script must be kept than without, so the
+        # configuration of the run on one process is built anew.
+        config = config.reference()
+        reference = self._record(config)
+        self.reason_without_bits = reason_bits_not_comparable(reference)
         if self.reason_without_bits:
             return
 
         self._bit_reference = reference
 
         # The script may have set another number of virtual ranks.
-        number = reference.virtual_ranks or number
+        number = reference.virtual_ranks or num_virtual_ranks
         most_processes = max(way.nproc for way in self._plan.ways)
         if most_processes > number:
             raise SettingError(
@@ -164,14 +169,19 @@ class Comparison:
             The verdict, or None if the script does not support virtual ranks in this way.
         """
         config = replace(
-            way, virtual_ranks=reference.config.virtual_ranks, steps=self._steps_after(reference)
+            way,
+            virtual_ranks=reference.config.virtual_ranks,
+            steps=self._steps_to_compare_with(reference),
         )
         other = self._record(config)
         verdict = judge_bits(reference, other)
-        self.reason_without_bits = reason_without_bits(other)
 
-        # If bits differ before the script ends with an error, the difference says more.
-        if self.reason_without_bits and verdict.first is None:
+        # The run may have ended with an error, so that its bits cannot be compared. But if bits
+        # differ before the error, this difference says more than the error.
+        reason = reason_bits_not_comparable(other)
+        has_difference = verdict.first is not None
+        if reason and not has_difference:
+            self.reason_without_bits = reason
             return None
 
         self.reason_without_bits = ""
@@ -193,8 +203,10 @@ class Comparison:
             yield Result(verdict)
             return
 
+        # The comparison within the tolerance needs a run on one process, usually in float64. Make
+        # this run now, to see whether the script can run in float64.
         try:
-            self.reference()
+            self._tolerance_reference()
         except UsageError as error:
             reason = error.found.splitlines()[0]
             text = translate(f"not compared: {reason}")
@@ -205,32 +217,40 @@ class Comparison:
         name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
         yield Result(self._compare_within_tolerance(replace(way, name=name)))
 
-    def _find_rounding_noise(self, reference: RunRecord) -> list[Finding]:
+    def _find_rounding_noise(self, bit_reference: RunRecord) -> list[Finding]:
         """Returns the finding LS408 in a list, if an optimizer takes steps from mere rounding.
 
-        The finding is about the run on one process, so it is returned only once.
+        To find out, the run on one process that was compared by bits, in the script's own
+        precision, is compared with the run on one process in float64.
 
         Args:
-            reference: run on one process that was compared by bits.
+            bit_reference: the run on one process that was compared by bits.
         """
-        if self._plan.bits_alone or self._has_looked_for_noise:
+        # The finding is about the runs on one process, so it is reported only once.
+        if self._has_looked_for_noise:
+            return []
+
+        # The user wants only bits to be compared, so there is no run in float64.
+        if self._plan.bits_alone:
             return []
 
         self._has_looked_for_noise = True
-        if not may_have_noise(reference.updates):
+        if not may_have_noise(bit_reference.updates):
             return []
 
         try:
-            in_float64 = self.reference()
+            float64_reference = self._tolerance_reference()
         except UsageError:  # the script cannot run in float64
             return []
 
-        return find_rounding_noise(reference.updates, in_float64.updates)
+        return find_rounding_noise(bit_reference.updates, float64_reference.updates)
 
     # Within a tolerance
 
-    def reference(self) -> RunRecord:
-        """Returns the run on one process for comparisons within the tolerance.
+    def _tolerance_reference(self) -> RunRecord:
+        """Returns the run on one process for comparisons within the tolerance, usually in float64.
+
+        The script is run at the first call; later calls return the same run.
 
         Raises:
             UsageError: The run has failed, or gives nothing to compare with.
@@ -242,8 +262,8 @@ class Comparison:
 
     def _compare_within_tolerance(self, way: RunConfig) -> Verdict:
         """Runs the script in one way, and compares the run within the tolerance."""
-        reference = self.reference()
-        config = replace(way, steps=self._steps_after(reference))
+        reference = self._tolerance_reference()
+        config = replace(way, steps=self._steps_to_compare_with(reference))
 
         # If the strategy trains several replicas, one process must train them too.
         if config.trains_replicas:
@@ -252,11 +272,11 @@ class Comparison:
 
         return judge(reference, self._record(config))
 
-    def _steps_after(self, reference: RunRecord) -> int:
-        """Returns the number of steps after which the other runs are stopped.
+    def _steps_to_compare_with(self, reference: RunRecord) -> int:
+        """Returns the number of steps after which a run is stopped to be compared with a reference.
 
-        If the reference was not stopped but has reached its end, the other runs also run to their
-        end, and may make more steps.
+        It is the number of steps that the reference made until it was stopped. If the reference has
+        reached its end instead, the other run also runs to its end, and may make more steps.
         """
         if reference.stopped_at:
             return reference.steps

@@ -207,12 +207,13 @@ def join(parts: Sequence[Any]) -> Any:
 def _join_sequences(parts: Sequence[Any]) -> Any:
     """Joins lists or tuples of several ranks.
 
-    Sequences with tensors, such as `[inputs, labels]`, are joined field by field. Others, such as a
-    list of strings, have one value for each sample and are concatenated.
+    Named tuples, and sequences with tensors such as `[inputs, labels]`, are joined field by field.
+    Others, such as a list of strings, have one value for each sample and are concatenated.
     """
     first = parts[0]
     is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
-    if is_named_tuple or any(isinstance(value, Tensor) for value in first):
+    has_tensors = any(isinstance(value, Tensor) for value in first)
+    if is_named_tuple or has_tensors:
         joined_fields = []
         for values_of_ranks in zip(*parts, strict=True):
             joined_fields.append(join(values_of_ranks))

@@ -94,10 +94,12 @@ class FilesBefore:
     def keep_folder(self, path: Any, moved_to: Any = None) -> None:
         """Keeps everything inside a folder, before the folder may be moved or removed.
 
+        If it is moved, each file gets a new path. That nothing is at the new paths now is recorded
+        too, so that the files there are removed after the run.
+
         Args:
             path: path of the folder. Anything that is not a folder is ignored.
-            moved_to: new path of the folder, under which the files will be created; None if the
-                folder is removed.
+            moved_to: new path of the folder; None if the folder is removed.
         """
         # If a link to a folder is moved or removed, the files in the folder are not touched.
         if not isinstance(path, str | os.PathLike) or os.path.islink(path):
@@ -110,7 +112,8 @@ class FilesBefore:
                 self.keep_path(old_path)
                 if moved_to is not None:
                     relative_path = os.path.relpath(old_path, top)
-                    self.keep_path(os.path.join(os.fsdecode(moved_to), relative_path))
+                    new_path = os.path.join(os.fsdecode(moved_to), relative_path)
+                    self.keep_path(new_path)
 
     def keep_moved(self, path: Any, moved_to: Any) -> None:
         """Keeps what a move changes: what is at both paths, and the contents of a folder."""
@@ -127,7 +130,11 @@ class FilesBefore:
             self._keep_once(path)
 
     def _keep_once(self, path: str) -> None:
-        """Copies what is at a path and adds it to the index, unless a rank has done so."""
+        """Copies what is at a path and adds it to the index, unless a rank has done so.
+
+        Every rank does this before it changes a file, so the file is still as it was before the
+        run, unless the run itself has created it.
+        """
         copy_name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
         copy_path = os.path.join(self._copies, copy_name)
         file_of_known_path = copy_path + ".known"
@@ -141,7 +148,9 @@ class FilesBefore:
             if S_ISDIR(status.st_mode):
                 kind = FOLDER  # files in the folder are kept by their own paths
             elif status.st_mtime >= self._start_time:
-                return  # created by the run itself, such as a temporary file
+                # The file was last modified during the run, but its path is not in the index. So
+                # the run has created it in a way that is not watched, such as a temporary file.
+                return
             elif S_ISLNK(status.st_mode):
                 kind = LINK
                 copy_or_link_target = os.readlink(path)
@@ -186,18 +195,18 @@ class FilesBefore:
 
         # Functions that change what is at the path itself.
         for name in ("remove", "unlink", "rmdir", "mkdir"):
-            self._watch_os_function(name, self.keep_path)
+            self._watch_os_function(name, self.keep_path, num_paths=1)
 
         # This one changes the file that the path leads to.
-        self._watch_os_function("truncate", self.keep_target)
+        self._watch_os_function("truncate", self.keep_target, num_paths=1)
 
         # These change what is at both of their paths.
         for name in ("rename", "replace"):
-            self._watch_os_function(name, self.keep_moved)
+            self._watch_os_function(name, self.keep_moved, num_paths=2)
 
         # `os.symlink(target, path)` only changes what is at its second path.
         for name in ("symlink", "link"):
-            self._watch_os_function(name, lambda target, path: self.keep_path(path))
+            self._watch_os_function(name, lambda target, path: self.keep_path(path), num_paths=2)
 
     def _watch_open(self) -> None:
         """Patches `open`, to keep files that are opened for writing."""
@@ -227,30 +236,36 @@ class FilesBefore:
 
         _replace_os_function(plain_open, watched_open)
 
-    def _watch_os_function(self, name: str, keep: Callable[..., None]) -> None:
-        """Patches a function of `os` that changes files, such as `os.rename(path, moved_to)`.
+    def _watch_os_function(
+        self, name: str, keep_paths: Callable[..., None], *, num_paths: int
+    ) -> None:
+        """Patches a function of `os` that changes files, such as `os.rename(src, dst)`.
 
         Args:
             name: name of the function.
-            keep: function that keeps what will be changed. It is called first, with the leading
-                arguments of the patched function, which are paths: one for each parameter of
-                `keep`.
+            keep_paths: function that keeps what will be changed. It is called with the paths that
+                the script passes, before the patched function changes what is there.
+            num_paths: number of leading arguments of the patched function that are paths.
         """
         plain: Callable[..., Any] = getattr(os, name)
         signature = inspect.signature(plain)
-        num_paths = len(inspect.signature(keep).parameters)
-        path_names = list(signature.parameters)[:num_paths]
+        names_of_path_arguments = list(signature.parameters)[:num_paths]
 
         @wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            """Replaces the function: keeps what is at the paths, and then calls the original."""
+            # All arguments by name. The paths are among them, since they have no defaults.
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:  # wrong arguments, for which the function itself raises an error
                 return plain(*args, **kwargs)
 
-            has_plain_paths = FOLDER_DESCRIPTOR_ARGUMENTS.isdisjoint(kwargs)
-            if has_plain_paths:
-                keep(*(arguments[path_name] for path_name in path_names))
+            # With an argument such as `dir_fd`, paths are relative to an open folder. They are not
+            # supported.
+            is_relative_to_open_folder = bool(FOLDER_DESCRIPTOR_ARGUMENTS & kwargs.keys())
+            if not is_relative_to_open_folder:
+                keep_paths(*[arguments[argument] for argument in names_of_path_arguments])
+
             return plain(*args, **kwargs)
 
         _replace_os_function(plain, watched)

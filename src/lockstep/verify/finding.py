@@ -98,25 +98,23 @@ class Finding:
 
         return values
 
-    def lines(self, heading: str = "", *, by_lockstep: bool | None = None) -> list[str]:
+    def lines(self, heading: str = "", *, uses_lockstep: bool | None = None) -> list[str]:
         """Returns the lines of the finding that are printed for the user.
 
         Args:
             heading: label of the line with the code; by default "cause", translated.
-            by_lockstep: whether the script uses Lockstep, which decides what kind of advice is
+            uses_lockstep: whether the script uses Lockstep, which decides what kind of advice is
                 printed. With None, no advice is printed, only a reference to the catalogue.
         """
         lines = []
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
-            lines.append(
-                labelled(heading or translate("cause"), f"{entry.code}: {translate(self.title)}")
-            )
+            label = heading or translate("cause")
+            lines.append(labelled(label, f"{entry.code}: {translate(self.title)}"))
 
         for sentence in self.cause.evidence:
-            lines += _with_label(
-                translate("seen"), [translate(line) for line in sentence.splitlines()]
-            )
+            texts = [translate(line) for line in sentence.splitlines()]
+            lines += _labelled_lines(translate("seen"), texts)
 
         if self.names:
             lines.append(labelled(translate("where"), translate_names(format_items(self.names))))
@@ -124,14 +122,13 @@ class Finding:
         if entry is None:  # an error without a code, of which nothing more is known
             return lines
 
-        if by_lockstep is None:
+        if uses_lockstep is None:
             advice = f"lockstep explain {entry.code} says what to write instead"
             lines.append(labelled(translate("do"), translate(advice)))
         else:
-            cure = _with_label(
-                translate("do"), cure_lines(entry, translate, by_lockstep=by_lockstep)
-            )
-            lines += [line.rstrip() for line in cure]  # empty lines stay empty
+            texts = cure_lines(entry, translate, uses_lockstep=uses_lockstep)
+            for line in _labelled_lines(translate("do"), texts):
+                lines.append(line.rstrip())  # no indentation on empty lines
             lines.append(labelled(translate("more"), f"lockstep explain {entry.code}"))
 
         return lines
@@ -153,7 +150,7 @@ def labelled(label: str, text: str) -> str:
     return f"  {pad(label, 7)} {text}"
 
 
-def _with_label(label: str, texts: list[str]) -> list[str]:
+def _labelled_lines(label: str, texts: list[str]) -> list[str]:
     """Formats several lines of a verdict: a label before the first, and the others indented."""
     first, *others = texts
     lines = [labelled(label, first)]

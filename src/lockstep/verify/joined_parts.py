@@ -35,7 +35,7 @@ _SUM_FIELDS = ("parameter_sums", "changed_between_passes", "optimizer_state")
 _SENDING_CALLS = {"send", "recv", "isend", "irecv", "all_to_all", "all_to_all_single"}
 
 
-def is_in_no_model(name: str) -> bool:
+def belongs_only_to_optimizer(name: str) -> bool:
     """True if a parameter belongs to no model, but only to an optimizer.
 
     Its name is, for example, "/parameter 1 of optimizer 1". Parameters of models have names such as
@@ -91,34 +91,37 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
         return unchanged
 
     whole_tensors = reference_run[0].merged("initial")
-    concatenations, unknown_names = _find_parts(whole_tensors, parallel_run)
-    if not concatenations and not unknown_names:
+    concatenations, unjoinable_names = _find_parts(whole_tensors, parallel_run)
+    if not concatenations and not unjoinable_names:
         return unchanged
 
-    # Tensors that belong to no model are buffers of an optimizer. If they cannot be joined, they
-    # are removed: the parameters of the models show whether the optimizer was right.
-    removed_names = {name for name in unknown_names if is_in_no_model(name)}
-    whole_run = []
-    for update in reference_run:
-        whole_run.append(_reference_to_compare(update, concatenations.keys(), removed_names))
+    # Tensors that only an optimizer has are its buffers. If they cannot be joined, they are
+    # removed: the parameters of the models show whether the optimizer was right.
+    removed_names = {name for name in unjoinable_names if belongs_only_to_optimizer(name)}
 
     joined_run = []
     for update in parallel_run:
         joined_run.append(_with_joined_tensors(update, concatenations, removed_names))
 
+    # The reference run has whole tensors already, but must have the same fields as `joined_run`.
+    whole_run = []
+    for update in reference_run:
+        whole_run.append(_with_fields_of_joined(update, concatenations.keys(), removed_names))
+
     # Ranks that hold parts of one model are given the same samples.
-    joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
-    if joined_names:
+    joined_names_of_models = [n for n in concatenations if not belongs_only_to_optimizer(n)]
+    if joined_names_of_models:
         joined_run = [_count_same_samples_once(update) for update in joined_run]
 
-    unknown = ""
-    unknown_names_of_models = [name for name in unknown_names if not is_in_no_model(name)]
-    if unknown_names_of_models:
-        unknown = _describe_different_tensors(
-            unknown_names_of_models, whole_tensors, parallel_run[0]
+    # Tensors of models that cannot be joined are reported to the user.
+    description = ""
+    unjoinable_names_of_models = [n for n in unjoinable_names if not belongs_only_to_optimizer(n)]
+    if unjoinable_names_of_models:
+        description = _describe_different_tensors(
+            unjoinable_names_of_models, whole_tensors, parallel_run[0]
         )
 
-    return JoinedRuns(whole_run, joined_run, joined_names, unknown)
+    return JoinedRuns(whole_run, joined_run, tuple(joined_names_of_models), unknown=description)
 
 
 def _describe_different_tensors(
@@ -153,7 +156,7 @@ def _find_parts(
         neither.
     """
     concatenations: dict[str, _Concatenation] = {}
-    unknown_names: list[str] = []
+    unjoinable_names: list[str] = []
     first_update = parallel_run[0]
 
     for name in first_update.merged("initial"):
@@ -173,12 +176,15 @@ def _find_parts(
             concatenations[name] = concatenation
             continue
 
-        # Copies that differ by mistake are not listed: the comparison with one process reports
-        # them.
-        if _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
-            unknown_names.append(name)
+        # Either the shapes already show that the tensors of the ranks are no copies of one tensor,
+        # or the ranks train them as different tensors. Otherwise, they are copies that differ by
+        # mistake, which the comparison with one process will report.
+        if _cannot_be_copies(name, parts, whole):
+            unjoinable_names.append(name)
+        elif _differ_by_design(name, parallel_run):
+            unjoinable_names.append(name)
 
-    return concatenations, unknown_names
+    return concatenations, unjoinable_names
 
 
 def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation | None:
@@ -227,7 +233,7 @@ def _cannot_be_copies(name: str, parts: Sequence[Array], whole: Array) -> bool:
         whole: tensor of one process.
     """
     # A buffer of an optimizer may be different on each rank.
-    if is_in_no_model(name):
+    if belongs_only_to_optimizer(name):
         return True
     return any(part.shape != whole.shape for part in parts)
 
@@ -244,9 +250,12 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if any(call.gradient_of == name for call in update.calls):
             return False
 
-    # DDP or Lockstep has wrapped the model and averages the gradients.
-    if not all(name in rank.unwrapped for rank in parallel_run[0]):
-        return False
+    # If a rank has wrapped the model with DDP or Lockstep, the wrapper averages the gradients.
+    # `unwrapped` lists the parameters of models without a wrapper.
+    for rank in parallel_run[0]:
+        is_wrapped = name not in rank.unwrapped
+        if is_wrapped:
+            return False
 
     # All ranks have the same gradients, so something averages them.
     for update in parallel_run:
@@ -255,28 +264,37 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
             return False
 
-    # Ranks that exchange nothing at all train copies too, which were meant to be averaged.
+    # Ranks that exchange nothing at all train copies too: the script forgets to average them.
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
 
 def _ranks_exchange_outputs(update: Update) -> bool:
     """True if the ranks exchange model outputs or activations that a loss is computed from.
 
-    A gather alone is no proof, since losses are also gathered to be displayed. An all-gather counts
-    only if a loss was computed from its result.
+    Not every gather is a proof, since scripts also gather losses to display them.
     """
-    # These are lines of all-gathers that a loss was computed from.
+    # Each field is the line of an all-gather whose result went into a loss; empty if there is none.
     if update.first("gather_line") or update.first("detached_gather_line"):
         return True
 
     for call in update.calls:
-        is_before_backward = call.passes_before < update.backward_passes
-        is_of_gradient = bool(call.gradient_of)
-        if not is_before_backward or is_of_gradient:
+        if call.gradient_of:  # gradients are exchanged, and not outputs
             continue
 
-        # `in_function` is True for a call inside an autograd function, which has a backward pass.
-        if call.name in _SENDING_CALLS or call.in_function:
+        # Outputs are exchanged before the backward pass of their loss. After the last backward pass
+        # of the update, the ranks exchange something else, such as metrics.
+        num_passes_before_call = call.passes_before
+        another_pass_follows = num_passes_before_call < update.backward_passes
+        if not another_pass_follows:
+            continue
+
+        # These calls move activations from one rank to another, as between pipeline stages.
+        if call.name in _SENDING_CALLS:
+            return True
+
+        # The `forward` of an autograd function makes the call. The function's `backward` sends
+        # gradients back, so the exchanged tensors are part of the computation of the loss.
+        if call.in_function:
             return True
 
     return False
@@ -290,7 +308,7 @@ def _with_joined_tensors(
     Args:
         update: the update, with a part of each tensor on each rank.
         concatenations: how each split tensor is joined, by name.
-        removed_names: names of tensors that are removed.
+        removed_names: names of tensors that cannot be joined and are removed.
     """
     whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
@@ -305,23 +323,28 @@ def _with_joined_tensors(
             if len(parts) == len(update):  # every rank has recorded its part
                 whole_tensors[field_name][name] = concatenation.join(parts)
 
-    names = {*concatenations, *removed_names}
-    return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
+    # The parts are removed from all fields. Where a whole tensor is known, it takes their place.
+    names_to_remove = {*concatenations, *removed_names}
+    return Update(
+        _replace_tensors(rank, names_to_remove=names_to_remove, replacements=whole_tensors)
+        for rank in update
+    )
 
 
-def _reference_to_compare(
+def _with_fields_of_joined(
     update: Update, joined_names: Iterable[str], removed_names: set[str]
 ) -> Update:
-    """Returns an update of the reference run that can be compared with `_with_joined_tensors`.
+    """Returns an update of the reference run with the same fields as an update with joined tensors.
 
-    Whatever is missing in the joined update is removed from this one too: the removed tensors, and
-    the sums over joined tensors.
+    Nothing has to be joined here. But values that `_with_joined_tensors` could not join are missing
+    in the parallel run, so they are removed from the reference run too: unjoinable tensors, sums
+    over split tensors, and local gradients of split tensors.
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several
             replicas, it has a `RankUpdate` for each of them.
         joined_names: names of tensors that were joined in the parallel run.
-        removed_names: names of tensors that are removed.
+        removed_names: names of tensors that could not be joined.
     """
     whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
@@ -331,44 +354,53 @@ def _reference_to_compare(
             if all(array is not None for array in arrays):  # every replica has recorded it
                 whole_tensors[field_name][name] = arrays[0]
 
-    names = {*joined_names, *removed_names}
-    return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
+    # Everything recorded for these tensors is removed, then the whole tensors are put back.
+    names_to_remove = {*joined_names, *removed_names}
+    return Update(
+        _replace_tensors(rank, names_to_remove=names_to_remove, replacements=whole_tensors)
+        for rank in update
+    )
 
 
-def _with_tensors(
-    rank: RankUpdate, whole_tensors: Mapping[str, Mapping[str, Array]], names: set[str]
+def _replace_tensors(
+    rank: RankUpdate,
+    *,
+    names_to_remove: set[str],
+    replacements: Mapping[str, Mapping[str, Array]],
 ) -> RankUpdate:
-    """Returns the record of a rank in which parts of tensors are replaced by whole tensors.
+    """Returns the record of a rank in which some tensors are removed or replaced.
 
     Args:
         rank: record of the rank.
-        whole_tensors: whole tensors, by field of `RankUpdate` and by name.
-        names: names of all tensors to be replaced. If a field has no whole tensor, the part is
-            removed.
+        names_to_remove: names of the tensors to remove. Everything recorded for them is removed:
+            their values, sums over them, and their local gradients.
+        replacements: values to put in place of removed ones, by field of `RankUpdate` and by name.
+            They are only used in fields where the rank had recorded the tensor.
     """
     fields: dict[str, Any] = {}
     for field_name in _TENSOR_FIELDS:
         arrays = getattr(rank, field_name)
-        new_arrays = {name: array for name, array in arrays.items() if name not in names}
+        new_arrays = {n: array for n, array in arrays.items() if n not in names_to_remove}
         for name in arrays:
-            if name in whole_tensors[field_name]:
-                new_arrays[name] = whole_tensors[field_name][name]
+            if name in replacements[field_name]:
+                new_arrays[name] = replacements[field_name][name]
         fields[field_name] = new_arrays
 
-    # The sums over a whole tensor cannot be computed from those over its parts.
+    # Sums have no replacement: the sum over a whole tensor does not follow from those over parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
         for name, sums in getattr(rank, field_name).items():
             # Optimizer state has names such as "Net/weight/exp_avg", where "Net/weight" is the
             # parameter.
             parameter_of_state = name.rpartition("/")[0]
-            if name not in names and parameter_of_state not in names:
+            if name not in names_to_remove and parameter_of_state not in names_to_remove:
                 fields[field_name][name] = sums
 
     # Gradients of single backward passes, before they were averaged.
     local_gradients = []
     for gradients in rank.local_gradients:
-        local_gradients.append({n: array for n, array in gradients.items() if n not in names})
+        kept_gradients = {n: array for n, array in gradients.items() if n not in names_to_remove}
+        local_gradients.append(kept_gradients)
 
     return replace(rank, **fields, local_gradients=local_gradients)
 
@@ -378,6 +410,7 @@ def _count_same_samples_once(update: Update) -> Update:
 
     An update whose ranks have different samples is returned unchanged.
     """
+    # `contents` holds a digest of each sample, so equal contents mean the same samples.
     contents_of_first_rank = [batch.contents for batch in update[0].batches]
     for rank in update:
         if [batch.contents for batch in rank.batches] != contents_of_first_rank:

@@ -47,7 +47,7 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     Returns:
         A sentence for each test, at most `MAX_SHOWN_TESTS`.
     """
-    # The ranks of a run were compared with each other, and not with one process.
+    # The ranks of one run were compared with each other, so there is no run on one process.
     if case.reference_run is case.parallel_run:
         return []
 
@@ -68,12 +68,18 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         if not is_mentioned and _is_new_difference(case, place):
             places.append(place)
 
-    outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
-    processes = [*name_reference(len(case.expected)), *name_ranks(range(len(case.actual)))]
+    # The text lists the outcome in the run on one process first, and then that of each rank.
+    outcomes_of_processes = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
+    names_of_processes = [
+        *name_reference(len(case.expected)),
+        *name_ranks(range(len(case.actual))),
+    ]
+
+    # "Another way was gone": the script took another branch of the `if` than on one process.
     before = "" if is_first_step else ", and in none before,"
     descriptions = []
     for place in places[:MAX_SHOWN_TESTS]:
-        test = _describe_test(place, outcomes_of_runs, processes)
+        test = _describe_test(place, outcomes_of_processes, names_of_processes)
         descriptions.append(f"in this step{before} another way was gone at {test}")
 
     return descriptions
@@ -125,9 +131,10 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
         if outcomes == {WAS_TRUE, WAS_FALSE}:
             places.append(place)
 
+    names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))  # "rank 0", "rank 1", ...
     descriptions = []
     for place in places[-MAX_SHOWN_TESTS:]:
-        test = _describe_test(place, outcomes_of_ranks, name_ranks(range(len(outcomes_of_ranks))))
+        test = _describe_test(place, outcomes_of_ranks, names_of_ranks)
         descriptions.append(f"the ranks went different ways at {test}")
 
     return descriptions
@@ -141,10 +148,10 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         names: names of the tensors. For each rank, the first of them that was written to is used.
 
     Returns:
-        If all ranks wrote, a text for each line: "ranks 0-1 last wrote to them by train.py:7:
-        weight.zero_()". If only some ranks wrote, one text with all lines and with the ranks that
-        did not write, and another one if a test around the line explains it. Empty if no rank
-        wrote.
+        There are three cases. If no rank wrote, the list is empty. If all ranks wrote, it has a
+        text for each line: "ranks 0-1 last wrote to them by train.py:7: weight.zero_()". If only
+        some ranks wrote, a single text names all lines, and the ranks that did not write. It may be
+        followed by a text about the `if` around a line, which explains why only some ranks wrote.
     """
     # The frames of the script at the write of each rank, the innermost first.
     stack_of_rank = _stacks_of_writes(case, names)
@@ -156,28 +163,31 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         innermost_line = stack[0]
         ranks_by_location[innermost_line].append(number)
 
-    texts = []
+    texts_of_writes = []
     for (file, line), ranks in ranks_by_location.items():
         source = format_source_line(file, line)
-        texts.append(f"{format_ranks(ranks)} last wrote to them by {source}")
+        texts_of_writes.append(f"{format_ranks(ranks)} last wrote to them by {source}")
 
     ranks_without_write = []
     for number in range(len(case.actual)):
         if number not in stack_of_rank:
             ranks_without_write.append(number)
 
+    # All ranks wrote.
     if not ranks_without_write:
-        return texts
+        return texts_of_writes
 
-    texts.append(f"of {format_ranks(ranks_without_write)} no write was seen")
-    descriptions = ["; ".join(texts)]
+    # Some ranks wrote and others did not.
+    text_of_others = f"of {format_ranks(ranks_without_write)} no write was seen"
+    descriptions = ["; ".join([*texts_of_writes, text_of_others])]
 
-    # Some ranks wrote and others did not, perhaps because of a test around the line.
+    # A test around the line, such as `if rank == 0`, may be the reason.
     outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
     place = _splitting_test_around(first_stack, outcomes_of_ranks)
     if place is not None:
-        test = _describe_test(place, outcomes_of_ranks, name_ranks(range(len(outcomes_of_ranks))))
+        names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))
+        test = _describe_test(place, outcomes_of_ranks, names_of_ranks)
         descriptions.append(f"that is under {test}")
 
     return descriptions

@@ -51,6 +51,8 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     if _have_same_optimizer_classes(ranks):
         return _line_up_in_order(ranks)
 
+    # Each rank has numbered its optimizers by itself, so optimizer 0 of rank 0 may be optimizer 1
+    # of rank 1. Afterwards, the same optimizer has the same number on all ranks.
     renumbered_ranks = _with_shared_numbers(ranks)
     optimizers_of_ranks = []
     for steps in renumbered_ranks:
@@ -83,19 +85,21 @@ def _line_up_at_shared_steps(
     # step of a shared optimizer; each later one begins with such a step.
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
 
-    first_sections = [sections[0] for sections in sections_of_ranks]
+    # The first section of a rank holds its steps before the first shared one.
+    first_sections = [sections_of_rank[0] for sections_of_rank in sections_of_ranks]
     updates = _line_up_steps_of_some_ranks(first_sections)
 
     # Sections beyond those of the rank with the fewest shared steps are left out.
-    num_sections = min(len(sections) for sections in sections_of_ranks)
+    num_sections = min(len(sections_of_rank) for sections_of_rank in sections_of_ranks)
     for number in range(1, num_sections):
-        section_of_rank = [sections[number] for sections in sections_of_ranks]
+        sections = [sections_of_rank[number] for sections_of_rank in sections_of_ranks]
 
-        shared_step_of_rank = [section[0] for section in section_of_rank]
-        _append_shared_update(updates, Update(chain(*shared_step_of_rank)))
+        # Each section begins with a step that all ranks have made together.
+        shared_steps = [section[0] for section in sections]
+        _append_shared_update(updates, _join_steps(shared_steps))
 
-        other_steps_of_rank = [section[1:] for section in section_of_rank]
-        updates += _line_up_steps_of_some_ranks(other_steps_of_rank)
+        other_steps = [section[1:] for section in sections]
+        updates += _line_up_steps_of_some_ranks(other_steps)
 
     return _with_all_initial_parameters(updates)
 
@@ -116,9 +120,14 @@ def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
 def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
     """Returns one update for the n-th steps of all ranks, as far as all ranks have got."""
     updates = []
-    for step_of_rank in zip(*ranks, strict=False):
-        updates.append(Update(chain(*step_of_rank)))
+    for steps_of_ranks in zip(*ranks, strict=False):
+        updates.append(_join_steps(steps_of_ranks))
     return updates
+
+
+def _join_steps(steps_of_ranks: Sequence[Step]) -> Update:
+    """Returns the update that consists of one step of each rank, with the records of all ranks."""
+    return Update(chain(*steps_of_ranks))
 
 
 def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
@@ -159,6 +168,7 @@ def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
     known_optimizers: dict[int, RankUpdate] = {}
     renumbered_ranks = []
     for steps in ranks:
+        # This also adds the rank's new optimizers to `known_optimizers`, for the next ranks.
         shared_numbers = _match_optimizers(_first_updates(steps), known_optimizers)
 
         renumbered_steps = []
@@ -186,17 +196,20 @@ def _match_optimizers(
             Optimizers with new numbers are added to it.
     """
     shared_numbers = _match_by_parameters(first_updates, known_optimizers)
-    for number, update in first_updates.items():
-        if number in shared_numbers:
+    for own_number, update in first_updates.items():
+        if own_number in shared_numbers:
             continue
 
-        # No other optimizer of this rank has this shared number.
-        is_free = number in known_optimizers and number not in shared_numbers.values()
-        if is_free and _may_have_same_class(known_optimizers[number], update):
-            shared_numbers[number] = number
+        # Try the known optimizer whose shared number is the same as the rank's own number, unless
+        # another optimizer of this rank was matched with it.
+        is_known = own_number in known_optimizers
+        is_taken = own_number in shared_numbers.values()
+        may_match = is_known and not is_taken
+        if may_match and _may_have_same_class(known_optimizers[own_number], update):
+            shared_numbers[own_number] = own_number
         else:
             new_number = max(known_optimizers, default=-1) + 1
-            shared_numbers[number] = new_number
+            shared_numbers[own_number] = new_number
             known_optimizers[new_number] = update
 
     return shared_numbers
@@ -306,7 +319,7 @@ def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
         some_step = next(iter(step_of_rank.values()))
         missed_step = [missed_by(some_step[0])]
         steps_of_all_ranks = [step_of_rank.get(rank, missed_step) for rank in range(len(ranks))]
-        updates.append(Update(chain(*steps_of_all_ranks)))
+        updates.append(_join_steps(steps_of_all_ranks))
 
     return updates
 
@@ -353,18 +366,24 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
     """True if some ranks made two updates after one backward pass.
 
     Such ranks step first with an optimizer of their own and then with a shared one, without another
-    backward pass in between, so they record the same losses for both updates.
+    backward pass in between.
 
     Args:
         earlier: an update that some ranks may have missed.
         later: the next update, which all ranks have made.
     """
-    some_missed_it = any(not rank.stepped for rank in earlier)
-    if not some_missed_it or len(earlier) != len(later):
+    # All ranks have made both updates.
+    if all(rank.stepped for rank in earlier):
+        return False
+
+    # The number of replicas differs, so the ranks of the updates cannot be paired.
+    if len(earlier) != len(later):
         return False
 
     for before, after in zip(earlier, later, strict=True):
-        if before.stepped and before.losses and before.losses == after.losses:
+        # Without a new backward pass, a rank records the losses of the last one again.
+        has_same_losses = bool(before.losses) and before.losses == after.losses
+        if before.stepped and has_same_losses:
             return True
 
     return False
@@ -373,8 +392,9 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
 def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     """Returns the earlier of two updates after one backward pass, with the inputs of all ranks.
 
-    Ranks that missed the earlier update have recorded their inputs with the later one. Losses are
-    removed, since it is not known which of the two updates they belong to.
+    Ranks that missed the earlier update have recorded what the backward pass used with the later
+    one: batches, inputs of models, and parameters. Losses are removed, since it is not known which
+    of the two updates they belong to.
     """
     ranks = []
     for before, after in zip(earlier, later, strict=True):
@@ -386,8 +406,8 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
                     before,
                     batches=after.batches,
                     model_inputs=after.model_inputs,
-                    contributes=after.contributes,
-                    parameter_sums=after.parameter_sums,
+                    contributes=after.contributes,  # whether these batches count
+                    parameter_sums=after.parameter_sums,  # over the parameters that were used
                     losses=[],
                 )
             )
@@ -428,28 +448,40 @@ def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
 def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
     """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
 
-    A rank may record its parameters only after other ranks have trained them and sent it the new
-    values. For these parameters, the initial values of the other ranks are returned. If the rank
-    recorded nothing at the first update, parameters that no other rank had then are left out.
+    A rank records its initial parameters only once, and may do so at a later update than the first:
+    for example, rank 0 pretrains a model for two updates and then sends it to rank 1. The values
+    that rank 1 records are no longer initial then, so those of rank 0 are returned for it.
     """
-    initial_of_others = updates[0].merged("initial")
-    trained_names: set[str] = set()  # trained by other ranks before this rank recorded anything
-
+    # Find the update at which the rank has recorded its parameters.
+    number_of_record = None
     for number, update in enumerate(updates):
-        recorded = update[rank_number].initial
-        if not recorded:
-            trained_names |= update.merged("parameters").keys()
+        if update[rank_number].initial:
+            number_of_record = number
+            break
+
+    if number_of_record is None:
+        return {}
+
+    recorded = updates[number_of_record][rank_number].initial
+    if number_of_record == 0:  # nothing was trained yet
+        return dict(recorded)
+
+    # Parameters that other ranks have trained before.
+    trained_names: set[str] = set()
+    for update in updates[:number_of_record]:
+        trained_names |= update.merged("parameters").keys()
+
+    initial_of_others = updates[0].merged("initial")
+    initial = {}
+    for name, array in recorded.items():
+        # At the first update, no rank had this parameter. The reference run has recorded only the
+        # parameters of the first update, so there is nothing to compare it with.
+        if name not in initial_of_others:
             continue
 
-        if number == 0:  # nothing was trained yet
-            return dict(recorded)
+        if name in trained_names:
+            initial[name] = initial_of_others[name]
+        else:
+            initial[name] = array
 
-        initial = {}
-        for name, array in recorded.items():
-            if name in initial_of_others:
-                was_trained = name in trained_names
-                initial[name] = initial_of_others[name] if was_trained else array
-
-        return initial
-
-    return {}
+    return initial

@@ -51,8 +51,9 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     if new_roots:
         other = _renamed_run(other, lambda name: _with_root(name, new_roots))
 
-    reference_tensors = _first_values(reference)
-    other_tensors = _first_values(other)
+    # The values of every parameter and buffer when it was recorded first, by name.
+    reference_tensors = _first_recorded_values(reference)
+    other_tensors = _first_recorded_values(other)
 
     # Tensors of the reference whose names do not exist in the other run.
     free_tensors = {}
@@ -64,6 +65,8 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     for name, array in other_tensors.items():
         if name in reference_tensors:
             continue
+
+        # A tensor with the same shape and a similar name, and with the same values if possible.
         new_name = _counterpart(name, array, free_tensors)
         if new_name is not None:
             new_names[name] = new_name
@@ -75,7 +78,7 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     return _renamed_run(other, lambda name: new_names.get(name, name))
 
 
-def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
+def _first_recorded_values(updates: Sequence[Update]) -> dict[str, Array]:
     """Returns the first recorded values of every tensor of a run, by name."""
     tensors: dict[str, Array] = {}
     for update in reversed(updates):  # values of earlier updates replace those of later ones
@@ -166,8 +169,9 @@ class _FirstState:
 def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
     """Returns the reference's root for each model of the other run, if some of them are swapped.
 
-    Models of one class are told apart by their first parameters, then by which of them are frozen.
-    If both are the same for several models, a model keeps its name if possible.
+    Models of one class are told apart by the initial values of their parameters, then by which
+    parameters are frozen. If both are the same for several models, a model keeps its name if
+    possible.
 
     Returns:
         The new roots by old root. Empty if no root changes, or if some model has no counterpart.
@@ -218,12 +222,16 @@ def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
     if not updates:
         return states
 
-    first = updates[0]
-    for name, array in first.merged("initial").items():
+    # The initial parameters of all ranks: a rank may have only some of them. The same parameters
+    # are frozen on every rank, so those of rank 0 are used.
+    first_update = updates[0]
+    initial_parameters = first_update.merged("initial")
+    frozen_names = first_update[0].frozen
+    for name, array in initial_parameters.items():
         root, _, path = name.partition("/")
         state = states[root]
         state.parameters[path] = array
-        if name in first[0].frozen:
+        if name in frozen_names:
             state.frozen.add(path)
 
     return states

@@ -98,14 +98,21 @@ def _describe_end(recorder: Recorder) -> dict[str, Any]:
     state = recorder.state
     return {
         "uses_lockstep": bool(state.models.prepared_ids),
+        # Where `lockstep verify` has ended the script, such as "step 3, batch 3 of 4 of epoch 1".
         "stopped_at": state.stopped_at,
+        # An option of the script that changes results on purpose, such as compressed gradients.
         "by_choice": recorder.by_choice,
+        # The line of the script that first started a process of its own.
         "own_process_line": recorder.own_process_line,
+        # The traceback of an error in the recorder itself.
         "internal_error": state.internal_error,
+        # The line of a DataLoader whose batches could not be made larger.
         "unenlarged_loader_line": recorder.line_of_loader_not_enlarged,
         "num_loaders": recorder.inputs.number_of_torch_loaders,
+        # Backward passes that no optimizer step has used, for ranks with and without an optimizer.
         "backward_passes": recorder.backward_passes,
         "backward_passes_without_step": recorder.backward_passes_without_step,
+        # Outcomes of `if` and `while` statements since the last step.
         "branch_outcomes": list(state.branches.pop_outcomes().items()),
         "final_sums": {name: array.tolist() for name, array in final_parameters.items()},
     }

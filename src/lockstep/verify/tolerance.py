@@ -35,9 +35,9 @@ class Tolerance:
             b: second array.
             scale: largest absolute value of all tensors that are compared together with these.
         """
-        return self.used_share(a, b, scale) > 1
+        return self.used_fraction(a, b, scale) > 1
 
-    def used_share(self, a: Array, b: Array, scale: float) -> float:
+    def used_fraction(self, a: Array, b: Array, scale: float) -> float:
         """Returns the largest difference of two arrays, as a fraction of the allowed difference.
 
         Above 1, the arrays differ. The result is infinite if their shapes differ, or if a value is

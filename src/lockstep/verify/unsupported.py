@@ -44,7 +44,7 @@ def not_recorded_error(what: str) -> UsageError:
     return UsageError(what, found, OWN_PROCESSES_HINT)
 
 
-def refuse_own_ranks(*_: Any, **__: Any) -> None:
+def raise_own_ranks_error(*_: Any, **__: Any) -> None:
     """Replaces functions that start ranks, such as `torch.multiprocessing.spawn`.
 
     Raises:
@@ -53,15 +53,13 @@ def refuse_own_ranks(*_: Any, **__: Any) -> None:
     raise not_recorded_error("ranks that the script starts itself, by torch.multiprocessing")
 
 
-def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
-    """Makes it an error to open a process group with more ranks than the run.
+def forbid_larger_groups(nproc: int) -> None:
+    """Makes it an error to open a process group with more ranks than the run, in this process.
 
-    A larger group means that the script has started ranks of its own. It remains an error in this
-    process after the call.
+    A larger group means that the script has started ranks of its own.
 
     Args:
         nproc: number of ranks that `lockstep verify` has started.
-        run: function to be called; by default one that does nothing.
     """
 
     def check_group_size(group: Any) -> None:
@@ -70,7 +68,17 @@ def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -
         # The script's own ranks would wait for this rank, so the error could not end the script.
         for child in active_children():
             child.kill()
-        refuse_own_ranks()
+        raise_own_ranks_error()
 
     on_default_group(check_group_size)
+
+
+def run_without_larger_groups(nproc: int, run: Callable[[], object]) -> None:
+    """Calls a function in a process in which larger groups than `nproc` ranks are forbidden.
+
+    Args:
+        nproc: number of ranks that `lockstep verify` has started.
+        run: function to call, such as the `run` of a process that the script starts.
+    """
+    forbid_larger_groups(nproc)
     run()

@@ -194,7 +194,7 @@ class Verdict:
         if first.place:
             head += translate(f", first in {first.place}")
 
-        lines = [head, *first.lines(by_lockstep=self.reference.uses_lockstep)]
+        lines = [head, *first.lines(uses_lockstep=self.reference.uses_lockstep)]
         if first.case is not None:  # the finding is about a difference between the runs
             lines += self._tolerance_line()
 

@@ -91,7 +91,7 @@ def _weights(sample_tensors: Sequence[Tensor], num_samples: int) -> dict[str, fl
     weights = {"samples": float(num_samples)}
     for name, tensor in counted_tensors.items():
         if tensor.is_complex() or tensor.is_floating_point():
-            weights |= _ones_in_mask(name, tensor)
+            weights |= _ones_in_mask(name, tensor)  # empty unless the tensor is a mask
         else:
             weights |= _counts_of_labels(name, tensor)
 
@@ -191,10 +191,11 @@ class UnusedBatches:
             The batches that were fetched ahead for a later step, and the batches that were never
             trained on.
         """
+        # An unused batch was fetched ahead, if use of the loader's batches can be seen at all. The
+        # inputs of a model cannot always be followed back to a batch. If this never worked for a
+        # loader, all of its batches are taken for batches of the step that ends.
         fetched_ahead = {}
         for number, record in self._unused.items():
-            # The inputs of a model cannot always be followed back to a batch. If this never worked
-            # for a loader, all of its batches belong to the step that ends.
             if record.loader in self._recognized_loaders:
                 fetched_ahead[number] = record
 

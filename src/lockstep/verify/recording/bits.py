@@ -111,7 +111,8 @@ class BitRecorder(Extension):
 
         state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
 
-        # The entry also says that a global batch has begun: the script is not ended within one.
+        # While `update.batches` is not empty, the state knows that a global batch has begun, and
+        # does not end the script before its step.
         ids = batch.samples.tolist()
         state.update.batches.append(Batch(loader=loader_number, epoch=batch.epoch, ids=ids))
 
@@ -136,7 +137,16 @@ class BitRecorder(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Records the gradients of one virtual rank, before those of others are added."""
+        """Records the gradients of one virtual rank, before those of others are added.
+
+        Lockstep adds up the gradients of virtual ranks in a tree. This event reports a leaf of the
+        tree.
+
+        Args:
+            micro_batch: last micro-batch of the virtual rank.
+            parameters: parameters of the model.
+            gradients: gradient of each parameter; None for a parameter without one.
+        """
         name_of_id = {id(parameter): name for name, parameter in self.state.models.parameters()}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             name = name_of_id.get(id(parameter))
@@ -145,9 +155,11 @@ class BitRecorder(Extension):
             # An unused parameter has no gradient with some strategies, and zeros with others.
             if not gradient.any():
                 continue
-            hashes = self._virtual_rank_gradients.setdefault(name, {})
-            name_of_part = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
-            hashes[name_of_part] = hash_of(gradient.detach().reshape(-1))
+
+            # {"Net/weight": {"Net/weight of virtual rank 2": hash, ...}, ...}
+            hashes_of_parameter = self._virtual_rank_gradients.setdefault(name, {})
+            name_of_gradient = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
+            hashes_of_parameter[name_of_gradient] = hash_of(gradient.detach().reshape(-1))
 
     @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -234,7 +246,9 @@ class BitRecorder(Extension):
 
         if self._settings is not None:
             fields["virtual_ranks"] = self._settings.virtual_ranks
-            fields["virtual_ranks_are_own"] = self._settings.virtual_ranks_of_verify is None
+            # Either the script itself has set this number, or `lockstep verify` has.
+            is_set_by_verify = self._settings.virtual_ranks_of_verify is not None
+            fields["virtual_ranks_are_own"] = not is_set_by_verify
 
         return fields
 

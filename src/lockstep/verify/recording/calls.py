@@ -57,20 +57,24 @@ class CallRecorder:
         state.update.calls.append(call)
 
         if isinstance(tensor, Tensor):
+            call.in_function = _is_inside_autograd_function()
             self._describe_input(call, tensor)
-            # Many collectives, such as an all-reduce, write their result to their input.
+
+            # A call with an input is a collective. Many collectives, such as an all-reduce, write
+            # their result to the input, which then comes from all ranks: its marks are removed, and
+            # the write is recorded.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
 
-        # No gradient flows from the output to the input. This is a mistake, unless the call is part
-        # of an autograd function, whose own `backward` computes the gradient.
+        # No gradient flows from the output to the input. Inside an autograd function this is right,
+        # because its own `backward` computes the gradient. Elsewhere it is a mistake of the script.
         if output is not None and not call.in_function:
             _mark_lost_gradient(call, output)
 
         return call
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
-        """Records what is known of the input of a call: its origin, and whether it is a gradient.
+        """Records whether the input of a call comes from a model, and whether it is a gradient.
 
         Args:
             call: record of the call, whose fields are set.
@@ -79,7 +83,6 @@ class CallRecorder:
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
         # This mark is on outputs of trained models, and on everything computed from them.
         call.uses_model_output = "trained" in marks_of(tensor)
-        call.in_function = _is_inside_autograd_function()
 
         # The input is a gradient if it has the same storage as the gradient of some parameter. A
         # bucket of DDP holds the gradients of several parameters; the first one is recorded.
@@ -88,9 +91,9 @@ class CallRecorder:
         if first_owner is not None:
             name, parameter = first_owner
             call.gradient_of = name
-            call.gradient_changed = self._is_changed_gradient(id(parameter), tensor)
+            call.gradient_changed = self._has_changed_since_backward(id(parameter), tensor)
 
-    def _is_changed_gradient(self, parameter_id: int, gradient: Tensor) -> bool:
+    def _has_changed_since_backward(self, parameter_id: int, gradient: Tensor) -> bool:
         """True if a gradient is no longer the sum of what the backward passes of this update added.
 
         Args:

@@ -147,12 +147,15 @@ class Determinism:
             The function, the positional and the keyword arguments to call instead. Any other call
             is returned unchanged.
         """
-        # Only such a conversion is reported as switched off. `float()` of an integer tensor is not.
-        would_lower_precision = (
+        # A conversion of a float64 tensor would lower its precision, which is reported to the user
+        # as switched off. A conversion of an integer tensor is not reported.
+        converts_float64 = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
-        if func in NARROWING_METHODS:  # tensor.float() becomes tensor.double()
-            if would_lower_precision:
+
+        # tensor.float() becomes tensor.double()
+        if func in NARROWING_METHODS:
+            if converts_float64:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
 
@@ -169,7 +172,7 @@ class Determinism:
         if not is_conversion:
             return func, args, kwargs
 
-        if would_lower_precision:
+        if converts_float64:
             self.switched_off[CONVERSIONS] += 1
 
         wide_args = tuple(_widen_dtype(value) for value in args)
@@ -203,23 +206,26 @@ class Determinism:
 
         # A trailing underscore stands for a method that fills its tensor, such as `normal_`.
         if func.__name__.endswith("_"):
-            return self._draw_into(func, args, kwargs)
+            return self._fill_with_draws(func, args, kwargs)
 
         # Functions such as torch.randn draw in the default dtype. Others, such as
-        # torch.bernoulli(x), draw in the dtype of an argument.
+        # torch.bernoulli(x), draw in the dtype of an argument. Both become the script's own dtype.
+        script_args = [self._to_script_dtype(value) for value in args]
         self._set_default_dtype(self._script_dtype)
         try:
-            drawn = func(*[self._narrow(value) for value in args], **kwargs)
+            drawn = func(*script_args, **kwargs)
         finally:
             self._set_default_dtype(torch.float64)
 
         if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
             return drawn
 
-        # A leaf tensor, since torch.randn(3, requires_grad=True) returns one.
-        return drawn.detach().double().requires_grad_(drawn.requires_grad)
+        # The result of torch.randn(3, requires_grad=True) is a leaf tensor, and so must be its
+        # converted copy: it is detached first, and then requires gradients again.
+        converted = drawn.detach().double()
+        return converted.requires_grad_(drawn.requires_grad)
 
-    def _draw_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _fill_with_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method such as `normal_`, which fills a tensor with random numbers.
 
         A float64 tensor is filled with the numbers that a tensor of the script's own dtype would
@@ -231,14 +237,17 @@ class Determinism:
             tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
             other_args = []
 
-        if tensor.dtype != torch.float64:  # it was never converted, as an integer tensor
+        # A tensor that was never converted to float64, such as an integer tensor, is filled as in
+        # the unmodified script.
+        if tensor.dtype != torch.float64:
             return func(tensor, *other_args, **kwargs)
 
+        # Draw into a tensor of the script's own dtype, and copy the numbers.
         narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
             return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))
 
-    def _narrow(self, value: Any) -> Any:
+    def _to_script_dtype(self, value: Any) -> Any:
         """Converts a float64 tensor to the script's own dtype; returns other values unchanged."""
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return value.to(self._script_dtype)

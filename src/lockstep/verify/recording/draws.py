@@ -39,10 +39,14 @@ class DrawLog:
         """Hash of the numbers of all draws since `restart`."""
 
     def begin(self, generator: Any) -> str:
-        """Counts a draw that is about to be made, and returns its line for `finish`.
+        """Counts a draw that is about to be made. After the draw, call `finish`.
 
         Args:
             generator: the `generator` argument of the call.
+
+        Returns:
+            The line of the script that makes the call, to be passed to `finish`. If the call draws
+            from a generator of the script, the text also says so.
         """
         line = user_line() or "somewhere"
         uses_own_generator = generator not in (None, torch.default_generator)
@@ -59,8 +63,8 @@ class DrawLog:
         """Records the numbers of a draw, and marks their tensor so that its use can be followed.
 
         Args:
-            drawn: return value of the call.
-            line: return value of `begin`.
+            drawn: return value of the call that has drawn the numbers.
+            line: line of the script that made the call, as `begin` has returned it.
         """
         has_values = isinstance(drawn, Tensor) and drawn.device.type != "meta"
         if not has_values:
@@ -69,7 +73,9 @@ class DrawLog:
         digest_of_numbers = digest(drawn)
         self._hash.update(digest_of_numbers.encode())
         self.digests.add(digest_of_numbers)
-        mark(drawn, draw=(self.count, line, digest_of_numbers))
+
+        number_of_draw = self.count  # `begin` has counted this draw already
+        mark(drawn, draw=(number_of_draw, line, digest_of_numbers))
 
     def restart(self) -> None:
         """Clears what `since_restart` returns."""
@@ -88,6 +94,7 @@ class DrawLog:
 
         Draws inside the block are still counted.
         """
+        # `since_restart` returns these two, so they are put back as they were before the block.
         first_line_before = self._first_line
         hash_before = self._hash.copy()
         try:

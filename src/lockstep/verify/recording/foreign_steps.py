@@ -43,7 +43,7 @@ class ForeignStepRecorder:
         if state.has_optimizer or not had_backward_pass:
             return
 
-        summaries_at_start = state.notes.parameters_at_start
+        summaries_at_start = state.notes.sums_at_start
         for name, parameter in state.models.parameters():
             if name not in summaries_at_start:
                 continue
@@ -61,6 +61,7 @@ class ForeignStepRecorder:
         loss.
         """
         state = self.state
+        # Parameters are listed in `state.models` when a module that has them is called first.
         calls_modules = bool(list(state.models.parameters()))
         if state.has_optimizer or calls_modules:
             return
@@ -113,7 +114,8 @@ class ForeignStepRecorder:
 
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}
-            # What the gradients were before clipping is known only for steps of an optimizer.
+            # Without an optimizer, it is not recorded whether the script has clipped the gradient.
+            # Both fields are the same then, as for gradients that were not clipped.
             update.unclipped = update.gradients
 
     def _record_update(self) -> None:
@@ -139,7 +141,7 @@ class ForeignStepRecorder:
             stepped=False,
             step=state.foreign_steps,
             dtype=str(state.mode.lowest_dtype),
-            parameter_sums=state.notes.parameters_at_start,
+            parameter_sums=state.notes.sums_at_start,
             frozen=state.frozen_parameters(),
             unwrapped=state.models.unwrapped_parameters(),
             local_gradients=self._gradients.local_gradients(),
@@ -153,9 +155,9 @@ class ForeignStepRecorder:
     def record_shadowed_iteration(self) -> None:
         """Records a step that the other ranks make while this rank has no samples left.
 
-        Torch calls this on a rank that has joined (`Join`), at each step of the other ranks. It is
-        not known which optimizer they step with, so an update without values is written for each
-        optimizer of this rank.
+        Torch calls this on a rank that has joined (`Join`), at each step of the other ranks, and
+        names it a shadowed iteration. It is not known which optimizer they step with, so an update
+        without values is written for each optimizer of this rank.
         """
         state = self.state
         state.has_joined = True
@@ -175,4 +177,4 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
+            state.num_updates_after_step_of[optimizer] = state.writer.count  # written so far

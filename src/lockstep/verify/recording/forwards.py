@@ -123,7 +123,8 @@ class ForwardRecorder:
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))
 
-        # The set below belongs to the model that is being called.
+        # The call of a model begins. The set of its BatchNorm layers is empty so far; calls of
+        # modules inside of the model add to it.
         is_model = self._depth == 1
         if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
@@ -153,9 +154,11 @@ class ForwardRecorder:
         is_trained = torch.is_grad_enabled() and has_parameters(module)
         # On a rank without an optimizer, a change of the parameters ends the update. This must be
         # noticed before the forward pass is recorded, which then belongs to the next update.
-        if is_trained and self._is_first_of_backward_pass():
+        if is_trained and self._is_first_since_backward():
             self._foreign_steps.record_if_parameters_changed()
 
+        # No forward pass is recorded at first. If the model is trained, the record is created
+        # below.
         self.state.notes.running_pass = None
         self._note_wrapper(module)
         self._add_model(module)
@@ -163,7 +166,7 @@ class ForwardRecorder:
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
 
-    def _is_first_of_backward_pass(self) -> bool:
+    def _is_first_since_backward(self) -> bool:
         """True if no model has been called since the last backward pass."""
         # Each first call of a model adds its inputs, and each backward pass then adds its loss.
         return len(self.state.update.model_inputs) == len(self.state.update.losses)
@@ -174,8 +177,8 @@ class ForwardRecorder:
         if type(layer).forward is not BatchNorm.forward:
             return
 
-        # Without gradients, the layer only matters if the loss is computed from the model's output.
-        # To find out, the output gets a mark for each of these layers.
+        # A model that is called without gradients, such as a teacher, only matters if its output
+        # goes into a loss. To find out, the output gets a mark for each of these layers.
         if torch.is_grad_enabled():
             self.state.notes.local_batch_norms.add(id(layer))
         else:
@@ -188,10 +191,10 @@ class ForwardRecorder:
             return
 
         update = self.state.update
-        # The outermost module should be the DDP wrapper. If it is the module inside of DDP, the
-        # script has bypassed the wrapper.
-        bypasses_ddp = id(module) in self.state.models.ddp_parameter_ids
-        if bypasses_ddp and not update.past_wrapper_line:
+        # The script should call the DDP wrapper. If it calls the module inside of the wrapper, the
+        # gradients are not averaged. The first line that does so is recorded.
+        bypasses_wrapper = self.state.models.is_inside_ddp(module)
+        if bypasses_wrapper and not update.past_wrapper_line:
             update.past_wrapper_line = user_line() or "somewhere"
 
         if isinstance(module, DistributedDataParallel):
@@ -221,10 +224,11 @@ class ForwardRecorder:
         if not update.began_with_forward:
             self._begin_step()
 
-        is_first_of_backward_pass = self._is_first_of_backward_pass()
-        self._record_parameters_before_pass(is_first_of_backward_pass)
-
-        if is_first_of_backward_pass:
+        # Of several models that are called before one backward pass, only the inputs of the first
+        # one are recorded.
+        is_first_since_backward = self._is_first_since_backward()
+        self._record_parameters_before_pass(is_first_since_backward)
+        if is_first_since_backward:
             self._record_model_inputs(inputs)
 
         self._note_evaluation_mode(module)
@@ -243,35 +247,45 @@ class ForwardRecorder:
         if state.is_first_update:
             state.branches.pop_outcomes()
 
+        # The script may write to parameters between two steps, for example to average them.
         state.update.rewritten_parameters = self._parameters_changed_since_last_step()
 
-    def _record_parameters_before_pass(self, is_first_of_backward_pass: bool) -> None:
+    def _record_parameters_before_pass(self, is_first_since_backward: bool) -> None:
         """Records the parameters that a forward pass uses.
 
         Before the first backward pass of the update, these are the parameters at the start of the
         update. After it, only the parameters are recorded that the script has changed since then.
 
         Args:
-            is_first_of_backward_pass: whether no model has been called since the last backward
-                pass.
+            is_first_since_backward: whether no model has been called since the last backward pass.
         """
         update = self.state.update
         had_backward_pass = bool(update.losses)
         if not had_backward_pass:
             self._record_parameters_at_start()
-        elif is_first_of_backward_pass and not update.changed_between_passes:
+        elif is_first_since_backward and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
 
     def _record_model_inputs(self, inputs: Any) -> None:
-        """Records the inputs of the first model that is called before a backward pass."""
+        """Adds the inputs of a model to `model_inputs` of the update.
+
+        Called once for each backward pass, with the inputs of the first model that is called before
+        it. So `model_inputs` gets one entry for each backward pass of the update.
+
+        Args:
+            inputs: positional arguments of the call.
+        """
         state = self.state
+
+        # At the first forward pass of the update, also record how many random numbers were drawn
+        # before it.
         is_first_of_update = not state.update.model_inputs
         if is_first_of_update:
             state.notes.draws_before_forward = state.mode.draws.count
 
-        record = describe_batch(inputs, ids=())
-        has_rows_for_samples = bool(record.shape)
-        if has_rows_for_samples:
+        record = describe_batch(inputs, ids=())  # the indices of the samples are not known
+        has_samples = record.shape != ""  # the shape of one sample; empty if no tensor has rows
+        if has_samples:
             state.update.model_inputs.append(record)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
@@ -305,16 +319,17 @@ class ForwardRecorder:
         recorded too, in `state.update.initial`.
         """
         state = self.state
-        summaries = state.models.whole_parameters()  # by name; sharded parameters are left out
-        state.notes.parameters_at_start = summaries
+        summaries = state.models.sums_of_parameters()  # by name; sharded parameters are left out
+        state.notes.sums_at_start = summaries
 
-        # Parameters of no known model have no name. Their key is a pair: the number of the
-        # optimizer that was built with them, and their index in that optimizer.
-        summaries_without_model = {}
+        # The script may train tensors that no model has, only an optimizer. They get a name when
+        # that optimizer first steps. Until then, their key is a pair: the number of the optimizer,
+        # and their index in it.
+        summaries_of_unnamed = {}
         for key, parameter in state.models.parameters_of_unstepped_optimizers():
-            summaries_without_model[key] = summarize(parameter)
+            summaries_of_unnamed[key] = summarize(parameter)
 
-        state.notes.parameters_without_model = summaries_without_model
+        state.notes.unstepped_sums = summaries_of_unnamed
 
         if state.is_first_update:
             whole_parameters = [(n, p) for n, p in state.models.parameters() if n in summaries]
@@ -325,9 +340,9 @@ class ForwardRecorder:
 
         Called between two backward passes of one update, when parameters should stay the same.
         """
-        summaries_at_start = self.state.notes.parameters_at_start
+        summaries_at_start = self.state.notes.sums_at_start
         changed = {}
-        for name, summary in self.state.models.whole_parameters().items():
+        for name, summary in self.state.models.sums_of_parameters().items():
             if name not in summaries_at_start:
                 continue
             if not np.array_equal(summary, summaries_at_start[name]):
@@ -357,14 +372,15 @@ class ForwardRecorder:
 
         # The rows of a single input may be something else than samples, such as the nodes of a
         # graph. Several inputs with the same number of rows leave no doubt.
-        num_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
-        all_have_same_rows = len(sample_inputs) == num_inputs
+        inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
+        all_have_same_rows = len(sample_inputs) == len(inputs_with_rows)
+        has_several_inputs = len(inputs_with_rows) > 1
         record = Forward(
             model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
             shape=f"{first_input.dtype} {list(first_input.shape[1:])}",
             inputs=summarize_rows([first_input], num_samples),
             other_inputs=summarize_rows(other_inputs, num_samples),
-            rows_are_samples=all_have_same_rows and num_inputs > 1,
+            rows_are_samples=all_have_same_rows and has_several_inputs,
         )
 
         if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
@@ -375,7 +391,8 @@ class ForwardRecorder:
         # A script may call the model as a trial before the training. When the first loss shows that
         # the first calls were trials, the recorded inputs are replaced by those kept here.
         if self.state.is_first_update:
-            forward_pass.inputs = describe_batch(inputs, ids=())
+            no_indices = ()  # the inputs of a model do not tell the indices of the samples
+            forward_pass.inputs = describe_batch(inputs, ids=no_indices)
 
         return forward_pass
 
@@ -390,11 +407,13 @@ class ForwardRecorder:
         if is_traced() or in_function_transform():
             return
 
+        # Any model with parameters marks its output, even one that is not trained, such as a
+        # teacher whose output goes into the loss.
         is_model = self._depth == 0
         if is_model and has_parameters(module):
             self._mark_output(output)
 
-        # Only forward passes of models that are being trained are recorded.
+        # Everything else is recorded only for models that are being trained.
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():
             return
@@ -438,8 +457,11 @@ class ForwardRecorder:
         notes = self.state.notes
         notes.running_pass = None
         forward_pass.outputs = outputs
+
+        # Everything that is computed from these outputs gets the mark "trained" too.
         mark(outputs, trained=self.state.update_number)
 
+        # The outputs that have exactly one row for each sample.
         record = forward_pass.record
         num_samples = len(record.inputs)
         outputs_with_rows = tensors_with_rows(outputs, num_samples)
@@ -483,12 +505,15 @@ class ForwardRecorder:
         record = forward_pass.record
         num_samples = len(record.inputs)
 
-        # An array of shape (samples, 2). The factor tells outputs apart: otherwise, the sum would
-        # stay the same if the gradients of two outputs were swapped.
-        rows = summarize_rows(tensors_with_rows([gradient], num_samples), num_samples) * number
-        if len(rows) == 0:
+        # A gradient without one row for each sample is not recorded.
+        gradients_with_rows = tensors_with_rows([gradient], num_samples)  # empty, or [gradient]
+        summaries = summarize_rows(gradients_with_rows, num_samples)  # shape (samples, 2)
+        if len(summaries) == 0:
             return
 
+        # The factor tells outputs apart: otherwise, the sum below would stay the same if the
+        # gradients of two outputs were swapped.
+        rows = summaries * number
         if len(record.output_gradients) == 0:
             record.output_gradients = rows
         else:

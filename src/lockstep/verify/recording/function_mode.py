@@ -118,7 +118,7 @@ class FunctionMode(TorchFunctionMode):
 
         # This is `Tensor.backward`, `torch.autograd.backward` or `torch.autograd.grad`.
         if name in ("backward", "grad"):
-            with self.backward_pass(True):
+            with self.set_in_backward(True):
                 return func(*args, **kwargs)
 
         result = func(*args, **kwargs)
@@ -148,8 +148,9 @@ class FunctionMode(TorchFunctionMode):
             if call is not None:
                 self.loss_calls.append(call)
 
-        may_be_arithmetic = len(args) == 2  # such as loss + penalty, or loss / 2
-        if may_be_arithmetic:
+        # The call may be arithmetic on losses, such as loss + penalty, or loss / 2. For any other
+        # function, `terms_of_result` returns no terms.
+        if len(args) == 2:
             evidence.loss_terms = terms_of_result(name, *args)
 
     def _note_result(
@@ -173,20 +174,24 @@ class FunctionMode(TorchFunctionMode):
         """
         self.writes.note_call(func, name, args, kwargs)
 
-        marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
-            self._note_python_number(float(result), marks)
+            self._note_python_number(float(result), evidence.marks)
+
+        # The result gets the marks of the arguments, and further ones.
+        marks = dict(evidence.marks)
 
         is_loss_or_term = needs_gradient(result) and result.dim() == 0
         if is_loss_or_term:
             marks |= divisor_mark(name, args)  # empty unless the call is a division by a number
             note_loss(result, name, args, evidence.loss_terms)
 
-        # The result is a statistic over the samples of a batch, such as their mean.
+        # The result is a statistic over the samples of a batch, such as their mean. The kind of its
+        # mark contains the line, so that a loss can carry the marks of several statistics.
         if reduces_over_samples(name, args, kwargs):
             number = summary_number(result)
             if number is not None:
-                marks[f"{STATISTIC}{user_line() or ''}"] = number
+                kind = f"{STATISTIC}{user_line() or ''}"
+                marks[kind] = number
 
         mark(result, **marks)
 
@@ -226,19 +231,19 @@ class FunctionMode(TorchFunctionMode):
         return calls
 
     @contextmanager
-    def backward_pass(self, running: bool) -> Iterator[None]:
-        """Returns a context manager that sets `in_backward`.
+    def set_in_backward(self, in_backward: bool) -> Iterator[None]:
+        """Returns a context manager that sets `in_backward` for its block.
 
         Args:
-            running: True for a backward pass; False for a forward pass that activation
+            in_backward: True for a backward pass; False for a forward pass that activation
                 checkpointing recomputes within a backward pass.
         """
-        before = self.in_backward
-        self.in_backward = running
+        value_before = self.in_backward
+        self.in_backward = in_backward
         try:
             yield
         finally:
-            self.in_backward = before
+            self.in_backward = value_before
 
 
 def is_traced() -> bool:

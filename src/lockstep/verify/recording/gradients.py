@@ -92,10 +92,8 @@ class GradientRecorder:
     def end_backward(self) -> None:
         """Records the gradients that a backward pass has left, and whether they are still local.
 
-        Gradients are local if they are exactly the sum of what the hooks saw in this update, or
-        what the last backward pass added, if the script clears gradients between the passes.
-        Otherwise, DDP has averaged them. The answer is added to `state.update.local_passes`; the
-        gradients are kept in `state.notes`.
+        Local gradients were computed on this rank. Otherwise, DDP has averaged them. The answer is
+        added to `state.update.local_passes`; the gradients are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}
@@ -108,10 +106,14 @@ class GradientRecorder:
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
 
+            # A local gradient is exactly the sum of what all backward passes of the update have
+            # added. If the script clears gradients between the passes, it is what the last one has
+            # added.
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
                 accumulated = sum(local_gradients, torch.zeros_like(gradient))
-                is_local = gradient.equal(accumulated) or gradient.equal(local_gradients[-1])
+                of_last_pass = local_gradients[-1]
+                is_local = gradient.equal(accumulated) or gradient.equal(of_last_pass)
                 gradients_are_local.append(is_local)
 
         all_are_local = bool(gradients_are_local) and all(gradients_are_local)
@@ -150,13 +152,16 @@ class GradientRecorder:
     def factor_since_backward(self) -> float:
         """Returns the number by which all gradients were multiplied since the last backward pass.
 
-        The result is 1.0 if nothing has changed, and NaN if the change was not a multiplication by
-        one number. With g the gradients then and h the gradients now, each as one vector, the
-        factor (g·h) / |g|² brings factor * g nearest to h. The squared distance that remains is
-        |h|² - factor * (g·h); it must be zero up to rounding.
+        For example 0.5, if the script divides the gradients by 2; 1.0 if nothing has changed.
+
+        Returns:
+            The factor. NaN if there are no gradients, or if they were changed in another way than
+            by multiplying all of them with one number.
         """
+        # Let g be all gradients then, and h all gradients now, each as one long vector. These three
+        # numbers are added up over the parameters.
         gradients_then = self.state.notes.gradients_after_backward
-        dot_product = 0.0  # g·h, added up over the parameters
+        dot_product = 0.0  # g·h
         squared_norm_then = 0.0  # |g|²
         squared_norm_now = 0.0  # |h|²
 
@@ -172,12 +177,16 @@ class GradientRecorder:
             squared_norm_then += float(then @ then)
             squared_norm_now += float(now @ now)
 
-        if not squared_norm_then:
+        if not squared_norm_then:  # there are no gradients, or all of them are zero
             return math.nan
 
+        # The least-squares solution of h = factor * g.
         factor = dot_product / squared_norm_then
-        residual = squared_norm_now - factor * dot_product
-        if residual <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
+
+        # |h - factor * g|² is the squared distance that remains. If h is a multiple of g, it is
+        # zero up to rounding.
+        squared_distance = squared_norm_now - factor * dot_product
+        if squared_distance <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
 
         return math.nan
@@ -197,6 +206,7 @@ class GradientRecorder:
         """
         call = self._calls.record("clip", None)
 
+        # The dictionary in the notes is empty until the first clipping call of the update.
         before = self._copy_gradients()
         notes = self.state.notes
         is_first_call = not notes.gradients_before_clipping
@@ -228,8 +238,9 @@ class GradientRecorder:
         if not is_in_step or not isinstance(tensor, Tensor):
             return
 
+        # The tensor is a gradient if it has the same storage as the gradient of some parameter. A
+        # flat tensor may hold the gradients of several parameters.
         update = self.state.update
-        # The tensor is a gradient if it has the same storage as the gradient of some parameter.
         for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
             reduced = copy_arrays([(name, parameter.grad)])
             update.reduced_in_step = {**update.reduced_in_step, **reduced}
@@ -261,7 +272,10 @@ class GradientRecorder:
                 unclipped[name] = gradient
 
         update.unclipped = unclipped
-        _zero_rounding(update.gradients, parameters_with_gradient.values())
+
+        # From here on, the script's own gradients are changed. The recorded ones stay as they are,
+        # and only tell how large the largest gradient is.
+        _zero_rounding(parameters_with_gradient.values(), recorded_gradients=update.gradients)
 
         for gradient_tensor in self.all_gradients():
             self.state.mode.note_dtype(gradient_tensor)
@@ -273,19 +287,21 @@ class GradientRecorder:
                 yield parameter.grad
 
 
-def _zero_rounding(gradients: Mapping[str, Array], parameters: Iterable[nn.Parameter]) -> None:
-    """Sets gradients to zero that are nothing but rounding errors.
+def _zero_rounding(
+    parameters: Iterable[nn.Parameter], recorded_gradients: Mapping[str, Array]
+) -> None:
+    """Sets values of gradients to zero that are nothing but rounding errors.
 
     An example is the gradient of a bias in front of a BatchNorm layer: it is zero in exact
     arithmetic. Adam normalizes gradients, so it would take a full step from the rounding error, in
     a direction that differs from run to run.
 
     Args:
-        gradients: copies of the gradients, by parameter name.
         parameters: parameters whose gradients are changed in place.
+        recorded_gradients: copies of the gradients, by parameter name.
     """
-    largest_gradient = scale_of(gradients)
-    limit = RELATIVE_ROUNDING * largest_gradient
+    largest_value = scale_of(recorded_gradients)
+    limit = RELATIVE_ROUNDING * largest_value
     for parameter in parameters:
         gradient = to_local(parameter.grad)
         if not gradient.is_sparse and gradient.is_floating_point():

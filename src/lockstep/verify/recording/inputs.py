@@ -65,10 +65,13 @@ class InputRecorder:
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
 
-        # Epochs are counted from 0. No pass is counted if gradients were off when the iteration
-        # began and were switched on later.
+        # Epochs are counted from 0, so the first pass is epoch 0. If gradients were off when the
+        # pass began, it was not counted as a pass for training; the epoch is 0 then, too.
         passes_begun = self._passes_over.get(loader, 0)
         epoch = max(0, passes_begun - 1)
+
+        # A shuffling sampler whose `set_epoch` is never called gives the same order in each epoch.
+        has_fixed_order = is_shuffled and sampler not in self.samplers_with_epoch
         record = describe_batch(
             batch,
             ids=ids,
@@ -76,7 +79,7 @@ class InputRecorder:
             epoch=epoch,
             workers=loader.num_workers > 0,
             iterable=isinstance(loader.dataset, IterableDataset),
-            order_fixed=is_shuffled and sampler not in self.samplers_with_epoch,
+            order_fixed=has_fixed_order,
         )
         self._batches_in_epoch[loader, epoch] += 1
         self._add(loader, record, self._batches_in_epoch[loader, epoch])
@@ -101,10 +104,13 @@ class InputRecorder:
             event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids
         )
 
-        if len(record.contents) != len(ids):  # a collate function changed the number of samples
+        # `contents` has a digest of each row. A collate function may have changed the number of
+        # rows, so that it is not known which row belongs to which sample.
+        if len(record.contents) != len(ids):
             record.contents = ()
 
-        self._add(event.loader, record, event.position + 1)
+        number_of_batch = event.position + 1  # positions are counted from 0
+        self._add(event.loader, record, number_of_batch)
 
     def _add(self, loader: Any, record: Batch, number: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
@@ -120,7 +126,8 @@ class InputRecorder:
         state = self.state
         state.loss_is_weighted = False  # `World.backward` was not yet called for this batch
 
-        # Loaders are numbered in the order of their first use.
+        # Loaders are numbered in the order of their first use, which is the order of the entries in
+        # this dictionary. A loader of Lockstep has no entry yet when it is first used.
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
         record.loader = list(self._passes_over).index(loader)
@@ -146,7 +153,7 @@ class InputRecorder:
         self._unused.use(batch_number)
 
     def end_update(self) -> list[Batch]:
-        """Removes the batches from the update that it was not trained on.
+        """Removes the batches on which the step was not trained from the update.
 
         Returns:
             The batches that were fetched ahead for a later update.

@@ -37,9 +37,11 @@ def enlarge(arguments: dict[str, Any], times: int) -> None:
     # With a batch sampler, the batch size does not matter.
     batch_sampler = arguments.get("batch_sampler")
     if batch_sampler is not None:
+        # This replaces the class of the sampler by a subclass, which is not possible for a
+        # generator.
         try:
             arguments["batch_sampler"] = merge_batches(batch_sampler, times)
-        except TypeError as error:  # its class cannot be changed, as that of a generator
+        except TypeError as error:
             raise CannotEnlargeError from error
         return
 

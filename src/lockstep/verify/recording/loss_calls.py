@@ -64,8 +64,8 @@ class LossCall:
         ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored_label]
 
-        # cross_entropy(input, target, weight) may get its weights by name or by position. The third
-        # argument of other loss functions is a number.
+        # cross_entropy(input, target, weight) may get its weights by name, or by position as the
+        # third argument (see `options`). The third argument of other loss functions is a number.
         class_weights = self.options.get("weight", self.options.get("argument 3"))
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
@@ -85,15 +85,18 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
         The call, with a copy of its targets. None if there are no targets, or if the call trains
         nothing because its input requires no gradient.
     """
-    # The first two arguments of all these functions are called `input` and `target`.
-    options = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+    # The first two arguments of all these functions are called `input` and `target`. Either may be
+    # passed by position or by name.
+    first_two = dict(zip(("input", "target"), args[:2], strict=False))
+    options = {**first_two, **kwargs}
     outputs = options.pop("input", None)
     targets = options.pop("target", None)
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
         return None
 
-    # The names of further positional arguments depend on the function, so they are numbered.
-    for number, value in enumerate(args[2:], 3):
+    # The names of further positional arguments depend on the function, so they are numbered:
+    # "argument 3", "argument 4", ...
+    for number, value in enumerate(args[2:], start=3):
         options[f"argument {number}"] = value
 
     return LossCall(f"{name}: {user_line() or ''}", targets.detach().clone(), options)
@@ -129,12 +132,14 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
         return terms + [-term for term in other_terms]
 
     # The call is a product or a quotient. If it scales a loss by a number, every term is scaled.
+    # For `2 * loss`, torch passes the loss first too.
     scales_loss = bool(terms) and not other_terms and _is_single_number(other)
     if not scales_loss:
         return []
 
+    # A product with 0 is not a sum of losses any more, and a quotient by 0 is infinite.
     factor = float(other)
-    if factor == 0:  # the product is 0, and the quotient is infinite
+    if factor == 0:
         return []
     if name == "div":
         return [term / factor for term in terms]
@@ -196,8 +201,8 @@ def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]
 def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
     """Returns the line of the user's code that computed the result of a call.
 
-    If a library only scales a loss, as Accelerate does in its `backward`, the line that computed
-    the loss before is returned.
+    Usually, this is the line that made the call. But if a library only scales a loss, as Accelerate
+    does in its `backward`, it is the line of the user that has computed the unscaled loss.
 
     Args:
         name: name of the called function.
@@ -213,9 +218,11 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
     else:
         factor, loss = args
 
-    is_scaled_loss = needs_gradient(loss) and not loss.dim() and not needs_gradient(factor)
+    is_loss = needs_gradient(loss) and loss.dim() == 0  # a loss is a scalar with a gradient
+    is_scaled_loss = is_loss and not needs_gradient(factor)
     if is_scaled_loss:
-        return line_of_loss(loss) or user_line()
+        line_of_unscaled_loss = line_of_loss(loss)
+        return line_of_unscaled_loss or user_line()
 
     return user_line()
 

@@ -31,6 +31,7 @@ from lockstep.verify.recording.sample_coupling import (
 from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
 from lockstep.verify.recording.tensor_values import summarize, summarize_rows
 from lockstep.verify.run_config import MIN_STEPS
+from lockstep.verify.training_record import Batch
 
 MAX_RECORDED_FORWARD_PASSES = 256
 """Number of forward passes of an update that are recorded; the latest ones are kept."""
@@ -80,14 +81,18 @@ class LossRecorder:
         state.mode.note_dtype(loss)
         self._hook_all_parameters()
 
-        # This may write the previous update and begin a new one, which the loss belongs to.
+        # On a rank without an optimizer, nothing tells when an update is complete. If the
+        # parameters have changed since the last loss, this writes the complete update and begins a
+        # new one, which the loss belongs to.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
 
+        # Before the training, the script may have called the model for other reasons.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
 
-        # Read now, because the test for coupled samples runs backward passes: they may recompute
-        # checkpointed parts of the model, which would be added to `state.notes.forward_passes`.
+        # Keep the list of forward passes as it is now. The test for coupled samples runs backward
+        # passes, which may recompute checkpointed parts of the model; `state.notes` then gets a
+        # new list that also has these passes.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
@@ -109,11 +114,12 @@ class LossRecorder:
         self._gradients.hook_parameters(optimized_parameters)
 
     def _forget_trial_passes(self, loss: Tensor) -> None:
-        """Removes forward passes from the notes that the first loss was not computed from.
+        """Removes the forward passes before the training from `state.notes`, if there are any.
 
-        A script may call the model before the training, for example to print the shape of its
-        output. If the first call was such a trial, its recorded inputs are replaced by those of the
-        first call that was not.
+        A script may call the model for a trial, for example to print the shape of its output. Such
+        a forward pass is recognized by the first loss, which is not computed from its outputs. If
+        the first forward pass was a trial, all forward passes are removed that the loss was not
+        computed from, and the recorded inputs become those of the first one that is left.
         """
         notes = self.state.notes
         loss_nodes = nodes_behind(loss.grad_fn)  # nodes of the autograd graph
@@ -148,14 +154,17 @@ class LossRecorder:
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
 
-        # A gather that passes no gradient on. The first one of the update is kept.
+        # The line of a gather that passes no gradient on, either because of the gather itself, or
+        # because the script has detached its input. The first line of the update is kept.
         if not update.gather_line:
             update.gather_line = marks.get("gather", "")
         if not update.detached_gather_line:
             update.detached_gather_line = marks.get("detached", "")
 
-        # Draws before the first forward pass were recorded together with the inputs of the models.
-        state.record_marks(marks, draws_before=state.notes.draws_before_forward)
+        # Random numbers that were drawn before the first forward pass are ignored here, because
+        # they were recorded together with the inputs of the models.
+        num_draws_to_ignore = state.notes.draws_before_forward
+        state.record_marks(marks, draws_before=num_draws_to_ignore)
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
@@ -171,7 +180,8 @@ class LossRecorder:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
 
-        # The last batch is the one that the loss was computed from.
+        # The last batch is the one that the loss was computed from. Its number of samples is among
+        # the weights, which are the numbers that a mean over the batch may be divided by.
         update = self.state.update
         num_samples = 0
         batches = update.batches or update.model_inputs
@@ -215,6 +225,7 @@ class LossRecorder:
         is_coupled = couples_samples(forward_pass.outputs, forward_pass.hidden)
         self._coupling_found_in[model] = is_coupled
 
+        # After one slow test, models are no longer tested again in later steps.
         if time.monotonic() - start_time > MAX_COUPLING_S:
             self._coupling_is_slow = True
 
@@ -232,19 +243,18 @@ class LossRecorder:
         return is_in_first_steps and not self._coupling_is_slow
 
     def _value(self, loss: Tensor) -> float:
-        """Returns the loss as a number. The mean over an empty batch, which is NaN, becomes 0."""
+        """Returns the loss as a number. The mean over an empty batch, which is NaN, becomes 0.
+
+        A batch is empty if the last batch of a loader, or the last input of a model, has no
+        samples.
+        """
         value = float(loss.detach())
         if not math.isnan(value):
             return value
 
-        # The loss was computed from the last batch and the last model inputs, if there are any.
         update = self.state.update
-        last_batch = update.batches[-1:]
-        last_model_inputs = update.model_inputs[-1:]
-        for batch in (*last_batch, *last_model_inputs):
-            num_samples = batch.weights["samples"]
-            if num_samples == 0:
-                return 0.0
+        if _last_is_empty(update.batches) or _last_is_empty(update.model_inputs):
+            return 0.0
 
         return value
 
@@ -268,6 +278,8 @@ class LossRecorder:
             if divisor != 0:
                 divisors["divisor of the loss"] = divisor
 
+        # The weight of a call is the number that torch divides the sum over its samples by, such as
+        # the number of labels.
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
         state.update.loss_divisors.append(divisors)
@@ -292,10 +304,11 @@ class LossRecorder:
         notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
-            # Hooks on the outputs record gradients during the backward pass that begins now. Rows
-            # that were recorded before belong to something else, such as a gradient penalty, so
-            # they are removed.
-            record.output_gradients = record.output_gradients[:0]
+            # During the backward pass that begins now, hooks record the gradients of the outputs.
+            # Gradients that were recorded before come from another one, such as the backward pass
+            # of a gradient penalty, so they are cleared.
+            no_rows = record.output_gradients[:0]
+            record.output_gradients = no_rows
 
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
@@ -303,6 +316,11 @@ class LossRecorder:
         notes.forward_passes = []
         notes.model_calls = 0
         notes.gradients_before_clipping = {}
+
+
+def _last_is_empty(batches: Sequence[Batch]) -> bool:
+    """True if there are batches, and the last one has no samples."""
+    return bool(batches) and batches[-1].weights["samples"] == 0
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:

@@ -45,7 +45,8 @@ class Models:
         self.after_last_step: dict[str, Array] = {}
         """Values of the parameters after the last optimizer steps, by name."""
         self.ddp_group_ranks: Sequence[int] = ()
-        """Ranks in DDP's process group; empty if these are all ranks."""
+        """Ranks in the last smaller process group that DDP was given; empty if every DDP wrapper
+        uses all ranks."""
         self.comm_hook_line = ""
         """Line that registered a communication hook with DDP; empty without one."""
 
@@ -77,7 +78,8 @@ class Models:
         averaged_ids = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.ddp_parameter_ids[id(wrapper.module)] = averaged_ids
 
-        # The usual process group, which has all ranks, is not recorded.
+        # A process group without some ranks may be a mistake, so it is recorded. One such group is
+        # enough to report, so that of a later wrapper replaces an earlier one.
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         if len(ranks) < dist.get_world_size():
             self.ddp_group_ranks = ranks
@@ -130,7 +132,7 @@ class Models:
     def parameters_of_unstepped_optimizers(
         self,
     ) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
-        """Yields parameters that belong to no root, and to an optimizer that has not stepped yet.
+        """Yields parameters of optimizers that have not stepped yet, if no root contains them.
 
         Such parameters have no name. Each comes with a pair instead: the number of its optimizer,
         in the order of construction, and its index in that optimizer.
@@ -175,11 +177,12 @@ class Models:
                     name = f"{module_name}.{attribute}".replace("/.", "/")
                     if len(plain_tensors) > 1:
                         name = f"{name}[{index}]"
-                    arrays[name] = np.array([*summarize(tensor), tensor.numel()])
+                    weighted_sum, largest = summarize(tensor)
+                    arrays[name] = np.array([weighted_sum, largest, tensor.numel()])
 
         return arrays
 
-    def whole_parameters(self) -> dict[str, Array]:
+    def sums_of_parameters(self) -> dict[str, Array]:
         """Returns a summary of each parameter that is not sharded, by name."""
         return {name: summarize(p) for name, p in self.parameters() if not is_sharded(p)}
 
@@ -197,6 +200,10 @@ class Models:
                 yield name, parameter
 
     # How models are wrapped
+
+    def is_inside_ddp(self, module: nn.Module) -> bool:
+        """True if a module is the one that a DDP wrapper contains, without the wrapper."""
+        return id(module) in self.ddp_parameter_ids  # the keys are the ids of such modules
 
     def is_wrapped(self, module: nn.Module) -> bool:
         """True if a module, or the module it wraps, is inside DDP or prepared by Lockstep."""

@@ -97,8 +97,8 @@ class OptimizerRecorder:
         """Optimizers that `World.prepare` has wrapped."""
         self._inputs = inputs
         self._gradients = gradients
-        self._later_batches: list[Batch] = []
-        """Batches that were fetched ahead for the next update."""
+        self._batches_for_next_update: list[Batch] = []
+        """Batches that loaders have handed out ahead, before the step of the current update."""
 
     # Before the step
 
@@ -131,9 +131,11 @@ class OptimizerRecorder:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
 
-        # Several optimizers may step in turn. Ending the script only before the optimizer with the
-        # most steps gives all of them the same number of steps.
-        if state.steps_of[optimizer] == max(state.steps_of.values()):
+        # Two optimizers may step in turn. When the first one has made all its steps, the other
+        # still has to make its last one. So the script may end only before an optimizer with the
+        # most steps, and not before one that lags behind.
+        has_most_steps = state.steps_of[optimizer] == max(state.steps_of.values())
+        if has_most_steps:
             state.end_script_if_enough()
 
         itself, *other_args = args
@@ -177,7 +179,7 @@ class OptimizerRecorder:
 
         state.notes.step_inputs_recorded = True
 
-        self._take_over_backward_passes()
+        self._copy_backward_passes_of_last_update()
         self._record_parameters(optimizer)
 
         # The factor must be read first: `record_for_step` may set tiny gradients to zero.
@@ -188,9 +190,10 @@ class OptimizerRecorder:
         self._record_wrapping(parameter_ids, optimizer)
         self._record_optimizer(optimizer)
         self._record_origin_of_gradients(optimizer)
-        self._later_batches = self._inputs.end_update()
+        # Batches that the loader has handed out ahead belong to the next update.
+        self._batches_for_next_update = self._inputs.end_update()
 
-    def _take_over_backward_passes(self) -> None:
+    def _copy_backward_passes_of_last_update(self) -> None:
         """Copies the backward passes from the last update, if this update had none of its own.
 
         If two optimizers step after one backward pass, it belongs to the updates of both.
@@ -205,22 +208,30 @@ class OptimizerRecorder:
     def _record_parameters(self, optimizer: Optimizer) -> None:
         """Records the parameters before the step, and the optimizer's state of each of them.
 
-        For parameters of models, the values at the first forward pass of the update are used. Other
-        parameters, which only an optimizer has, are recorded as they are now.
+        Most parameters were recorded at the first forward pass of the update already, and keep
+        those values. The others, which only an optimizer has, are recorded as they are now.
         """
         state = self.state
         update = state.update
         named_parameters = list(state.models.parameters())
 
-        # Values that were recorded at the first forward pass take precedence, here and below.
+        # The values themselves are only recorded before the first step.
         is_before_first_step = not any(state.steps_of.values())
         if is_before_first_step:
-            update.initial = {**copy_arrays(named_parameters), **update.initial}
-        update.parameter_sums = {
-            **state.models.whole_parameters(),
-            **state.notes.parameters_at_start,
-        }
-        update.unstepped_sums = state.notes.parameters_without_model
+            values_now = copy_arrays(named_parameters)
+            values_at_first_forward = update.initial
+            update.initial = {**values_now, **values_at_first_forward}
+
+        # Before every step, sums over the parameters are recorded.
+        sums_now = state.models.sums_of_parameters()
+        sums_at_first_forward = state.notes.sums_at_start
+        update.parameter_sums = {**sums_now, **sums_at_first_forward}
+
+        # The same for parameters without a name: no model has them, and their optimizer has not
+        # stepped yet.
+        update.unstepped_sums = state.notes.unstepped_sums
+
+        # Tensors of modules that are neither parameters nor buffers.
         update.module_tensors = state.models.plain_attributes()
 
         update.frozen = state.frozen_parameters()
@@ -263,26 +274,30 @@ class OptimizerRecorder:
     def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
         """Records whether gradients depend on random numbers or on outputs of earlier steps.
 
-        This sets `earlier_outputs_line` and `gradient_draw_line` of the update; they are empty if
-        there are none.
+        This sets two fields of the update. `earlier_outputs_line` is the line that called a model
+        before the last step of this optimizer, if the loss was computed from the outputs of that
+        call. `gradient_draw_line` is the line that drew random numbers. They are empty if there is
+        no such line.
         """
         state = self.state
-        # The calls of models whose outputs the loss was computed from, by the number of the update
-        # that was being recorded at the time. Updates before this optimizer's last step belong to
-        # earlier steps.
-        num_updates_at_last_step = state.updates_until_step_of.get(optimizer, 0)
+
+        # A loss may be computed from outputs of several calls of models. A call is earlier if it
+        # was made while an update before this optimizer's last step was recorded. For example, the
+        # optimizer made its last step in update 4, so 5 updates (0 to 4) were complete after it.
+        num_updates_after_last_step = state.num_updates_after_step_of.get(optimizer, 0)
         state.update.earlier_outputs_line = ""
-        for update_number, line in state.notes.earlier_model_calls.items():
-            is_of_earlier_step = update_number < num_updates_at_last_step
-            if is_of_earlier_step:
+        for update_number_of_call, line in state.notes.model_calls_behind_loss.items():
+            is_earlier_call = update_number_of_call < num_updates_after_last_step
+            if is_earlier_call:
                 state.update.earlier_outputs_line = line
                 break
 
+        # Draws of random numbers are numbered. Those up to `count_before` belong to earlier steps.
         state.update.gradient_draw_line = ""
         marks = marks_of(list(self._gradients.all_gradients()))
         if "draw" in marks:
-            number, line, _digest = marks["draw"]
-            was_drawn_for_this_step = number > state.step_draws.count_before
+            number_of_draw, line, _digest = marks["draw"]
+            was_drawn_for_this_step = number_of_draw > state.step_draws.count_before
             if was_drawn_for_this_step:
                 state.update.gradient_draw_line = line
 
@@ -309,43 +324,53 @@ class OptimizerRecorder:
         if local_gradients:
             update.local_gradients = local_gradients
 
-        state.last_update = replace(update)  # a copy, without the results of the step
+        # If another optimizer steps after the same backward pass, its update copies the backward
+        # pass from this one. The copy is made before the results of the step are recorded.
+        state.last_update = replace(update)
         self._record_step_results(optimizer)
 
-        # With virtual ranks that have a model each, the record says whose model was updated.
+        # If each virtual rank has a model of its own, the record says whose model was updated.
         micro_batch = state.micro_batch
         replica = micro_batch.virtual_rank_number if micro_batch.has_own_step else None
-        state.finish_update(update, self._later_batches, replica)
-        state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
+        state.finish_update(update, self._batches_for_next_update, replica)
+        state.num_updates_after_step_of[optimizer] = state.writer.count  # updates written so far
 
-        # If this process computes several virtual ranks, each steps by itself for the same global
-        # batch. The step is complete with the last of them.
-        if not micro_batch.has_own_step or micro_batch.last:
+        # Such virtual ranks step one after the other, each with its own part of the same global
+        # batch. Together they make one step, which is complete after the last part.
+        steps_with_whole_batch = not micro_batch.has_own_step
+        is_last_part = micro_batch.last
+        if steps_with_whole_batch or is_last_part:
             state.steps_of[optimizer] += 1
 
+        # Random numbers drawn from here on belong to the next step.
         state.step_draws.restart()
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
-        """Records parameters and buffers after a step, and what the script's lines did before it.
+        """Records parameters and buffers after a step.
 
-        From here on, writes to parameters and buffers are watched again.
+        Also records what the script did since the previous update: the call stack of the last write
+        to each parameter and buffer, and the outcomes of its `if` and `while` statements. From here
+        on, writes to parameters and buffers are watched again.
         """
         state = self.state
         update = state.update
+
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
         update.parameters = copy_arrays(stepped)
+        # Kept to see whether the script changes parameters before the next forward pass.
+        state.models.after_last_step.update(update.parameters)
         update.buffers = copy_arrays(state.models.buffers())
 
-        # Call stacks of the last write to each parameter and buffer since the previous update.
-        stacks = state.mode.writes.pop_stacks()
+        # A write is known by the storage that was written to, which is the address of its values.
+        stack_of_storage = state.mode.writes.pop_stacks()
+        storage_of_tensor = state.watch_writes()  # by the name of the parameter or buffer
         update.write_stacks = {}
-        for name, storage in state.watch_writes().items():
-            if storage in stacks:
-                update.write_stacks[name] = stacks[storage]
+        for name, storage in storage_of_tensor.items():
+            if storage in stack_of_storage:
+                update.write_stacks[name] = stack_of_storage[storage]
 
         update.branch_outcomes = state.branches.pop_outcomes()
-        state.models.after_last_step.update(update.parameters)
 
     def _record_identity(self, optimizer: Optimizer) -> None:
         """Records which optimizer has stepped, its parameters, and the number of its step.
@@ -354,7 +379,7 @@ class OptimizerRecorder:
         """
         state = self.state
         update = state.update
-        update.optimizer = list(state.steps_of).index(optimizer)
+        update.optimizer = list(state.steps_of).index(optimizer)  # in the order of first steps
         update.optimizer_class = type(optimizer).__name__
         update.step = state.steps_of[optimizer]
         update.dtype = str(state.mode.lowest_dtype)

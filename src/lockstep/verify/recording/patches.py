@@ -71,7 +71,11 @@ from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.recording.saved_files import SavedFiles
 from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.run_config import RunConfig
-from lockstep.verify.unsupported import refuse_larger_groups, refuse_own_ranks
+from lockstep.verify.unsupported import (
+    forbid_larger_groups,
+    raise_own_ranks_error,
+    run_without_larger_groups,
+)
 from lockstep.world import World
 
 # Since torch 2.13 some collectives have a second name.
@@ -123,7 +127,7 @@ def install(
         kept_batches: writer that keeps the batches of this run, or reader that replaces them with
             the batches of another run.
     """
-    _refuse_own_ranks(recorder.note_own_process, config.nproc)
+    _forbid_own_ranks(recorder.note_own_process, config.nproc)
 
     # To observe the training.
     recorder.state.branches.install()
@@ -144,6 +148,8 @@ def install(
     _record_sample_indices(mode)
     if kept_batches is not None:
         _number_loaders(kept_batches)
+    if isinstance(kept_batches, BatchReader):
+        _replace_lengths(kept_batches)
     _watch_loaders(recorder, mode, kept_batches)
     if config.batch_times > 1:
         _enlarge_batches(recorder, config.batch_times)
@@ -173,7 +179,9 @@ def install_for_bits(
         config: settings of the run.
         folder: folder for the files that the script saves.
     """
-    _refuse_own_ranks(recorder.note_own_process, config.nproc)
+    # A script that starts ranks of its own cannot be recorded.
+    _forbid_own_ranks(recorder.note_own_process, config.nproc)
+
     add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
 
@@ -186,12 +194,15 @@ def install_for_bits(
 
     def iterate(self: Loader) -> Iterator[Any]:
         """Replaces `Loader.__iter__`, to end the script once enough steps are recorded."""
-        return _until_enough(recorder.state, original_iter(self))
+        return _until_enough_steps(recorder.state, original_iter(self))
 
     Loader.__iter__ = iterate  # type: ignore[method-assign]
 
     _disable_compile(determinism)
     _disable_checkpoints(determinism)
+
+    # Files that the script saves are redirected, and other files that it changes are restored after
+    # the run.
     SavedFiles(folder).patch(determinism)
     FilesBefore(folder.parent).watch()
 
@@ -208,7 +219,7 @@ def _compute_in_float64(mode: FunctionMode) -> None:
     mode.determinism.make_float64_default()
     torch.set_default_dtype = mode.determinism.set_script_dtype
     _disable_autocast(mode.determinism)
-    _see_recomputed_activations(mode)
+    _keep_mode_for_recomputation(mode)
 
 
 def _disable_autocast(determinism: Determinism) -> None:
@@ -216,7 +227,7 @@ def _disable_autocast(determinism: Determinism) -> None:
     autocast: Any = torch.autocast
     original_init = autocast.__init__
 
-    def disabled(
+    def init_disabled(
         context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
     ) -> None:
         """Replaces `torch.autocast.__init__`, and always builds a disabled context."""
@@ -224,34 +235,37 @@ def _disable_autocast(determinism: Determinism) -> None:
             determinism.switched_off["autocast"] += 1
         original_init(context, device_type, dtype, enabled=False, **options)
 
-    autocast.__init__ = disabled
+    autocast.__init__ = init_disabled
 
 
-def _see_recomputed_activations(mode: FunctionMode) -> None:
-    """Patches `torch.utils.checkpoint.checkpoint`, to recompute activations in float64 too.
+def _keep_mode_for_recomputation(mode: FunctionMode) -> None:
+    """Patches `torch.utils.checkpoint.checkpoint`, so that `mode` also sees recomputed activations.
 
-    Torch disables a function mode within a call of torch, and the backward pass is such a call. The
-    mode is therefore enabled again while activations are recomputed.
+    With activation checkpointing, torch calls a part of the model twice: in the forward pass, and
+    again in the backward pass to recompute its activations. The mode makes the first call compute
+    in float64, and must do the same with the second. But torch disables a function mode within each
+    call of torch, and the backward pass is such a call.
     """
     module: Any = torch.utils.checkpoint
     original_checkpoint = module.checkpoint
 
     @wraps(original_checkpoint)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `torch.utils.checkpoint.checkpoint`."""
+        """Replaces `torch.utils.checkpoint.checkpoint`, and passes on a wrapped function."""
 
-        def compute(*inputs: Any, **options: Any) -> Any:
-            """Calls the checkpointed function, in the forward and again in the backward pass."""
-            is_recomputed = mode.in_backward
-            if not is_recomputed:
+        def call_with_mode(*inputs: Any, **options: Any) -> Any:
+            """Calls the checkpointed function while the mode is enabled."""
+            # In the forward pass, the mode is enabled anyway.
+            is_recomputation = mode.in_backward
+            if not is_recomputation:
                 return function(*inputs, **options)
 
-            # Torch has disabled the mode for the backward pass, so it is entered again. It must
-            # treat the recomputation as a forward pass.
-            with mode.backward_pass(False), mode:
+            # In the backward pass, `with mode` enables it again. Meanwhile `in_backward` is False,
+            # as in a forward pass, so that checkpoints within this one do not enable it once more.
+            with mode.set_in_backward(False), mode:
                 return function(*inputs, **options)
 
-        return original_checkpoint(compute, *args, **kwargs)
+        return original_checkpoint(call_with_mode, *args, **kwargs)
 
     module.checkpoint = checkpoint
 
@@ -261,18 +275,21 @@ def _disable_compile(determinism: Determinism) -> None:
     original_compile: Any = torch.compile
 
     @wraps(original_compile)
-    def disabled(model: Any = None, **options: Any) -> Any:
+    def compile_disabled(model: Any = None, **options: Any) -> Any:
         # Without a model, as in `@torch.compile(mode=...)`, this call returns a decorator. The
         # decorator then calls this function again, with the model.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return original_compile(model, **{**options, "disable": True})
 
-    torch.compile = disabled
+    torch.compile = compile_disabled
 
 
 def _disable_checkpoints(determinism: Determinism) -> None:
-    """Patches Lockstep's `Checkpoint` to do nothing, or a run would resume from another one."""
+    """Patches Lockstep's `Checkpoint` to do nothing.
+
+    Otherwise, each run of the script would resume where the run before has saved a checkpoint.
+    """
     checkpoint_class: Any = Checkpoint
     original_init = checkpoint_class.__init__
 
@@ -302,8 +319,8 @@ def _watch_backward_passes(recorder: Recorder) -> None:
     reentrant activation checkpointing, and is ignored.
     """
 
-    def before(tensors: Any, *_: Any, **__: Any) -> None:
-        """Records the loss, if the backward pass starts from a single scalar."""
+    def before_backward(tensors: Any, *_: Any, **__: Any) -> None:
+        """Called before `torch.autograd.backward`: records the loss, if it is a single scalar."""
         loss = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             loss = tensors[0]
@@ -312,12 +329,12 @@ def _watch_backward_passes(recorder: Recorder) -> None:
         if is_scalar and not in_backward_pass():
             recorder.losses.begin_backward(loss)
 
-    def after(*_: Any, **__: Any) -> None:
-        """Records the gradients that the backward pass has left."""
+    def after_backward(*_: Any, **__: Any) -> None:
+        """Called after `torch.autograd.backward`: records the gradients that it has left."""
         if not in_backward_pass():
             recorder.gradients.end_backward()
 
-    _wrap(torch.autograd, "backward", before, after)
+    _wrap(torch.autograd, "backward", before=before_backward, after=after_backward)
 
 
 def _watch_collectives(recorder: Recorder) -> None:
@@ -333,20 +350,24 @@ def _watch_collectives(recorder: Recorder) -> None:
 def _watch_torch_collective(recorder: Recorder, name: str) -> None:
     """Patches a collective of `torch.distributed`, to see its input and an all-reduce's result."""
 
-    def before(*args: Any, **kwargs: Any) -> None:
+    def before_collective(*args: Any, **kwargs: Any) -> None:
         """Records the call and its input, unless Lockstep itself has made the call."""
         # Frame 0 is this function, frame 1 the patched function, and frame 2 its caller.
         caller = sys._getframe(2)
         if not _is_of_lockstep(caller.f_globals["__name__"]):
             _record_torch_collective(recorder, name, args, kwargs)
 
-    def after(*args: Any, **kwargs: Any) -> None:
-        """Records the result of an all-reduce, unless it is still running in the background."""
+    def after_collective(*args: Any, **kwargs: Any) -> None:
+        """Records the result of an all-reduce, unless it is still running in the background.
+
+        Calls of Lockstep are not left out here: `record_reduced` ignores everything but gradients
+        that an optimizer reduces during its step, whoever makes the call.
+        """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
             recorder.gradients.record_reduced(tensor)
 
-    _wrap(dist, name, before, after)
+    _wrap(dist, name, before=before_collective, after=after_collective)
 
 
 def _record_torch_collective(
@@ -386,11 +407,13 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
         calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
         result = original(world, value, *args, **kwargs)
 
-        if world.size > 1:  # otherwise, nothing was exchanged
-            # No gradient flows through a gather, unless the script asks for it.
-            loses_gradient = name == "gather" and not kwargs.get("gradient")
-            recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
+        # On one process nothing was exchanged, so the records need no update.
+        if world.size == 1:
+            return result
 
+        # No gradient flows through a gather, unless the script asks for it.
+        loses_gradient = name == "gather" and not kwargs.get("gradient")
+        recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
         return result
 
     setattr(World, name, collective)
@@ -409,10 +432,11 @@ def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
     def before_comm_hook(*_: Any, **__: Any) -> None:
         caller = sys._getframe(2)  # frame 1 is the patched method, and frame 2 its caller
         if not _is_of_lockstep(caller.f_globals["__name__"]):
+            # `user_line` is None if no file of the user is on the call stack.
             recorder.state.models.comm_hook_line = user_line() or "somewhere"
 
-    _wrap(DistributedDataParallel, "__init__", before_init, after_init)
-    _wrap(DistributedDataParallel, "register_comm_hook", before_comm_hook)
+    _wrap(DistributedDataParallel, "__init__", before=before_init, after=after_init)
+    _wrap(DistributedDataParallel, "register_comm_hook", before=before_comm_hook)
 
 
 def _watch_gradient_clipping(recorder: Recorder) -> None:
@@ -432,7 +456,8 @@ def _watch_optimizers(recorder: Recorder) -> None:
 
         The constructor of every optimizer calls `add_param_group` for each of its groups.
         """
-        # Random numbers drawn so far have initialized the model.
+        # Random numbers drawn so far have initialized the model, so they are not counted as drawn
+        # for the first step.
         recorder.state.step_draws.restart()
 
         # The new group remembers which line of the script sets its learning rate.
@@ -452,9 +477,9 @@ def _watch_optimizers(recorder: Recorder) -> None:
         recorder.calls.record("schedule", None, value=float(metrics))
 
     _wrap(Optimizer, "add_param_group", after=after_group)
-    _wrap(PreparedOptimizer, "__init__", before_prepared)
-    _wrap(LRScheduler, "step", before_schedule)
-    _wrap(ReduceLROnPlateau, "step", before_plateau)  # it has a `step` of its own
+    _wrap(PreparedOptimizer, "__init__", before=before_prepared)
+    _wrap(LRScheduler, "step", before=before_schedule)
+    _wrap(ReduceLROnPlateau, "step", before=before_plateau)  # it has a `step` of its own
 
 
 def _watch_seeds_and_epochs(recorder: Recorder) -> None:
@@ -466,35 +491,38 @@ def _watch_seeds_and_epochs(recorder: Recorder) -> None:
     def before_epoch(sampler: Any, *_: Any, **__: Any) -> None:
         recorder.inputs.samplers_with_epoch.add(sampler)
 
-    _wrap(torch, "manual_seed", recorder.calls.record_seed)
-    _wrap(DistributedSampler, "set_epoch", before_epoch)
+    _wrap(torch, "manual_seed", before=recorder.calls.record_seed)
+    _wrap(DistributedSampler, "set_epoch", before=before_epoch)
 
 
 def _watch_tensor_hooks(recorder: Recorder) -> None:
     """Patches `Tensor.register_hook`, to see whether a hook changes the gradient of a parameter."""
     original_register: Any = Tensor.register_hook
 
-    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
         caller = sys._getframe(1)
         is_called_by_torch = caller.f_globals["__name__"].startswith("torch.")
-        line = user_line()
-        if is_called_by_torch or not line:  # without a user's line, a library registers the hook
-            return original_register(self, hook)
+        line_of_user = user_line()
+        if is_called_by_torch or not line_of_user:  # without such a line, a library calls it
+            return original_register(tensor, hook)
 
         def watched_hook(gradient: Tensor) -> Any:
-            """Calls the hook, and records whether it returns another gradient."""
+            """Calls the script's hook on `tensor`, and records whether it changes the gradient."""
             result = hook(gradient)
 
-            # An optimizer steps with gradients of leaf tensors only. A hook that returns None
-            # leaves the gradient unchanged.
+            # Only leaf tensors are parameters, with whose gradients an optimizer steps.
+            if not tensor.is_leaf:
+                return result
+
+            # A hook that returns None leaves the gradient unchanged.
             has_result = isinstance(result, Tensor) and isinstance(gradient, Tensor)
-            if self.is_leaf and has_result and not result.equal(gradient):
-                recorder.calls.record_hook(line)
+            if has_result and not result.equal(gradient):
+                recorder.calls.record_hook(line_of_user)
 
             return result
 
-        return original_register(self, watched_hook)
+        return original_register(tensor, watched_hook)
 
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
@@ -538,11 +566,11 @@ def _pending_indices(iterator: Any) -> deque[Any]:
 def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     """Patches `DataLoader.__init__`, to number the script's loaders in the order of construction.
 
-    The number identifies the same loader in another run. In a run that reads the batches of another
-    run, `len(loader)` also becomes the length that the loader had there.
+    A loader has the same number in the run that writes batches and in the run that reads them.
 
     Args:
-        kept_batches: writer of batches, or reader of the batches of the other run.
+        kept_batches: writer of the batches of this run, or reader of the batches of the other run.
+            It counts the loaders.
     """
 
     def after_init(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
@@ -551,16 +579,20 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
 
     _wrap(DataLoader, "__init__", after=after_init)
 
-    if not isinstance(kept_batches, BatchReader):
-        return
 
+def _replace_lengths(reader: BatchReader) -> None:
+    """Patches `DataLoader.__len__`, since loaders yield the batches of another run.
+
+    Args:
+        reader: reader of the batches of the other run.
+    """
     original_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
         """Replaces `DataLoader.__len__`: returns the length in the other run, if it is known."""
-        kept_length = kept_batches.length(self)
-        if kept_length is not None:
-            return kept_length
+        length_in_other_run = reader.length(self)
+        if length_in_other_run is not None:
+            return length_in_other_run
 
         own_length: int = original_len(self)
         return own_length
@@ -587,7 +619,8 @@ def _watch_loaders(
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
         """Replaces `DataLoader.__iter__` for torch's DataLoaders.
 
-        In training, the batches of the other run are used instead if there is a `reader`.
+        If this run has a `reader`, its training loops get the batches that the run on several
+        processes has kept, instead of the loader's own.
         """
         # This is the DataLoader inside one of Lockstep's loaders, which are patched below.
         if _is_lockstep_dataset(self.dataset):
@@ -607,7 +640,7 @@ def _watch_loaders(
 
         They are not recorded here: the recorder sees them as an extension of the run.
         """
-        batches = _until_enough(recorder.state, original_lockstep_iter(self))
+        batches = _until_enough_steps(recorder.state, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
 
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
@@ -619,7 +652,7 @@ def _iterate_kept(
 ) -> Iterator[Any]:
     """Records and yields the batches of the other run, in which those of all ranks are joined."""
     name_of_pass = reader.begin_pass(loader)
-    for batch, ids in _until_enough(recorder.state, reader.batches(name_of_pass)):
+    for batch, ids in _until_enough_steps(recorder.state, reader.batches(name_of_pass)):
         recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
         yield batch
 
@@ -644,7 +677,7 @@ def _iterate_recorded(
         writer: writer that keeps the batches for another run; None to keep none.
     """
     pending_indices = _pending_indices(iterator)
-    batches = _until_enough(recorder.state, iterator)
+    batches = _until_enough_steps(recorder.state, iterator)
 
     if not torch.is_grad_enabled():
         writer = None
@@ -660,9 +693,12 @@ def _iterate_recorded(
         except StopIteration:
             return
 
-        # The iterator has drawn the indices of this batch before. The iterator of a subclass of
-        # DataLoader may work without indices.
-        ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
+        # The iterator has drawn the sample indices of this batch in advance. The iterator of a
+        # subclass of DataLoader may work without indices.
+        ids = None
+        if pending_indices:
+            ids = _as_numbers(pending_indices.popleft())
+
         if torch.is_grad_enabled():
             drawn = mode.draws.since_restart() | moved_streams(streams_before)
             recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
@@ -673,7 +709,7 @@ def _iterate_recorded(
         yield batch
 
 
-def _until_enough(state: RecorderState, iterator: Iterator[Any]) -> Iterator[Any]:
+def _until_enough_steps(state: RecorderState, iterator: Iterator[Any]) -> Iterator[Any]:
     """Yields the batches of an iterator, and ends the script once enough steps are recorded.
 
     The script is ended before the next batch is read, which would not be compared, and which may
@@ -725,42 +761,43 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 # To refuse what cannot be recorded
 
 
-def _refuse_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
-    """Patches the start of processes: ranks that the script starts are not recorded.
+def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
+    """Patches the start of processes: it becomes an error if a script starts ranks of its own.
 
-    `torch.multiprocessing.spawn` and `start_processes` always start ranks, so they raise an error.
-    A `Process` may be a helper. It is taken for a rank, and raises an error, if it opens a process
-    group with more than `nproc` ranks.
+    They would not be recorded. A rank is recognized when it opens a process group with more than
+    `nproc` ranks; other processes, such as helpers that prepare data, are allowed.
 
     Args:
         note_own_process: called with the line of the script that starts a process.
         nproc: number of ranks that `lockstep verify` has started.
     """
+    # `torch.multiprocessing.spawn` and `start_processes` always start ranks.
+    replace_start_processes(raise_own_ranks_error)
+
+    # This process itself may be the first of the script's own ranks.
+    forbid_larger_groups(nproc)
+
     original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        """Replaces `Process.start`.
-
-        If the script itself calls it, the new process must not open a process group with more than
-        `nproc` ranks.
-        """
+        """Replaces `Process.start`, and forbids larger groups in processes of the script."""
         caller = sys._getframe(1)
-        if is_user_file(caller.f_code.co_filename):
+        is_called_by_script = is_user_file(caller.f_code.co_filename)
+        if is_called_by_script:
             note_own_process(user_line() or "")
 
-            # The new process executes `process.run`. It is replaced by a function that first
-            # forbids larger groups, and then calls the original.
-            run = partial(refuse_larger_groups, nproc, process.run)
+            # The new process will call `process.run`. Replace this method, for this object only, by
+            # a function that first forbids larger groups and then calls the original method.
+            run = partial(run_without_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
 
         original_start(process)
 
-        # In this process, the attribute would be a reference cycle, which keeps the object alive.
+        # The new process has its own copy of `process`. In this process, the replaced method is no
+        # longer needed: it refers to `process`, which would never be freed.
         vars(process).pop("run", None)
 
-    replace_start_processes(refuse_own_ranks)
     BaseProcess.start = start  # type: ignore
-    refuse_larger_groups(nproc)
 
 
 # Helpers

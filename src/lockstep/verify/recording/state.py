@@ -129,8 +129,9 @@ class UpdateNotes:
     """The same for layers of the running model, if it is called without gradients."""
 
     # Losses
-    earlier_model_calls: dict[int, str] = field(default_factory=dict)
-    """Lines of model calls that the loss was computed from, by the number of the update."""
+    model_calls_behind_loss: dict[int, str] = field(default_factory=dict)
+    """Lines of model calls that the loss was computed from, by the number of the update that was
+    being recorded at the time."""
 
     # Gradients
     gradients_of_passes: list[dict[int, Tensor]] = field(default_factory=list)
@@ -140,9 +141,9 @@ class UpdateNotes:
     gradients_before_clipping: dict[str, Array] = field(default_factory=dict)
 
     # Parameters
-    parameters_at_start: dict[str, Array] = field(default_factory=dict)
-    """Summaries of the parameters at the first forward pass of the update."""
-    parameters_without_model: dict[tuple[int, int], Array] = field(default_factory=dict)
+    sums_at_start: dict[str, Array] = field(default_factory=dict)
+    """Sums over the parameters at the first forward pass of the update: two numbers for each."""
+    unstepped_sums: dict[tuple[int, int], Array] = field(default_factory=dict)
     """See `RankUpdate.unstepped_sums`."""
     parameters_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
     """On a rank without models, the parameters that the last loss was computed from, with their
@@ -183,8 +184,8 @@ class RecorderState:
 
         self.steps_of: dict[Optimizer, int] = {}
         """Number of steps of each optimizer, in the order of first steps."""
-        self.updates_until_step_of: dict[Optimizer, int] = {}
-        """Number of updates that were written when each optimizer last stepped."""
+        self.num_updates_after_step_of: dict[Optimizer, int] = {}
+        """Number of updates that were written when the last step of each optimizer had ended."""
         self._running_steps: list[RunningStep] = []
         self.foreign_steps = 0
         """Number of updates on a rank without an optimizer, whose parameters others change."""
@@ -329,7 +330,7 @@ class RecorderState:
             elif kind.startswith(MODEL_CALL):
                 # "model 3", whose value is the line at which a model was called before update 3.
                 update_number = int(kind.removeprefix(MODEL_CALL))
-                self.notes.earlier_model_calls[update_number] = value
+                self.notes.model_calls_behind_loss[update_number] = value
             elif kind.startswith(BATCH_NORM):
                 # "norm 140", whose value is the id of a BatchNorm layer.
                 self.notes.local_batch_norms.add(value)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.verify.algebra import (
     all_near,
     constant_ratio,
+    fit_weights,
     flat,
     mean_of,
     near,
     norm,
     proportional,
     sum_of_passes,
-    weights,
 )
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, same_samples
@@ -330,7 +330,7 @@ def _cause_of_change_after_passes(
 
     # Each rank has multiplied its gradients by another number before they were summed:
     # actual = used_weights[0] * local_sums[0] + used_weights[1] * local_sums[1] + ...
-    used_weights = weights(actual, local_sums, case.max_error)
+    used_weights = fit_weights(actual, local_sums, case.max_error)
     if used_weights is not None and not all_near(used_weights, case.max_error):
         text = (
             f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
@@ -417,13 +417,13 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
 
     # The weights with which the ranks should have added the parts up:
     # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
-    right_weights = weights(expected, parts, case.max_error)
+    right_weights = fit_weights(expected, parts, case.max_error)
     if right_weights is None:
         return None
 
     # The weights with which the ranks did add them up:
     # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
-    used_weights = weights(actual, parts, case.max_error)
+    used_weights = fit_weights(actual, parts, case.max_error)
 
     # The ranks stepped with something that is no sum of the parts.
     if used_weights is None:
