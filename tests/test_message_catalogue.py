@@ -505,14 +505,14 @@ def test_messages_in_a_list_are_read_one_by_one(first: Entry, second: Entry) -> 
 def test_the_time_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve hosts, each with a sentence of several fields, took 12 s, and each more doubled it."""
     num_readings = 0
-    original = language.Catalogue._translation_of_reading
+    original = language.Catalogue._translate_reading
 
     def count(*arguments: Any, **options: Any) -> language.Translation:
         nonlocal num_readings
         num_readings += 1
         return original(*arguments, **options)
 
-    monkeypatch.setattr(language.Catalogue, "_translation_of_reading", count)
+    monkeypatch.setattr(language.Catalogue, "_translate_reading", count)
     host = "node1: node0 cannot be reached from it at 10.0.0.1, port 29500: it does not answer"
     found = "; ".join([host] * 50)
     assert chinese_catalogue().translate(found).count("它没有响应") == 50

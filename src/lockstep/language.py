@@ -1,16 +1,16 @@
-"""The language of what is printed for people: English or Chinese.
+"""Translates what is printed for people: into Chinese where the user asks for it.
+
+A *message* of the catalogue (`locale/`, made by `make messages`) is a text or a *template* with
+*fields*, such as `start {number} processes`. A text made from a template is recognized by what the
+template has between its fields; the values of the fields are translated in turn. A *reading* is one
+way to split a text into a template and values. What the catalogue does not have stays English, and
+so does a text with readings that say different things: no sentence is shown that may be false.
 
 All texts are English wherever they are made, compared, recorded and sent: ranks on machines with
-different locales agree, and programs find the same words everywhere. `translate` is called where a
-text is shown to a person, and there alone. It looks the text up in the catalogue of messages
-(`locale/`, made by `make messages`).
-
-A *message* of the catalogue is a text or a *template*: `start {next_multiple} processes`. A text
-that was made from a template is recognized by what the template has between its fields, and the
-values of the fields are translated in turn. What is not in the catalogue stays English. So does a
-text that can be read in two ways that say different things: no sentence is shown that may be
-false. Call sites are not marked and keep no templates, as many texts reach the place where they
-are shown as plain texts: in records, from other ranks and from other machines.
+different locales agree, and programs find the same words everywhere. `translate` is called only
+where a text is shown to a person. Call sites are not marked and keep no templates, as many texts
+reach the place where they are shown as plain texts: in records, from other ranks and from other
+machines.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ CHINESE_PUNCTUATION = "，。：；、（）"
 RANKS_AND_AMOUNTS = re.compile(r"\branks?\b|\d[\d.,]* ?\w{1,3}\b")
 """What is the same in both languages: "rank", and numbers with their units."""
 
-QUOTED = re.compile(r"""((?<!\w)'[^']*'(?!\w)|"[^"]*"|`[^`]*`)""")
+QUOTED_NAME = re.compile(r"""((?<!\w)'[^']*'(?!\w)|"[^"]*"|`[^`]*`)""")
 """A quoted name, which may have punctuation of its own. An apostrophe begins none."""
 
-QUOTATION = re.compile(
+QUOTATION_BEGINS = re.compile(
     r"\S+:\d+: |File \"[^\"]*\", line \d|[\w.]*(Error|Exception|Exit|Interrupt|Warning): "
 )
 """How a line of source begins, or what an exception of the script's says. They stay as they are."""
@@ -262,7 +262,7 @@ def chinese_catalogue() -> Catalogue:
 def read_po(text: str) -> dict[str, str]:
     """Reads the messages of a .po file of gettext.
 
-    Of a merge that git could not do itself, the messages of both sides are read.
+    Conflict markers of git's are ignored, and the messages of both sides are read.
 
     Returns:
         The translations by their messages, without the header. A translation may be empty.
@@ -299,16 +299,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Translation:
-    """What a text says in Chinese."""
+    """A text in Chinese, and which parts of it are still English."""
 
     text: str
-    kept: tuple[Span, ...]
-    """Which parts of the English text it has as they were: names, and what is not known. "rank"
-    and numbers with their units are the same in both languages, and do not count."""
+    untranslated: tuple[Span, ...]
+    """The spans of the English text that the translation has as they were: names, and what the
+    catalogue does not have. "rank" and numbers with their units are the same in both languages and
+    are not listed."""
 
 
 def are_within(spans: Sequence[Span], outer_spans: Sequence[Span]) -> bool:
-    """Returns True if each span, unless it is empty, is within one of others."""
+    """Returns True if each of `spans` that is not empty lies within one of `outer_spans`."""
     for begin, end in spans:
         if begin < end and not any(low <= begin and end <= high for low, high in outer_spans):
             return False
@@ -329,56 +330,67 @@ class Template:
     num_literal_chars: int
     translation: str
 
-    def readings_of(self, text: str) -> list[tuple[Span, ...]]:
-        """Returns the ways in which a text may have been made from this template: where the values
-        of its fields are.
+    def match(self, text: str) -> list[tuple[Span, ...]]:
+        """Returns all ways in which a text may have been made from this template.
 
-        There are several if a value contains what the template has between two fields: "all ranks
-        {do} for {reason}" is ambiguous where they "wait for each other for a batch".
+        Each way is a tuple with the span of each field's value. There are several if a value
+        contains what the template has between two fields: "all ranks {do} for {reason}" is
+        ambiguous where the ranks "wait for each other for a batch".
         """
         if self.longest_literal not in text:
             return []
         if not text.startswith(self.literals[0]) or not text.endswith(self.literals[-1]):
             return []
-        found = self._spans_from(text, 0, len(self.literals[0]), set())
-        return list(itertools.islice(found, MAX_READINGS))
+        matches = self._match_fields_from(text, 0, len(self.literals[0]), set())
+        return list(itertools.islice(matches, MAX_READINGS))
 
-    def _spans_from(
-        self, text: str, number: int, begin: int, dead_ends: set[tuple[int, int]]
+    def _match_fields_from(
+        self, text: str, field_number: int, begin: int, dead_ends: set[tuple[int, int]]
     ) -> Iterator[tuple[Span, ...]]:
-        """Yields the spans of a field and those behind it, if its value begins at a place.
+        """Yields the spans of a field's value and of all later values, in every way that fits.
+
+        This is a backtracking search. "{a} for {b}" in the text "x for y for z": the value of `a`
+        ends at the first " for " or at the second one, so the ways are ("x", "y for z") and
+        ("x for y", "z").
 
         Args:
-            text: what is read.
-            number: of the field.
-            begin: where its value begins.
-            dead_ends: numbers and places from which nothing was found.
+            text: text that is matched with the template.
+            field_number: number of the first field to match.
+            begin: where the value of this field begins.
+            dead_ends: pairs of `field_number` and `begin` for which nothing was found before.
+                This call adds its own pair if it finds nothing.
         """
-        if (number, begin) in dead_ends:
+        if (field_number, begin) in dead_ends:
             return
-        literal = self.literals[number + 1]
-        is_last = number == len(self.fields) - 1
-        end = len(text) - len(literal) if is_last else text.find(literal, begin)
-        was_found = False
-        while begin <= end:
-            if self._fits(number, text, begin, end):
-                if is_last:
-                    was_found = True
-                    yield ((begin, end),)
-                else:
-                    next_begin = end + len(literal)
-                    for spans in self._spans_from(text, number + 1, next_begin, dead_ends):
-                        was_found = True
-                        yield ((begin, end), *spans)
-            if is_last:
-                break
-            end = text.find(literal, end + 1)
-        if not was_found:
-            dead_ends.add((number, begin))
 
-    def _fits(self, number: int, text: str, begin: int, end: int) -> bool:
-        """Returns True if the field of a number may have the value that stands in a span."""
-        pattern = self.patterns[number]
+        literal_behind = self.literals[field_number + 1]
+        was_found = False
+
+        if field_number == len(self.fields) - 1:
+            # The last value extends to the literal at the end of the text.
+            end = len(text) - len(literal_behind)
+            if begin <= end and self._fits(field_number, text, begin, end):
+                was_found = True
+                yield ((begin, end),)
+        else:
+            # Any other value may end wherever the literal behind it stands.
+            end = text.find(literal_behind, begin)
+            while end >= begin:
+                if self._fits(field_number, text, begin, end):
+                    next_begin = end + len(literal_behind)
+                    for later_spans in self._match_fields_from(
+                        text, field_number + 1, next_begin, dead_ends
+                    ):
+                        was_found = True
+                        yield ((begin, end), *later_spans)
+                end = text.find(literal_behind, end + 1)
+
+        if not was_found:
+            dead_ends.add((field_number, begin))
+
+    def _fits(self, field_number: int, text: str, begin: int, end: int) -> bool:
+        """Returns True if `text[begin:end]` may be the value of a field."""
+        pattern = self.patterns[field_number]
         if pattern.pattern == ANY_TEXT:  # most are, and this is faster
             value = text[begin:end]
             return "; " not in value and "\n" not in value and not value.endswith(";")
@@ -386,37 +398,50 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known while a text is translated."""
+class Cache:
+    """The translations that were found while one text is translated: a part of it that occurs
+    several times is translated once.
+    """
 
     words_are_names: bool
-    """True for lists of the user's names, in which no word is one of the catalogue's."""
+    """True for lists of the user's names: no single word in them is a message."""
     translations: dict[str, Translation | None] = field(default_factory=dict)
-    """Of texts that are one message, and None for those that are none."""
+    """The translation of each part that is one message; None for a part that is no message."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many parts were translated that no further one is."""
+        return len(self.translations) == MAX_PARTS
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way in which a text may have been made."""
+    """One way to read a text as a template with values in its fields, and what it then says in
+    Chinese.
+    """
 
     template: Template
     spans: tuple[Span, ...]
-    """Where the values of the template's fields are."""
+    """Where the values of the template's fields are in the text."""
     translation: Translation
 
     def translates_more_than(self, other: Reading) -> bool:
         """Returns True if this reading, of another template, translates all that the other one
         does, and more.
         """
-        here = self.translation.kept
-        there = other.translation.kept
-        is_more = are_within(here, there) and not are_within(there, here)
+        untranslated_here = self.translation.untranslated
+        untranslated_there = other.translation.untranslated
+        is_more = are_within(untranslated_here, untranslated_there) and not are_within(
+            untranslated_there, untranslated_here
+        )
         return is_more and self.template is not other.template
 
-    def says_what_is_said_by(self, other: Reading) -> bool:
-        """Returns True if this template, another one, has all the words of the other one.
+    def is_more_specific_than(self, other: Reading) -> bool:
+        """Returns True if the template of this reading has all the words that the other reading's
+        template has.
 
-        "{who} waits for {waited_s} s" has those of "{subject} for {waited_s} s".
+        "{who} waits for {waited_s} s" has all the words of "{subject} for {waited_s} s". Then the
+        values of the first are within values of the second.
         """
         return self.template is not other.template and are_within(self.spans, other.spans)
 
@@ -439,217 +464,322 @@ class Catalogue:
         """Returns a text in the language of the catalogue, as far as the catalogue has it.
 
         Args:
-            text: what is shown.
-            may_be_word: whether one word alone, or in a list, is one of the catalogue's. It may be
-                a name of the user's instead.
+            text: English text that is shown.
+            may_be_word: whether a single word, alone or in a list, may be a message. If not, it is
+                a name of the user's.
         """
-        known = Known(words_are_names=not may_be_word)
-        return self._translation_of(text, known, may_be_word=may_be_word).text
+        cache = Cache(words_are_names=not may_be_word)
+        return self._translate_text(text, cache, may_be_word=may_be_word).text
 
-    def _translation_of(self, text: str, known: Known, *, may_be_word: bool) -> Translation:
-        """Translates a text, and says which parts of it are as they were.
+    def _translate_text(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+        """Translates a text as one message or, if it is none, the parts of it.
 
         Args:
-            text: what is shown, or a part of it.
-            known: the translations of other parts, which are not computed twice.
+            text: text that is shown, or a part of such a text.
+            cache: translations found so far.
             may_be_word: see `translate`.
         """
         stripped = text.strip()
-        is_word = not re.search(r"\s", stripped)
-        is_quoted = QUOTED.fullmatch(stripped) is not None
-        if QUOTATION.match(stripped) or is_quoted or (is_word and not may_be_word):
-            return _as_it_is(text)
-        if text != stripped:  # an empty value may stand at its beginning or end
-            translation = self._translation_of_whole(text, known)
+
+        # What a script or an exception says, `'quoted names'` and the user's names stay English.
+        is_quotation = QUOTATION_BEGINS.match(stripped) is not None
+        is_quoted_name = QUOTED_NAME.fullmatch(stripped) is not None
+        is_name = not may_be_word and not re.search(r"\s", stripped)
+        if is_quotation or is_quoted_name or is_name:
+            return _leave_in_english(text)
+
+        # The space at an end may belong to a message, where a value beside it is empty: the
+        # template "{count} steps" makes " steps" of an empty count.
+        if text != stripped:
+            translation = self._translate_message(text, cache)
             if translation is not None:
                 return translation
-        translation = self._translation_of_whole(stripped, known)
-        if translation is None:
-            translation = self._translation_of_parts(stripped, known, may_be_word=may_be_word)
-        begin = len(text) - len(text.lstrip())
-        before = text[:begin]
-        after = text[begin + len(stripped) :]
-        return Translation(before + translation.text + after, _moved(translation.kept, begin))
 
-    def _translation_of_whole(self, text: str, known: Known) -> Translation | None:
+        translation = self._translate_message(stripped, cache)
+        if translation is None:
+            translation = self._translate_parts(stripped, cache, may_be_word=may_be_word)
+
+        # The space around the text is put back.
+        num_spaces_before = len(text) - len(text.lstrip())
+        before = text[:num_spaces_before]
+        after = text[num_spaces_before + len(stripped) :]
+        return Translation(
+            before + translation.text + after,
+            _shift_spans(translation.untranslated, num_spaces_before),
+        )
+
+    def _translate_message(self, text: str, cache: Cache) -> Translation | None:
         """Translates a text that is one message; returns None if it is none.
 
-        A text that can be read in several ways, which say different things, stays as it is.
+        A text that can be read in several ways, which say different things, stays English.
         """
         if text in self._texts:
             return Translation(self._texts[text], ())
-        if text not in known.translations:
-            if len(known.translations) == MAX_PARTS:
-                return _as_it_is(text)
-            known.translations[text] = None
-            known.translations[text] = self._translation_of_template(text, known)
-        return known.translations[text]
 
-    def _translation_of_template(self, text: str, known: Known) -> Translation | None:
-        """Translates a text that was made from a template; returns None if it was not."""
+        if text not in cache.translations:
+            if cache.is_full:
+                return _leave_in_english(text)
+            # While the text is translated, it counts as no message: the value of a field may be
+            # the whole text again, and its translation would never end.
+            cache.translations[text] = None
+            cache.translations[text] = self._translate_by_templates(text, cache)
+        return cache.translations[text]
+
+    def _translate_by_templates(self, text: str, cache: Cache) -> Translation | None:
+        """Translates a text that was made from a template; returns None if it was not.
+
+        Several templates may match: "rank 1 waits for 3 s" can be read with "{who} waits for
+        {waited_s} s" and with "{subject} for {waited_s} s". The reading counts that leaves less in
+        English, and of two that leave the same, the one whose template has more of the words.
+        Where several readings remain and their Chinese differs, the text stays English.
+        """
         readings = []
         for template in self._templates:
-            for spans in template.readings_of(text):
-                translation = self._translation_of_reading(text, template, spans, known)
+            for spans in template.match(text):
+                translation = self._translate_reading(text, template, spans, cache)
                 readings.append(Reading(template, spans, translation))
-        if len(known.translations) == MAX_PARTS:  # some are not translated as far as they could be
-            return _as_it_is(text)
-        finest = [
+
+        # Some values may not have been translated, so the readings cannot be compared.
+        if cache.is_full:
+            return _leave_in_english(text)
+
+        # 1. Drop each reading that leaves more in English than another one.
+        most_translated = [
             reading
             for reading in readings
             if not any(other.translates_more_than(reading) for other in readings)
         ]
-        most_specific: list[Reading] = []
-        for reading in finest:  # those whose templates say more come first
-            if not any(other.says_what_is_said_by(reading) for other in most_specific):
-                most_specific.append(reading)
-        chosen_templates = [reading.template for reading in most_specific]
-        texts = {
+
+        # 2. Drop each reading whose words another template has too. The templates are sorted, so
+        # those with more words come first.
+        chosen: list[Reading] = []
+        for reading in most_translated:
+            if not any(other.is_more_specific_than(reading) for other in chosen):
+                chosen.append(reading)
+        if not chosen:
+            return None
+
+        # 3. All readings of the chosen templates must say the same in Chinese. Spaces depend on
+        # where the values begin and do not count.
+        chosen_templates = [reading.template for reading in chosen]
+        chinese_texts = {
             reading.translation.text.replace(" ", "")
             for reading in readings
             if reading.template in chosen_templates
         }
-        if len(texts) > 1:
-            return _as_it_is(text)
-        return most_specific[0].translation if most_specific else None
+        is_ambiguous = len(chinese_texts) > 1
+        if is_ambiguous:
+            return _leave_in_english(text)
+        return chosen[0].translation
 
-    def _translation_of_reading(
-        self, text: str, template: Template, spans: tuple[Span, ...], known: Known
+    def _translate_reading(
+        self, text: str, template: Template, spans: tuple[Span, ...], cache: Cache
     ) -> Translation:
-        """Translates a text that is read in one way."""
+        """Translates the values of a template's fields and fills them into its translation.
+
+        Args:
+            text: text that was made from the template.
+            template: template that the text is read with.
+            spans: where in the text the value of each field is.
+            cache: translations found so far.
+        """
         values = {}
-        kept: list[Span] = []
+        untranslated: list[Span] = []
         for field_name, (begin, end) in zip(template.fields, spans, strict=True):
             name = name_of_value(field_name)
-            value = self._translation_of(
-                text[begin:end],
-                known,
-                may_be_word=not known.words_are_names and name in FIELDS_OF_CATALOGUED_WORDS,
-            )
+
+            # A value of one word is translated only in fields that are known to hold words of the
+            # catalogue. In others `gradients` would be the name of a parameter.
+            may_be_word = not cache.words_are_names and name in FIELDS_OF_CATALOGUED_WORDS
+            value = self._translate_text(text[begin:end], cache, may_be_word=may_be_word)
             values[field_name] = value.text
+
+            # Chinese leaves out a value such as "has" or "have", so it does not count as English.
             if name not in GRAMMATICAL_FIELDS:
-                kept += _moved(value.kept, begin)
-        return Translation(fill_in(template.translation, values), tuple(kept))
+                untranslated += _shift_spans(value.untranslated, begin)
 
-    def _translation_of_parts(self, text: str, known: Known, *, may_be_word: bool) -> Translation:
-        """Translates the lines of a text or, in one line, what punctuation separates."""
-        for separator in SEPARATORS:
-            parts = _split_outside_quotes(text, separator)
-            if len(parts) == 1:
-                continue
-            if separator in SEPARATORS_OF_MESSAGES:
-                parts = self._join_messages(parts, separator)
-            translations: list[Translation] = []
-            for part in parts:
-                is_last = len(translations) == len(parts) - 1
-                mark = "" if is_last else separator.strip()
-                known_to_part = known
-                if separator in SEPARATORS_OF_MESSAGES:  # each is read by itself
-                    known_to_part = Known(known.words_are_names)
-                translations.append(
-                    self._translation_of_part(part, mark, known_to_part, may_be_word=may_be_word)
-                )
-            return _joined(parts, _without_torn_values(parts, translations), separator)
-        return _as_it_is(text)
+        return Translation(fill_in(template.translation, values), tuple(untranslated))
 
-    def _join_messages(self, parts: Sequence[str], separator: str) -> list[str]:
-        """Returns the parts of a list of messages; a message may have the separator itself."""
-        joined = []
+    def _translate_parts(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+        """Splits a text that is no message at a separator, and translates each part.
+
+        "rank 1 waits; rank 2 has ended" has two parts. The text is split at the first of
+        `SEPARATORS` that it has; a part that is no message either is split at the next separator
+        in turn, by `_translate_text`.
+        """
+        separator = _first_separator(text)
+        if separator is None:
+            return _leave_in_english(text)
+
+        separates_messages = separator in SEPARATORS_OF_MESSAGES
+        parts = _split_outside_quotes(text, separator)
+        if separates_messages:
+            parts = self._rejoin_messages(parts, separator)
+
+        translations: list[Translation] = []
+        for part in parts:
+            is_last = len(translations) == len(parts) - 1
+            mark = "" if is_last else separator.strip()
+            # Each message has a cache of its own, so that a long list does not fill the cache.
+            cache_of_part = Cache(cache.words_are_names) if separates_messages else cache
+            translations.append(
+                self._translate_part(part, mark, cache_of_part, may_be_word=may_be_word)
+            )
+
+        return _join_parts(parts, _leave_split_values(parts, translations), separator)
+
+    def _rejoin_messages(self, parts: Sequence[str], separator: str) -> list[str]:
+        """Joins parts between which a text was wrongly split, since a message has the separator
+        itself.
+
+        "a", "b" and "c" become "a; b" and "c" if "a; b" is a message. The longest message that
+        begins with a part is taken.
+        """
+        messages = []
         begin = 0
         while begin < len(parts):
-            end = begin + 1
-            for longer_end in range(begin + 2, min(begin + MAX_PARTS_OF_MESSAGE, len(parts)) + 1):
-                if longer_end - begin < len(parts):  # the whole is no message
-                    message = separator.join(parts[begin:longer_end])
-                    if self._translation_of_whole(message, Known(words_are_names=True)) is not None:
-                        end = longer_end
-            joined.append(separator.join(parts[begin:end]))
+            end = begin + 1  # the part by itself, if no longer message begins with it
+            longest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
+            for longer_end in range(begin + 2, longest_end + 1):
+                num_parts = longer_end - begin
+                if num_parts == len(parts):
+                    continue  # the whole text, which is known to be no message
+                candidate = separator.join(parts[begin:longer_end])
+                # The translation itself is not used, so no words in it need to be translated.
+                translation = self._translate_message(candidate, Cache(words_are_names=True))
+                if translation is not None:
+                    end = longer_end
+            messages.append(separator.join(parts[begin:end]))
             begin = end
-        return joined
+        return messages
 
-    def _translation_of_part(
-        self, part: str, mark: str, known: Known, *, may_be_word: bool
+    def _translate_part(
+        self, part: str, mark: str, cache: Cache, *, may_be_word: bool
     ) -> Translation:
-        """Translates a part of a text. A message may end with the mark behind it, as "step 3:"."""
+        """Translates a part of a text that was split at a separator.
+
+        Args:
+            part: the part, without the separator behind it, such as "step 3" of "step 3: done".
+            mark: the separator behind it without its space, such as ":"; empty for the last part.
+            cache: translations found so far.
+            may_be_word: see `translate`.
+        """
+        # A message may end with the mark: "step {step}:" makes "step 3:". Its translation counts
+        # if it ends with the mark as well. If not, the mark belongs to a value at the end of the
+        # message, but here it is the separator.
         if mark:
-            translation = self._translation_of_whole(part + mark, known)
-            translated_mark = SEPARATORS[f"{mark} "]
-            # Otherwise a value would end with the mark, which separates it from what follows.
-            if translation is not None and translation.text.endswith(translated_mark):
-                return Translation(translation.text.removesuffix(translated_mark), translation.kept)
-        return self._translation_of(part, known, may_be_word=may_be_word)
+            translation = self._translate_message(part + mark, cache)
+            chinese_mark = SEPARATORS[f"{mark} "]
+            if translation is not None and translation.text.endswith(chinese_mark):
+                return Translation(
+                    translation.text.removesuffix(chinese_mark), translation.untranslated
+                )
+
+        return self._translate_text(part, cache, may_be_word=may_be_word)
+
+
+def _first_separator(text: str) -> str | None:
+    """Returns the first of `SEPARATORS` that a text has; None if it has none of them."""
+    for separator in SEPARATORS:
+        if len(_split_outside_quotes(text, separator)) > 1:
+            return separator
+    return None
 
 
 def _split_outside_quotes(text: str, separator: str) -> list[str]:
     """Splits a text at a separator, where it does not stand in quotation marks."""
     parts = [""]
-    for piece in QUOTED.split(text):
-        is_quoted = QUOTED.fullmatch(piece) is not None
+    for piece in QUOTED_NAME.split(text):
+        is_quoted = QUOTED_NAME.fullmatch(piece) is not None
         first, *others = [piece] if is_quoted else piece.split(separator)
         parts[-1] += first
         parts += others
     return parts
 
 
-def _without_torn_values(
+def _leave_split_values(
     parts: Sequence[str], translations: Sequence[Translation]
 ) -> list[Translation]:
-    """Leaves parts untranslated that may have only a piece of a value.
+    """Leaves a part in English if the text may have been split within a value of that part.
 
-    Where a part is not known, the separator before it may be in a value that ends the part before:
-    "give a number from 1 to x; y" is no list.
+    "give a number from 1 to x; y" was split into two parts. The first is translated and ends with
+    an untranslated value, "x". The second, "y", is not translated at all. So the value may be
+    "x; y", and the text no list of two parts: the first part stays English too.
+
+    Returns:
+        The translation of each part.
     """
     checked = list(translations)
-    neighbours = [(number, number + 1) for number in range(len(parts) - 1)]
-    # A part that turns out to be torn may tear the next one in turn, in either direction.
-    for here, there in [*neighbours, *reversed(neighbours)]:
-        left = checked[here]
-        right = checked[there]
-        left_ends_in_value = any(end == len(parts[here]) for _, end in left.kept)
-        right_begins_with_value = any(begin == 0 for begin, _ in right.kept)
-        is_left_known = left.text != parts[here] or not left.kept
-        is_right_known = right.text != parts[there] or not right.kept
-        if is_left_known and left_ends_in_value and not is_right_known:
-            checked[here] = _as_it_is(parts[here])
-        if is_right_known and right_begins_with_value and not is_left_known:
-            checked[there] = _as_it_is(parts[there])
+    neighbours = [(index, index + 1) for index in range(len(parts) - 1)]
+
+    # A part that is left in English here makes its other neighbour doubtful in turn, so the
+    # neighbours are checked from left to right and back.
+    for left, right in [*neighbours, *reversed(neighbours)]:
+        left_is_translated = _is_translated(parts[left], checked[left])
+        right_is_translated = _is_translated(parts[right], checked[right])
+
+        if left_is_translated and not right_is_translated:
+            length = len(parts[left])
+            ends_with_value = any(end == length for _, end in checked[left].untranslated)
+            if ends_with_value:
+                checked[left] = _leave_in_english(parts[left])
+
+        if right_is_translated and not left_is_translated:
+            begins_with_value = any(begin == 0 for begin, _ in checked[right].untranslated)
+            if begins_with_value:
+                checked[right] = _leave_in_english(parts[right])
+
     return checked
 
 
-def _joined(
+def _is_translated(text: str, translation: Translation) -> bool:
+    """Returns True if some of a text is translated or it has no words, such as "3 s"."""
+    has_no_words = not translation.untranslated
+    return translation.text != text or has_no_words
+
+
+def _join_parts(
     parts: Sequence[str], translations: Sequence[Translation], separator: str
 ) -> Translation:
     """Joins the translations of the parts between which a separator stood.
 
-    Parts side by side that are not translated may be one name with punctuation in it, and stay
-    together as they are.
+    Neighbours that are both left in English may be one name with punctuation in it, so the English
+    separator stays between them.
     """
     joined: list[tuple[str, Translation]] = []
     for part, translation in zip(parts, translations, strict=True):
-        if joined and joined[-1][1].text == joined[-1][0] and translation.text == part:
-            name = joined.pop()[0] + separator + part
-            joined.append((name, _as_it_is(name)))
-        else:
-            joined.append((part, translation))
-    kept: list[Span] = []
-    begin = 0
+        if joined:
+            last_part, last_translation = joined[-1]
+            last_is_english = last_translation.text == last_part
+            this_is_english = translation.text == part
+            if last_is_english and this_is_english:
+                name = last_part + separator + part
+                joined[-1] = (name, _leave_in_english(name))
+                continue
+        joined.append((part, translation))
+
+    # The untranslated spans of a part are counted from its beginning. They become spans of the
+    # whole text.
+    untranslated: list[Span] = []
+    begin_of_part = 0
     for part, translation in joined:
-        kept += _moved(translation.kept, begin)
-        begin += len(part) + len(separator)
+        untranslated += _shift_spans(translation.untranslated, begin_of_part)
+        begin_of_part += len(part) + len(separator)
+
     text = SEPARATORS[separator].join(translation.text for _, translation in joined)
-    return Translation(text, tuple(kept))
+    return Translation(text, tuple(untranslated))
 
 
-def _as_it_is(text: str) -> Translation:
-    """Returns a text that is not translated."""
+def _leave_in_english(text: str) -> Translation:
+    """Returns a text that is not translated, as the translation of itself."""
     words = RANKS_AND_AMOUNTS.sub("", text)
     has_words = any(char.isalpha() for char in words)
     return Translation(text, ((0, len(text)),) if has_words else ())
 
 
-def _moved(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
-    """Returns spans of a part as spans of the text in which it begins at a place."""
-    return tuple((begin + by, end + by) for begin, end in spans)
+def _shift_spans(spans: Iterable[Span], offset: int) -> tuple[Span, ...]:
+    """Turns spans of a part into spans of the text in which this part begins at `offset`."""
+    return tuple((begin + offset, end + offset) for begin, end in spans)
 
 
 def fields_of(message: str) -> list[str]:
@@ -678,41 +808,61 @@ def fill_in(translation: str, values: Mapping[str, str]) -> str:
     """
     text = ""
     for literal, name, _, _ in string.Formatter().parse(translation):
-        text = _join(text, literal)
+        text = _join_with_chinese_spacing(text, literal)
         if name is not None:
-            text = _join(text, values[name])
+            text = _join_with_chinese_spacing(text, values[name])
     return text
 
 
-def _join(left: str, right: str) -> str:
-    """Joins a text and a value, or a value and a text."""
+def _join_with_chinese_spacing(left: str, right: str) -> str:
+    """Joins two pieces of a Chinese text, with the space between them that Chinese has.
+
+    - No space beside Chinese punctuation or between two Chinese characters.
+    - One space between a Chinese character and a Latin letter or a digit.
+    - Otherwise, the space that the pieces have themselves.
+    """
     if not left.strip() or not right.strip():
         return left + right
-    before = left.rstrip()[-1]
-    after = right.lstrip()[0]
-    has_space = left[-1] == " " or right[0] == " "
-    meets_punctuation = before in CHINESE_PUNCTUATION or after in CHINESE_PUNCTUATION
-    if meets_punctuation or (_is_chinese(before) and _is_chinese(after)):
+
+    char_before = left.rstrip()[-1]
+    char_after = right.lstrip()[0]
+
+    meets_punctuation = char_before in CHINESE_PUNCTUATION or char_after in CHINESE_PUNCTUATION
+    if meets_punctuation or (_is_chinese(char_before) and _is_chinese(char_after)):
         return left.rstrip(" ") + right.lstrip(" ")
-    meets_latin = (_is_chinese(before) and (after.isascii() and after.isalnum())) or (
-        _is_chinese(after) and (before.isascii() and before.isalnum())
+
+    chinese_meets_latin = (_is_chinese(char_before) and _is_latin(char_after)) or (
+        _is_latin(char_before) and _is_chinese(char_after)
     )
-    return f"{left} {right}" if meets_latin and not has_space else left + right
+    has_space = left[-1] == " " or right[0] == " "
+    if chinese_meets_latin and not has_space:
+        return f"{left} {right}"
+    return left + right
 
 
 def _is_chinese(char: str) -> bool:
     return "\u4e00" <= char <= "\u9fff"
 
 
+def _is_latin(char: str) -> bool:
+    """Returns True for a Latin letter or a digit."""
+    return char.isascii() and char.isalnum()
+
+
 def make_template(message: str, translation: str) -> Template:
-    """Returns the template of a message with fields."""
+    """Returns the template of a message with fields.
+
+    "start {num} ranks" has the field `num` between the literals "start " and " ranks".
+    """
     literals = [""]
     fields = []
     for literal, name, _, _ in string.Formatter().parse(message):
+        # `parse` yields the text before a field in several pieces if it has escaped braces.
         literals[-1] += literal
         if name is not None:
             fields.append(name)
             literals.append("")
+
     return Template(
         literals=tuple(literals),
         fields=tuple(fields),
