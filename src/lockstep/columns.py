@@ -81,14 +81,16 @@ def _unbreakable_pieces(text: str) -> list[str]:
     """
     pieces = [""]
     for char in text:
-        last = pieces[-1][-1:]
-        is_at_space = last == " " and char != " "
-        is_at_wide_char = last not in ("", " ") and 2 in (
-            _width_of_char(char),
-            _width_of_char(last),
-        )
-        belongs_together = char in NO_LINE_BEGINS_WITH or last in tuple(NO_LINE_ENDS_WITH)
-        if (is_at_space or is_at_wide_char) and not belongs_together:
+        last = pieces[-1][-1:]  # the character before
+        if last == "":  # there is none: the text begins here
+            pieces[-1] = char
+            continue
+
+        has_wide_char = _width_of_char(char) == 2 or _width_of_char(last) == 2
+        is_after_space = last == " " and char != " "
+        is_at_wide_char = last != " " and has_wide_char
+        belongs_together = char in NO_LINE_BEGINS_WITH or last in NO_LINE_ENDS_WITH
+        if (is_after_space or is_at_wide_char) and not belongs_together:
             pieces.append("")
         pieces[-1] += char
 

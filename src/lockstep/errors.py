@@ -109,20 +109,20 @@ class LockstepError(Exception):
         super().__init__(self.text)
 
     def __str__(self) -> str:
-        return self.translated_parts + self._place(translate)
+        return self.translated_message + self._place(translate)
 
     @property
     def text(self) -> str:
         """The whole message in English."""
-        return self.parts + self._place(in_english)
+        return self.message + self._place(in_english)
 
     @property
-    def parts(self) -> str:
+    def message(self) -> str:
         """The message in English, without the rank and the line at its end."""
         return _format_message(self.was_set, self.found, self.do, self.code, in_english)
 
     @property
-    def translated_parts(self) -> str:
+    def translated_message(self) -> str:
         """The message for people, without the rank and the line at its end."""
         return _format_message(self.was_set, self.found, self.do, self.code, translate)
 
@@ -278,7 +278,7 @@ class RankFailedError(LockstepError, RuntimeError):
         self.rank = rank
 
     @property
-    def translated_parts(self) -> str:
+    def translated_message(self) -> str:
         """The message for people, without the rank and the line at its end."""
 
         def in_language(text: str) -> str:

@@ -61,7 +61,7 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
     masked = []
     name_before = ""  # the previous argument, if it is an option that may take a value
     for argument in arguments:
-        # `--token VALUE`
+        # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may.
         if name_before and not argument.startswith("--"):
             hidden = _is_secret(name_before, argument)
             name_before = ""
@@ -97,18 +97,28 @@ def digest_of_secrets(arguments: Sequence[str]) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Returns True if an option is named like a secret, and its value may be one."""
+    """Returns True if an option is named like a secret, and its value may be one.
+
+    For example `--api-token hf_abc` or `password=x`, but not `--num-tokens 10`.
+    """
+    # --accessKey -> ["access", "key"]
     words = re.split(r"[-_.]", _CAMEL_CASE.sub("-", name.lstrip("-+")).lower())
-    if words[-1] == "id" and words[-2:-1] == ["key"]:  # such as `--access-key-id`
+    if words[-1] == "id" and words[-2:-1] == ["key"]:  # --access-key-id counts as --access-key
         words = words[:-1]
     if words[-1] not in SECRET_WORDS or not value:
         return False
 
-    # The word before gives the name another meaning, as in `--sort-key`.
-    if not WORDS_OF_FIELDS.isdisjoint(words[-2:-1]):
-        return _RANDOM.fullmatch(value) is not None
+    looks_random = _RANDOM.fullmatch(value) is not None  # such as 9f86d081884c7d659a2feaa0c55ad015
+    is_number_or_switch = _PLAIN_VALUE.fullmatch(value) is not None  # such as 8 or true
 
-    return _PLAIN_VALUE.fullmatch(value) is None
+    # In --sort-key, the word before gives the name another meaning: `--sort-key length` is no
+    # secret. But a value that looks random is one all the same.
+    word_before = words[-2:-1]
+    if not WORDS_OF_FIELDS.isdisjoint(word_before):
+        return looks_random
+
+    # `--use-auth-token true` has no secret either.
+    return not is_number_or_switch
 
 
 def _mask_value(argument: str) -> str:
@@ -128,25 +138,47 @@ def _mask_text_in_json(match: re.Match[str]) -> str:
 def _mask_address(match: re.Match[str]) -> str:
     """Replaces the password of `scheme://user:password@host`, and the token of `https://token@host`.
 
-    A password may contain `@` and `/`, although they should be written as `%40` and `%2F`.
+    `postgres://ann:secret@host/data` becomes `postgres://ann:***@host/data`, and
+    `https://hf_abc@host/model` becomes `https://***@host/model`.
     """
     scheme = match["scheme"]
     rest = match["rest"]
-    host_and_user = re.split(r"[/?#]", rest, maxsplit=1)[0]
-
-    # Find the `@` that ends the user name and the password.
-    user, colon, after_colon = host_and_user.partition(":")
-    if "@" in host_and_user:
-        end = host_and_user.rindex("@")
-    elif colon and "@" in rest and not re.fullmatch(r"[0-9]*", after_colon):
-        end = rest.rindex("@")  # no port follows the colon, so it is a password with a slash
-    else:
+    end_of_user = _end_of_user(rest)
+    if end_of_user is None:
         return match[0]
 
-    user, colon, _ = rest[:end].partition(":")
+    user_and_password = rest[:end_of_user]  # `ann:secret`, or `hf_abc`
+    at_host = rest[end_of_user:]  # `@host/data`
+    user, colon, _ = user_and_password.partition(":")
     if colon:
-        return f"{scheme}://{user}:{MASK}{rest[end:]}"
+        return f"{scheme}://{user}:{MASK}{at_host}"
+
+    # On the web, a user without a password is a token. Elsewhere only a long one is, as in
+    # `wandb://0123456789abcdef@host`, and not `ssh://git@host`.
     if scheme.lower() in ("http", "https") or len(user) >= MIN_TOKEN_AS_USER:
-        return f"{scheme}://{MASK}{rest[end:]}"
+        return f"{scheme}://{MASK}{at_host}"
 
     return match[0]
+
+
+def _end_of_user(rest: str) -> int | None:
+    """Returns where the `@` behind the user and the password stands; None if there is no user.
+
+    A password may contain `@` and `/`, although they should be written as `%40` and `%2F`.
+
+    Args:
+        rest: the address without its scheme: `user:password@host/path`.
+    """
+    # `ann:p@ss@host/path`: the last `@` before the path.
+    before_path = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in before_path:
+        return before_path.rindex("@")
+
+    # `ann:p/ss@host`: what follows the colon is a password with a slash. In `host:8080/page@2` it
+    # is a port, and there is no user.
+    _, colon, port_or_password = before_path.partition(":")
+    is_port = re.fullmatch(r"[0-9]*", port_or_password) is not None
+    if colon and not is_port and "@" in rest:
+        return rest.rindex("@")
+
+    return None

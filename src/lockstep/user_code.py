@@ -77,7 +77,8 @@ def user_frames() -> Iterator[FrameType]:
 def user_call() -> str | None:
     """Returns the call of Lockstep that the user's line makes, e.g. "checkpoint.save()".
 
-    Returns None if it is not a public method or function.
+    Returns None if the user has called neither a method of a class in `USUAL_VARIABLE_OF_CLASS` nor
+    a public function.
     """
     # The functions of Lockstep that are running, e.g. "Checkpoint.save", the innermost first.
     function_names: list[str] = []
@@ -87,11 +88,15 @@ def user_call() -> str | None:
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
 
-    # The user has called the outermost one that is public.
+    # The user has called the outermost of them that users call.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
-        if class_name in USUAL_VARIABLE_OF_CLASS and method.isidentifier():
+
+        # A method, and not a function inside a method, such as "Checkpoint.save.<locals>.write".
+        is_method = method.isidentifier()
+        if class_name in USUAL_VARIABLE_OF_CLASS and is_method:
             return f"{USUAL_VARIABLE_OF_CLASS[class_name]}.{method}()"
+
         if name in PUBLIC_FUNCTIONS:
             return f"lockstep.{name}()"
 

@@ -86,7 +86,7 @@ def test_other_methods_are_predicted_from_what_was_seen() -> None:
         name for name, _, same in forecast_methods(seen(sending), GIGABIT, COMPRESSIONS) if same
     ]
     assert same == ["hierarchical"]
-    slower = times(seen(sending), bf16=CompressionCost(0.5, encode_s=1.0))
+    slower = times(seen(sending), bf16=CompressionCost(0.5, compress_s=1.0))
     assert slower["bf16"] < 1 < slower["int8"]
 
 

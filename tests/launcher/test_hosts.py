@@ -25,7 +25,7 @@ from lockstep.run.machines.hosts import (
 )
 from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import Problem, ssh_failure
-from lockstep.run.start.torchrun_flags import check_flags_elsewhere, shutdown_timeout
+from lockstep.run.start.torchrun_flags import check_flags_usable_with, shutdown_timeout
 
 pytestmark = pytest.mark.launcher
 
@@ -145,11 +145,11 @@ def test_a_host_knows_its_address_and_whether_it_is_this_machine(
 )
 def test_torchruns_flags_about_one_node_are_refused_with_hosts(flag: str) -> None:
     with pytest.raises(SettingError, match="with --hosts"):
-        check_flags_elsewhere(["--max-restarts", "1", flag, "2"], "--hosts")
-    check_flags_elsewhere(["--max-restarts", "1", "--master-port", "2"], "--hosts")
+        check_flags_usable_with("--hosts", ["--max-restarts", "1", flag, "2"])
+    check_flags_usable_with("--hosts", ["--max-restarts", "1", "--master-port", "2"])
     for port in ("abc", "0", "65536"):
         with pytest.raises(SettingError, match="master-port"):
-            check_flags_elsewhere(["--master-port", port], "--hosts")
+            check_flags_usable_with("--hosts", ["--master-port", port])
 
 
 def test_variables_of_lockstep_and_nccl_are_forwarded_and_those_named() -> None:

@@ -235,7 +235,7 @@ def messages_of(*kinds: str, checkpoints: str = "") -> list[str]:
         ):
             folder = f"{checkpoints}/{kind}" if checkpoints else ""
             steps_with(world, Flips(world, kind, rank=1), 2 * EVERY, folder)
-        messages.append(error.value.parts)
+        messages.append(error.value.message)
     return messages
 
 
@@ -297,7 +297,7 @@ def other_loops() -> list[str]:
                 batch = next_batch
                 next_batch = next(batches, None)
                 train_on(world, model, optimizer, *batch)
-    messages = [error.value.parts]
+    messages = [error.value.message]
     for virtual_ranks in (2, 4):
         with (
             pytest.raises(UsageError) as skipped,
@@ -309,7 +309,7 @@ def other_loops() -> list[str]:
                     if world.is_repeated_micro_batch:
                         continue
                     train_on(world, model, optimizer, images, labels)
-        messages.append(skipped.value.parts)
+        messages.append(skipped.value.message)
     return messages
 
 
@@ -350,7 +350,7 @@ def with_a_stream() -> str:
             train_on(world, model, optimizer, images, labels)
             if world.step == 3 and world.rank == 0:
                 flip_bit(next(iter(model.parameters())))
-    return error.value.parts
+    return error.value.message
 
 
 @pytest.mark.thorough

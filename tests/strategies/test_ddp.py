@@ -225,7 +225,7 @@ def unused_tables() -> dict[str, Any]:
                     optimizer.zero_grad()
                 found[name] = weights(prepared)
         except UsageError as error:
-            found[name] = error.parts
+            found[name] = error.message
     return found
 
 

@@ -444,7 +444,7 @@ def refused() -> dict[str, str]:
         try:
             case()
         except LockstepError as error:
-            found[name] = error.parts
+            found[name] = error.message
     assert "replaced" in repr(old[0])
     return found
 
@@ -485,7 +485,7 @@ def loaded_on_one() -> str:
     try:
         train("fsdp", net(), between=load)
     except LockstepError as error:
-        return error.parts
+        return error.message
     return ""
 
 
@@ -505,7 +505,7 @@ def in_turn() -> list[str]:
                 with torch.no_grad(), world.main_process_first():
                     work()
             except LockstepError as error:
-                said.append(error.parts)
+                said.append(error.message)
         with torch.no_grad():
             model(x)
     return said
@@ -556,7 +556,7 @@ def other_parts() -> dict[str, Any]:
                     if number == 5:
                         model(x, last[0])
                 except LockstepError as error:
-                    said.append(error.parts)
+                    said.append(error.message)
         return said + [f"warning {warning.message}" for warning in caught]
 
     linear = partial(nn.Linear, FEATURES, FEATURES)

@@ -42,7 +42,7 @@ def train(strategy: Any, make: Any, averaged: dict[str, Any] | None = None) -> A
                     ema.update_parameters(model)
             return whole(model if ema is None else ema)
     except UsageError as error:
-        return error.parts
+        return error.message
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -74,7 +74,7 @@ def given_twice(world: lockstep.World) -> Any:
 def refused(mistake: Callable[[lockstep.World], Any]) -> str:
     with lockstep.init() as world, pytest.raises(UsageError) as caught:
         mistake(world)
-    return caught.value.parts
+    return caught.value.message
 
 
 def check_refused() -> None:

@@ -275,6 +275,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
         do = REPAIR_TEXTS[repair.what]
         _print(f"{repair.path}\n  found: {repair.why}\n  do:    {do}")
 
+    # Some problems cannot be repaired; the plan leaves their files as they are.
     repairs = [repair for repair in plan if repair.what != "leave"]
     if yes:
         carry_out(repairs)
@@ -360,11 +361,14 @@ def _print_health(inspection: Inspection) -> None:
     for path in inspection.leftovers:
         _print(f"{path}: a save that was stopped, or goes on")
 
-    # The contents of a complete checkpoint, or of a file of weights, are printed next.
     if inspection.contents is None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
-    elif inspection.checkpoints:
-        _print()  # an empty line before the contents
+        return
+
+    # The contents of a complete checkpoint, or of a file of weights, are printed next. An empty
+    # line separates them from the lines above, which a file of weights does not have.
+    if inspection.checkpoints:
+        _print()
 
 
 def _print_contents(contents: Contents, sort: str, limit: int) -> None:
@@ -445,7 +449,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
         return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
     if b is None:
         return (pair.name, "in a alone", _dtype_and_shape(a), "", "", "", "")
-    if values is None:
+    if values is None:  # the shapes differ, so the values cannot be compared
         return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
 
     differing = []

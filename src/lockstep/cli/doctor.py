@@ -60,8 +60,9 @@ def command(
 
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
+    # This command has no arguments. The user wrote `lockstep doctor a b`, or `lockstep doctor
+    # --hosts a b` without commas.
     if ctx.args:
-        # The user wrote `lockstep doctor a b`, or `lockstep doctor --hosts a b` without commas.
         machines = [hosts, *ctx.args] if hosts else ctx.args
         do = f"lockstep doctor --hosts {','.join(machines)}"
         raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
@@ -73,7 +74,8 @@ def command(
         files["data"] = data
 
     if hosts is not None:
-        ctx.exit(_examine_hosts(hosts, folder, ssh, files, fix, as_json))
+        exit_code = _examine_hosts(hosts, folder, ssh, files, fix, as_json)
+        ctx.exit(exit_code)  # raises click's exception, so nothing below is run
 
     if files:
         first_option = next(iter(files))
@@ -129,11 +131,15 @@ def _examine_hosts(
     sections = _findings_by_section(facts_of_machine, failures)
     report = []
     for section, findings in sections.items():
-        # The repairs made on a machine that has answered. The last section is not about a machine.
-        repairs = facts_of_machine.get(section, {}).get("fixed", ())
+        # Each section is about a machine, and has its name. Only the last one is about the links
+        # between the machines.
         title = section
-        if section == BETWEEN_MACHINES:  # the others are names of machines
+        if section == BETWEEN_MACHINES:
             title = translate(section)
+
+        # A machine that did not answer has no facts, and so no repairs.
+        facts = facts_of_machine.get(section, {})
+        repairs = facts.get("fixed", ())
         report.append(f"{title}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
     print_for_people(report, as_json)

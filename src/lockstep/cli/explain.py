@@ -35,7 +35,7 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
         return
 
     query = " ".join(words)
-    entries = catalogue.find(query)
+    entries = catalogue.find(query)  # an empty query finds all entries
     if not entries:
         raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
 
@@ -50,8 +50,9 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     entry = entries[0]
     code_without_letters = entry.code.removeprefix("LS")
 
-    is_exact = query.upper() in (entry.code, code_without_letters)
-    if _is_code(query) and not is_exact:  # there is no such code, and `find` returned a similar one
+    # If there is no such code, `find` returns the entry with the most similar one.
+    is_this_code = query.upper() in (entry.code, code_without_letters)
+    if _is_code(query) and not is_this_code:
         click.echo(translate(f"There is no {query}; the nearest is:"))
 
     click.echo(_format_entry(entry, width))

@@ -94,16 +94,24 @@ def translate_help(command: click.Command) -> None:
 
 
 def _translate_help(text: str) -> str:
-    """Translates the help of an option, and the notes that click adds to it."""
+    """Translates the help of an option, and the notes that click adds to it.
+
+    Click writes "Stop after N steps.  [default: 3]  [env var: LOCKSTEP_STEPS]". The catalogue has
+    only "Stop after N steps.", so the notes are taken off the end, one after the other, until the
+    rest has a translation or no note is left.
+    """
     help_text = text
     notes = ""
     while True:
         translated = translate(help_text)
-        match = NOTE_OF_OPTION.fullmatch(help_text)
-        if translated != help_text or match is None:
+        is_translated = translated != help_text
+        note_at_end = NOTE_OF_OPTION.fullmatch(help_text)
+        if is_translated or note_at_end is None:
             return translated + notes
-        help_text, note = match.groups()
+
+        help_text, note = note_at_end.groups()
         default = DEFAULT.fullmatch(note)
         if default is not None:
-            note = f"{translate('default:')}{translate(default[1])}{default[2]}"
+            value, rest_of_note = default.groups()
+            note = f"{translate('default:')}{translate(value)}{rest_of_note}"
         notes = f"  [{note}]{notes}"

@@ -87,6 +87,7 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
                 )
             return read_launch_file(path)
 
+        # Most files of this name are not about Lockstep, so one of another user's is no error.
         path = place / PYPROJECT
         if path.is_file() and (_is_own(path) or not is_writable_by_all):
             file = _read_table(path)
@@ -181,6 +182,9 @@ def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
     is_inside = not in_table
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
+
+        # The options stand before the first table of lockstep.toml, or in the table [tool.lockstep]
+        # of pyproject.toml. Any other table ends them.
         if stripped.startswith("["):
             is_inside = stripped.replace(" ", "").startswith(f"[{TABLE}]")
 

@@ -33,7 +33,10 @@ class LazyGroup(click.Group):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Makes the context of a call, which writes the help."""
+        """Makes the context of a call, and translates the help of the command before.
+
+        Click writes the help while it reads the arguments, which happens here.
+        """
         translate_help(self)
         return super().make_context(info_name, args, parent, **extra)
 
@@ -77,7 +80,7 @@ class LazyGroup(click.Group):
         except LockstepError as error:
             # `str(error)` would add the line of code that called Lockstep. Here that is a line of
             # the command itself.
-            click.echo(f"lockstep: {error.translated_parts}", err=True)
+            click.echo(f"lockstep: {error.translated_message}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)

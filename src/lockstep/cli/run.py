@@ -12,7 +12,7 @@ import difflib
 import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.step_memory import check_keep_in_memory
-from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
+from lockstep.run.start.torchrun_flags import check_flags_usable_with, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
 from lockstep.units import parse_seconds
@@ -56,7 +56,9 @@ TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's op
 
 PLACES = ("hosts", "ray", "slurm")
 """Options that say where a run takes place."""
-SOURCE = "lockstep.source"  # which options of another launcher come from a launch file
+OPTIONS_FROM_FILE = "lockstep.options_from_file"
+"""Key of click's context: which options of the launcher that has started this one come from a
+launch file."""
 
 TORCHRUN_NAME_PREFIX = "torchrun_"
 """The prefix of the names of click's options that stand for torchrun's flags."""
@@ -136,7 +138,7 @@ def _flags_of(command: click.Command) -> set[str]:
 
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
-    # Flags are compared without their dashes, which would make all of them similar.
+    # Flags are compared without their dashes, since the dashes would make all flags similar.
     flag_of_word = {}
     for param in command.get_params(ctx):
         for spelling in param.opts:
@@ -156,7 +158,7 @@ def _keep_source(ctx: click.Context, param: click.Parameter, value: str | None) 
     file.
     """
     if value is not None:
-        ctx.meta[SOURCE] = value
+        ctx.meta[OPTIONS_FROM_FILE] = value
 
 
 def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -171,9 +173,11 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
 
     Raises:
         SettingError: there is no such file, or it has a key or a value that no option has.
-        click.NoSuchOption: a key may be one of torchrun's flags, which have not been read yet.
+        click.NoSuchOption: a key is no option of this command. It may be one of torchrun's flags,
+            which are read after this error; then the file is read again.
     """
-    if SOURCE in ctx.meta:  # the launcher that has started this one has read the file
+    # Another launcher has started this one: it has read the file and passed on the options.
+    if OPTIONS_FROM_FILE in ctx.meta:
         return
 
     if value is None:
@@ -195,28 +199,18 @@ def _defaults_from_file(
     file.
 
     Raises:
-        SettingError, click.NoSuchOption: see `_read_launch_file`.
+        SettingError: a key of the file is no option of this command or of torchrun.
+        click.NoSuchOption: a key is no option of this command, and torchrun's options are not read
+            yet. `RunCommand.parse_args` catches this error, reads them and parses again.
     """
     option_of_key = _options_by_key(ctx)
+    torchrun_options_are_read = TORCHRUN_OPTIONS in ctx.meta
     defaults = {}
     for key in file.values:
         if key not in option_of_key:
-            if TORCHRUN_OPTIONS not in ctx.meta:
-                raise click.NoSuchOption(key)  # it may be one of torchrun's flags
-
-            if isinstance(file.values[key], dict):
-                raise SettingError(
-                    f"the table [{key}] in {file.name}",
-                    "options do not stand in tables of their own",
-                    "write them at the top of lockstep.toml, or under [tool.lockstep] in "
-                    "pyproject.toml",
-                )
-
-            raise SettingError(
-                f"{key} in {file.place_of(key)}",
-                "lockstep run has no such option",
-                did_you_mean(key, option_of_key, "lockstep run --help lists them"),
-            )
+            if not torchrun_options_are_read:
+                raise click.NoSuchOption(key)
+            raise _unknown_key_error(file, key, option_of_key)
 
         option = option_of_key[key]
         is_set_by_variable = any(environ.get(name) for name in _variables_of_option(option))
@@ -224,6 +218,22 @@ def _defaults_from_file(
             defaults[str(option.name)] = _default_from_file(option, file, key)
 
     return defaults
+
+
+def _unknown_key_error(file: LaunchFile, key: str, known_keys: Iterable[str]) -> SettingError:
+    """Returns the error for a key of a launch file that is no option."""
+    if isinstance(file.values[key], dict):
+        return SettingError(
+            f"the table [{key}] in {file.name}",
+            "options do not stand in tables of their own",
+            "write them at the top of lockstep.toml, or under [tool.lockstep] in pyproject.toml",
+        )
+
+    return SettingError(
+        f"{key} in {file.place_of(key)}",
+        "lockstep run has no such option",
+        did_you_mean(key, known_keys, "lockstep run --help lists them"),
+    )
 
 
 def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
@@ -302,11 +312,13 @@ def torchrun_options() -> list[click.Option]:
             click.Option(
                 # The name comes first, followed by the flags, such as --nnodes.
                 [f"{TORCHRUN_NAME_PREFIX}{action.dest}", *action.option_strings],
-                # None lets click decide. False would mean that the value may be left out.
+                # An option with a value gets None and not False, by which click would understand
+                # that the value may be left out.
                 is_flag=True if takes_no_value else None,
                 expose_value=False,  # the callback handles the value
                 callback=_collect_torchrun_flag,
-                # Eager options are handled before click notices that there is no script.
+                # `--print-completion` needs no script. As an eager option it is handled before
+                # click notices that there is none.
                 is_eager=action.dest == "print_completion",
                 hidden=True,
             )
@@ -336,7 +348,7 @@ def _collect_torchrun_flag(
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
     elif option.is_eager and value:
-        # --print-completion: torchrun's parser prints what was asked for, and exits.
+        # --print-completion, the only eager option: torchrun's parser prints and exits.
         parse_flags([flag, value])
     else:
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
@@ -487,95 +499,143 @@ def command(
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _leave_out_places_of_file(ctx)
     _check_combinations(ctx)
-    quiet = quiet or is_quiet(os.environ)
 
-    # Separate the options that say where the run is started from the settings of `lockstep.init`.
-    names = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
-    elsewhere = {}
-    for name in names:
+    # The options that say where the run is started are read from `ctx.params`. Without them, the
+    # settings of `lockstep.init` remain.
+    for name in {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}:
         settings.pop(name)
-        elsewhere[name] = ctx.params[name]
 
-    # 1. By ssh on the machines of --hosts.
-    if elsewhere["hosts"] is not None:
-        hosts_spec = _hosts_spec(ctx, script, args, elsewhere)
-        check_settings(ctx, os.environ, _num_processes_on_hosts(hosts_spec))
-        if dry_run:
-            click.echo(hosts_spec.describe())
-        else:
-            _exit(ctx, run_on_hosts(hosts_spec, _print), script, args)
+    if ctx.params["hosts"] is not None:
+        _run_on_hosts(ctx, script, args)
+        return
+    if ctx.params["ray"] is not None:
+        _run_on_ray(ctx, script, args)
+        return
+    if ctx.params["slurm"]:
+        _submit_to_slurm(ctx, script, args)
         return
 
-    # 2. On the nodes of a Ray cluster.
-    if elsewhere["ray"] is not None:
-        ray_spec = _spec_without_hosts(ctx, script, args, "--ray", elsewhere)
-        num_processes = int(ray_spec.nproc) if ray_spec.nproc.isdigit() else None
-        check_settings(ctx, os.environ, num_processes)
-        if dry_run:
-            click.echo(ray_run.describe(elsewhere["ray"], ray_spec))
-        else:
-            _exit(ctx, ray_run.run_on_ray(elsewhere["ray"], ray_spec, _print), script, args)
-        return
-
-    # 3. As a job of Slurm.
-    if elsewhere["slurm"]:
-        check_settings(ctx, os.environ, None)
-        options = _sbatch_options(ctx, script, elsewhere)
-        job_script = slurm_batch.job_script(options, nproc, _launcher_arguments(ctx, script, args))
-        click.echo(job_script if dry_run else slurm_batch.submit(job_script, options))
-        return
-
-    # 4. Inside a job of Slurm. Unless flags do, its variables say how the machines find each other.
+    # Inside a job of Slurm, its variables say how the machines of the job find each other.
     torchrun_flags = tuple(ctx.meta[TORCHRUN_FLAGS])
-    placement = None
-    if not has_node_flags(torchrun_flags, os.environ):
-        placement = slurm.find_placement(os.environ, nproc)
-
+    placement = _placement_in_slurm_job(nproc, torchrun_flags)
+    if placement is not None and placement.srun_nodes:
+        _start_launchers_by_srun(ctx, script, args, placement)
+        return
     if placement is not None:
         nproc = placement.nproc
         torchrun_flags += placement.meeting_flags
 
-        if placement.srun_nodes:
-            # This process is the job's first one, and srun starts a launcher on each machine.
-            command_line = slurm.srun_command(placement, _launcher_arguments(ctx, script, args))
-            if dry_run:
-                click.echo(shlex.join(command_line))
-            else:
-                slurm.exec_srun(command_line)
-            return
-
-    # 5. On this machine.
     check_nproc(ctx, nproc)
     check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
-
-    variables = {name: value for name, value in settings.items() if value is not None}
-    if quiet:
-        variables["quiet"] = 1
-
-    source = _source(ctx)
-
-    # A value inherited from another launcher must be replaced, even if there is no launch file.
-    if source or FROM_FILE_VARIABLE in os.environ:
-        variables["from_file"] = source
-
+    quiet = quiet or is_quiet(os.environ)
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
-        settings=variables,
+        settings=_settings_of_ranks(ctx, settings, quiet),
         torchrun=torchrun_flags,
         warm=warm,
         keep_in_memory=keep_in_memory,
         hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
-        from_file=source,
+        from_file=_source(ctx),
         quiet=quiet,
     )
+    _run_here(ctx, spec)
+
+
+def _run_on_hosts(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+    """Runs the script on the machines of --hosts, by ssh; with --dry-run only says how."""
+    spec = _hosts_spec(ctx, script, args)
+    check_settings(ctx, os.environ, _num_processes_on_hosts(spec))
+
+    if ctx.params["dry_run"]:
+        click.echo(spec.describe())
+    else:
+        _exit(ctx, run_on_hosts(spec, _print), script, args)
+
+
+def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+    """Runs the script on the nodes of a Ray cluster; with --dry-run only says how."""
+    spec = _spec_for_unknown_machines(ctx, script, args, "--ray")
+    num_processes = int(spec.nproc) if spec.nproc.isdigit() else None
+    check_settings(ctx, os.environ, num_processes)
+
+    address = ctx.params["ray"]
+    if ctx.params["dry_run"]:
+        click.echo(ray_run.describe(address, spec))
+    else:
+        _exit(ctx, ray_run.run_on_ray(address, spec, _print), script, args)
+
+
+def _submit_to_slurm(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+    """Submits the run to Slurm as a job; with --dry-run only prints the script of the job."""
+    check_settings(ctx, os.environ, None)
+    options = _sbatch_options(ctx, script)
+    launcher_arguments = _launcher_arguments(ctx, script, args)
+    job_script = slurm_batch.job_script(options, ctx.params["nproc"], launcher_arguments)
+
+    if ctx.params["dry_run"]:
+        click.echo(job_script)
+    else:
+        click.echo(slurm_batch.submit(job_script, options))
+
+
+def _placement_in_slurm_job(
+    nproc: str | None, torchrun_flags: Sequence[str]
+) -> slurm.JobPlacement | None:
+    """Returns how the run is started in the Slurm job that this process belongs to.
+
+    Returns None outside of a job, and if torchrun's flags say how the machines find each other.
+    """
+    if has_node_flags(torchrun_flags, os.environ):
+        return None
+    return slurm.find_placement(os.environ, nproc)
+
+
+def _start_launchers_by_srun(
+    ctx: click.Context, script: str, args: tuple[str, ...], placement: slurm.JobPlacement
+) -> None:
+    """Starts a launcher on each machine of a Slurm job, of which this process is the first one.
+
+    srun replaces this process. With --dry-run its command line is only printed.
+    """
+    command_line = slurm.srun_command(placement, _launcher_arguments(ctx, script, args))
+    if ctx.params["dry_run"]:
+        click.echo(shlex.join(command_line))
+    else:
+        slurm.exec_srun(command_line)
+
+
+def _settings_of_ranks(
+    ctx: click.Context, settings: Mapping[str, Any], quiet: bool
+) -> dict[str, Any]:
+    """Returns the settings that are passed on to the ranks, without those that were not given.
+
+    Args:
+        ctx: the context of the command.
+        settings: the options of the settings of `lockstep.init`; None if not given.
+        quiet: whether the run prints only the script's output and failures.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if quiet:
+        given["quiet"] = 1
+
+    # A value inherited from another launcher must be replaced, even if there is no launch file.
+    source = _source(ctx)
+    if source or FROM_FILE_VARIABLE in os.environ:
+        given["from_file"] = source
+    return given
+
+
+def _run_here(ctx: click.Context, spec: LaunchSpec) -> None:
+    """Runs the script on this machine; with --dry-run only says how."""
     from lockstep.run.start.script import plan_run, run_script
 
-    if dry_run:
+    if ctx.params["dry_run"]:
         click.echo(plan_run(spec).describe())
     else:
-        _exit(ctx, run_script(spec, _print), script, args)
+        script = spec.script
+        _exit(ctx, run_script(spec, _print), script.path, script.arguments)
 
 
 def _source(ctx: click.Context) -> str:
@@ -583,8 +643,8 @@ def _source(ctx: click.Context) -> str:
 
     The result is empty if there are none.
     """
-    if SOURCE in ctx.meta:  # the launcher that has started this one says so
-        source: str = ctx.meta[SOURCE]
+    if OPTIONS_FROM_FILE in ctx.meta:  # the launcher that has started this one says so
+        source: str = ctx.meta[OPTIONS_FROM_FILE]
         return source
 
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
@@ -592,11 +652,11 @@ def _source(ctx: click.Context) -> str:
         return ""
 
     option_of_key = _options_by_key(ctx)
-    without_effect = _options_without_effect(ctx)
+    options_without_effect = _needed_option_of(ctx)
     used = []
     for key in file.values:
         name = str(option_of_key[key].name)
-        if comes_from_file(ctx, name) and name not in without_effect:
+        if comes_from_file(ctx, name) and name not in options_without_effect:
             used.append(key)
 
     if not used:
@@ -607,7 +667,10 @@ def _source(ctx: click.Context) -> str:
 def _num_processes_here(
     nproc: str | None, torchrun_flags: Sequence[str], environ: Mapping[str, str]
 ) -> int | None:
-    """Returns the world size of a run on this machine, or None if it is not known yet.
+    """Returns the world size of a run that is started on this machine.
+
+    It is None if it is not known yet: with several machines, or with a number of processes that
+    depends on the machine, such as --nproc=auto.
 
     Args:
         nproc: the value of --nproc.
@@ -621,8 +684,8 @@ def _num_processes_here(
     if nproc is None:
         nproc = environ.get("PET_NPROC_PER_NODE", "1")
 
-    # With several machines, the others may have other numbers of processes.
-    if num_nodes != "1" or not nproc.isdigit():
+    has_several_machines = num_nodes != "1"  # which may have other numbers of processes
+    if has_several_machines or not nproc.isdigit():
         return None
     return int(nproc)
 
@@ -640,24 +703,22 @@ def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
     return total
 
 
-def _hosts_spec(
-    ctx: click.Context, script: str, args: tuple[str, ...], options: dict[str, Any]
-) -> HostsSpec:
+def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> HostsSpec:
     """Returns the request for a run on the machines of --hosts.
 
     Args:
         ctx: the context of the command.
         script: the script.
         args: the arguments of the script.
-        options: the values of OPTIONS_OF_HOSTS.
 
     Raises:
         SettingError: one of torchrun's flags cannot be used with --hosts, there is no such script,
             or --copy would send too much.
     """
-    spec = _spec_without_hosts(ctx, script, args, "--hosts", options)
+    spec = _spec_for_unknown_machines(ctx, script, args, "--hosts")
+
     folder = Path(current_folder())
-    if options["copy"] and folder in (Path("/"), Path.home().resolve()):
+    if ctx.params["copy"] and folder in (Path("/"), Path.home().resolve()):
         raise SettingError(
             "--copy",
             f"all of {folder} would be sent",
@@ -666,28 +727,24 @@ def _hosts_spec(
 
     spec = replace(
         spec,
-        ssh=ssh_command(options["ssh"]),
-        copy=options["copy"],
-        keep=options["on_lost"] == "keep",
+        ssh=ssh_command(ctx.params["ssh"]),
+        copy=ctx.params["copy"],
+        # Whether the run goes on when the connection to a machine is lost.
+        keep=ctx.params["on_lost"] == "keep",
     )
-    return spec.on_machines(parse_hosts(options["hosts"]))
+    return spec.on_machines(parse_hosts(ctx.params["hosts"]))
 
 
-def _spec_without_hosts(
-    ctx: click.Context,
-    script: str,
-    args: tuple[str, ...],
-    option: str,
-    options: dict[str, Any],
+def _spec_for_unknown_machines(
+    ctx: click.Context, script: str, args: tuple[str, ...], option: str
 ) -> HostsSpec:
-    """Returns the request for a run on other machines, before the machines are known.
+    """Returns the request for a run on other machines, before it is known which these are.
 
     Args:
         ctx: the context of the command.
         script: the script.
         args: the arguments of the script.
-        option: `--hosts` or `--ray`.
-        options: the values of the options that belong to it.
+        option: the option that asks for other machines, `--hosts` or `--ray`.
 
     Raises:
         SettingError: one of torchrun's flags cannot be used with the option, or there is no such
@@ -695,7 +752,7 @@ def _spec_without_hosts(
     """
     from lockstep.run.start.script import check_script
 
-    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], option)
+    check_flags_usable_with(option, ctx.meta[TORCHRUN_FLAGS])
     module = ctx.params["module"]
     check_script(Script(path=script, module=module))
     return HostsSpec(
@@ -705,19 +762,16 @@ def _spec_without_hosts(
         module=module,
         torchrun=ctx.meta[TORCHRUN_FLAGS],
         nproc=ctx.params["nproc"] or "1",
-        environment=forwarded_environment(os.environ, options["forward_env"]),
+        environment=forwarded_environment(os.environ, ctx.params["forward_env"]),
         option=option,
         quiet=ctx.params["quiet"] or is_quiet(os.environ),
     )
 
 
-def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) -> list[str]:
+def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     """Returns the options for sbatch, which submits the job.
 
-    Args:
-        ctx: the context of the command.
-        script: the script.
-        options: the values of OPTIONS_OF_SLURM.
+    All that can be wrong is checked here, so that the job does not fail after hours in the queue.
 
     Raises:
         SettingError: an option is wrong, one of torchrun's flags cannot be used with --slurm, or
@@ -725,38 +779,39 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
     """
     from lockstep.run.start.script import check_script
 
-    # This is checked here, so that the job does not fail after hours in the queue.
     if ctx.params["keep_in_memory"]:
         check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
 
     request = slurm_batch.JobRequest(
-        nodes=options["nodes"] or 1,
-        gpus_per_node=options["gpus_per_node"],
-        time=options["time"],
-        options=options["sbatch"],
+        nodes=ctx.params["nodes"] or 1,
+        gpus_per_node=ctx.params["gpus_per_node"],
+        time=ctx.params["time"],
+        options=ctx.params["sbatch"],
     )
     sbatch_options = slurm_batch.sbatch_options(request, script)
-    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--slurm")
+
+    check_flags_usable_with("--slurm", ctx.meta[TORCHRUN_FLAGS])
     check_script(Script(path=script, module=ctx.params["module"]))
     return sbatch_options
 
 
-def _options_without_effect(ctx: click.Context) -> dict[str, str]:
-    """Returns the options that have no effect in this run, each with the option that it needs.
+def _needed_option_of(ctx: click.Context) -> dict[str, str]:
+    """Returns, for each option without effect in this run, the main option that it needs.
 
-    For example, --copy has no effect without --hosts, and --nodes has none without --slurm.
+    Without --hosts and --slurm, for example, it is `{"copy": "hosts", "nodes": "slurm", ...}`.
     """
-    without_effect = {}
+    needed_option_of = {}
     for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
         if ctx.params[main_option] in (None, False):
             for option in dependent_options:
-                without_effect[option] = main_option
+                needed_option_of[option] = main_option
 
+    # With --ray, too, --forward-env has an effect, although it is an option of --hosts.
     if ctx.params["ray"] is not None:
         for option in OPTIONS_OF_RAY:
-            without_effect.pop(option, None)
+            needed_option_of.pop(option, None)
 
-    return without_effect
+    return needed_option_of
 
 
 def _leave_out_places_of_file(ctx: click.Context) -> None:
@@ -779,8 +834,8 @@ def _check_combinations(ctx: click.Context) -> None:
         SettingError: an option has no effect without another one, or contradicts it.
     """
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
-    for option, main_option in _options_without_effect(ctx).items():
-        # An option in a launch file may be meant for other runs.
+    for option, main_option in _needed_option_of(ctx).items():
+        # The option is given without its main option. One in a launch file may be for other runs.
         if is_given(ctx, option) and not comes_from_file(ctx, option):
             raise SettingError(
                 flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"

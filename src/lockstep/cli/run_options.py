@@ -49,7 +49,7 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
         """Converts the text of an option into the value of the setting, or ends with click's error.
 
         Raises:
-            SettingError: the value is valid, but not allowed in any run.
+            SettingError: the value has the right type, but no run may have it, such as 0 steps.
         """
         try:
             read_value = self._read(value)
@@ -57,7 +57,8 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
         assert param is not None
         assert ctx is not None
-        check_value(self._declaration, read_value, written(ctx, param, value))
+        as_user_wrote_it = written(ctx, param, value)  # such as "--steps 0", for the error
+        check_value(self._declaration, read_value, as_user_wrote_it)
         return read_value
 
 

@@ -336,10 +336,13 @@ def _check_options_with_bits(options: dict[str, Any]) -> None:
 
 
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:
-    """Checks that the given options can be combined with --same-samples.
+    """Checks that no option is given that cannot be combined with --same-samples.
+
+    With --same-samples, one process trains on the batches of all ranks. The other options say how
+    several processes share a batch, of which there is nothing to compare.
 
     Raises:
-        SettingError: they cannot.
+        SettingError: such an option is given.
     """
     excluded = []
     for name in ("batch_per_process", "accumulate", "shares", "strategy"):

@@ -101,10 +101,11 @@ class VerifyProgress:
         elapsed_s = now - self._run_begin_s
         first_step_was_over = self._num_steps >= 1
         if not first_step_was_over:
-            # Either the run has just begun, or its first step has ended since the last call. The
-            # exact end of the first step is not known if more steps have ended since then.
+            # The run has just begun, or it has made its first steps since the last call. In both
+            # cases a line is printed at once. The first step counts as ended now: if there were
+            # several steps, nobody has noted when the first of them ended.
             self._first_step_end_s = elapsed_s
-            self._next_print_s = now  # both events are printed at once
+            self._next_print_s = now
 
         if num_steps > 0:
             self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)

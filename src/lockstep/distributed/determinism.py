@@ -105,4 +105,4 @@ def add_determinism_note(error: BaseException | None) -> None:
     operation = find_refused_operation(error)
     if error is None or operation is None:
         return
-    add_note_once(error, NOTE_BEGINNING, nondeterministic_error(operation).parts)
+    add_note_once(error, NOTE_BEGINNING, nondeterministic_error(operation).message)

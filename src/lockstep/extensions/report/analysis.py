@@ -176,9 +176,10 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
     """Compares starts with different numbers of ranks, by the longest start of each number.
 
     Returns:
-        For each number of ranks its speed, and how many times as fast as one rank it was. Empty if
-        there is no start with one rank, or no start with several.
+        For each number of ranks its speed and its speedup: how many times as fast as one rank it
+        was. Empty if there is no start with one rank, or no start with several.
     """
+    # The speed of the start with the most measured steps, by the number of ranks.
     longest: dict[int, Speed] = {}
     for start in starts:
         speed_of_start = speed(start)
@@ -187,15 +188,17 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
         num_ranks = speed_of_start.ranks
         if num_ranks not in longest or speed_of_start.steps > longest[num_ranks].steps:
             longest[num_ranks] = speed_of_start
+
     if 1 not in longest or len(longest) < 2:
         return []
     throughput_of_one_rank = longest[1].samples_per_second
     if throughput_of_one_rank == 0:  # its batches had no samples
         return []
+
     compared = []
     for num_ranks in sorted(longest):
-        times_one_rank = longest[num_ranks].samples_per_second / throughput_of_one_rank
-        compared.append((longest[num_ranks], times_one_rank))
+        speedup = longest[num_ranks].samples_per_second / throughput_of_one_rank
+        compared.append((longest[num_ranks], speedup))
     return compared
 
 
@@ -262,12 +265,16 @@ def _launcher_findings(record: Record) -> Iterator[Finding]:
                 if message not in occurrences:
                     occurrences[message] = []
                 occurrences[message].append((number, line))
+
     for message, numbered_lines in occurrences.items():
         start_numbers = sorted({number for number, _ in numbered_lines})
         in_starts = f"in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
+
+        # The first line of the message's text is the finding, and all that follows is evidence.
+        headline, *more_lines = message.lines
         launcher_lines = [line for _, line in numbered_lines]
-        evidence = [*message.lines[1:], *_evidence_of_lines(launcher_lines, in_starts)]
-        yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], message.lines[0], tuple(evidence))
+        evidence = [*more_lines, *_evidence_of_lines(launcher_lines, in_starts)]
+        yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], headline, tuple(evidence))
 
 
 def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterator[str]:
@@ -275,7 +282,8 @@ def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterato
 
     Args:
         lines: every occurrence of the message, in the order of time.
-        in_starts: as for `_when`.
+        in_starts: text that names the starts in which it was written, such as `in start 2`;
+            empty if the run has only one start.
     """
     last = lines[-1]
     if LOG_FOLDER_PREFIX in last["text"]:
@@ -376,6 +384,8 @@ def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
     evidence = []
     if not before.reached_init:
         evidence.append("none of its ranks came to lockstep.init")
+
+    # `main` is the record of rank 0 in each start.
     if before.main.rows and after.main.rows:
         steps = before.main.column("step")
         last_step = steps[-1]
@@ -388,6 +398,8 @@ def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
         evidence.append(
             f"its last step: {last_step:.0f}, the next one's first: {next_first_step:.0f}"
         )
+
+    # From the last line that any rank or launcher wrote about the start.
     pause = after.time - before.last_time
     evidence.append(f"from its last sign to the next start: {duration(pause)}")
     return Finding("warning", text, tuple(evidence))
@@ -402,16 +414,19 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
     is_finite = [math.isfinite(row.loss) for row in rows]
     if all(is_finite):  # also if there are no losses
         return
-    first_bad = is_finite.index(False)
+
+    # The loss was finite again at the end: the first row with such a loss is named.
     if is_finite[-1]:
-        bad_steps = [row.step for row in rows if not math.isfinite(row.loss)]
+        first_bad = is_finite.index(False)
         row = rows[first_bad]
-        text = f"the loss is not finite at step {row.step}, and finite again later"
+        bad_steps = [row.step for row in rows if not math.isfinite(row.loss)]
         if row.num_steps > 1:
             text = (
                 f"the loss is not finite within steps {row.first_step} to {row.step}, and finite "
                 "again later"
             )
+        else:
+            text = f"the loss is not finite at step {row.step}, and finite again later"
         yield Finding(
             "warning",
             text,
@@ -423,7 +438,10 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
             "Look at the samples of these steps, and at what the model computes of them.",
         )
         return
-    since = len(rows) - 1  # the first of the rows at the end that are not finite
+
+    # The loss was not finite up to the end: the step is named from which on it never was. This row
+    # comes after the last row with a finite loss, or is the first row of all.
+    since = len(rows) - 1
     while since > 0 and not is_finite[since - 1]:
         since -= 1
     yield Finding(
@@ -451,13 +469,17 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
     work = work_by_rank(start)
     if len(work) < 2:
         return
-    # The median without the slowest rank, so that of two ranks the faster one is usual.
-    usual_work = float(np.median(sorted(work.values())[:-1]))
+
+    # The usual work is the median of all ranks but the slowest. Of two ranks, only the faster one
+    # remains, and the slower one is compared with it.
+    work_without_slowest = sorted(work.values())[:-1]
+    usual_work = float(np.median(work_without_slowest))
     slow_ranks = []
     for rank, work_s in work.items():
         step_s = work_s + phases[rank]["communication"]
         if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
             slow_ranks.append(rank)
+
     usual_phases = _usual_phases(phases, slow_ranks)
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
@@ -472,6 +494,7 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
             tuple(_compare_phases(phases[rank], usual_phases)),
             ADVICE_FOR_STRAGGLER.get(longest_excess, ADVICE_FOR_SLOW_DEVICE),
         )
+
     if len(slow_ranks) > MAX_STRAGGLERS:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
 
@@ -547,19 +570,8 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
 
 def _gap_findings(start: Start) -> Iterator[Finding]:
     """Yields notes on what the record cannot tell about a start."""
-    header = start.main.header
-    # Files of some ranks are missing, for example those of another machine.
-    ranks_with_rows = {rank for rank, record in start.records.items() if record.rows}
-    if ranks_with_rows and len(ranks_with_rows) < start.num_ranks:
-        missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
-        text = f"no steps of {missing} are in the folder; without them the loss is not known"
-        ranks_with_file = [rank for rank, record in start.records.items() if record.header]
-        if len(ranks_with_file) < start.num_ranks:
-            text = (
-                f"no steps of {missing} are in the folder; without them neither the loss nor what "
-                "world.log was given is known"
-            )
-        yield Finding("note", text)
+    yield from _findings_on_missing_ranks(start)
+
     # Only a launcher wrote about the start, and it has ended, so nothing more will come.
     if not start.reached_init and start.end is not None:
         yield Finding(
@@ -567,7 +579,9 @@ def _gap_findings(start: Start) -> Iterator[Finding]:
             "no rank came to lockstep.init, which begins the record of its steps: what is known is "
             "what the launcher has seen",
         )
+
     # Some of the times mean less than they seem to.
+    header = start.main.header
     strategy = header.get("strategy")
     on_gpu = str(header.get("device", "")).startswith("cuda")
     if on_gpu:
@@ -584,6 +598,29 @@ def _gap_findings(start: Start) -> Iterator[Finding]:
         )
 
 
+def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
+    """Yields a note if some ranks have steps in the folder and others do not.
+
+    The files of another machine, for example, may not have been copied here.
+    """
+    ranks_with_rows = {rank for rank, record in start.records.items() if record.rows}
+    if not ranks_with_rows or len(ranks_with_rows) == start.num_ranks:
+        return
+
+    missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
+    ranks_with_file = [rank for rank, record in start.records.items() if record.header]
+    if len(ranks_with_file) == start.num_ranks:
+        # The values of world.log have lines of their own, which a file without rows may have.
+        text = f"no steps of {missing} are in the folder; without them the loss is not known"
+    else:
+        # A missing file may have had values of world.log, so no mean over the ranks is known.
+        text = (
+            f"no steps of {missing} are in the folder; without them neither the loss nor what "
+            "world.log was given is known"
+        )
+    yield Finding("note", text)
+
+
 class Totals(NamedTuple):
     """What a start did from its beginning to its end."""
 
@@ -596,9 +633,12 @@ class Totals(NamedTuple):
 
 def totals(start: Start) -> Totals | None:
     """Returns what a start did in all, or None if it has no rows."""
-    record = start.main
+    record = start.main  # of rank 0
     if not record.rows:
         return None
+
+    # The columns "at", "sent" and "shared" are running totals since the start, so the last value of
+    # each is the total.
     peaks = [record.column("memory").max() for record in start.records.values() if record.rows]
     return Totals(
         seconds=float(record.column("at")[-1]),

@@ -27,7 +27,7 @@ MAX_BARS = 64  # of the chart that shows the phases by rank
 
 
 def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> Floats:
-    """Averages neighbours, so that at most `max_points` values remain.
+    """Thins out the values of a curve: averages neighbours until at most `max_points` remain.
 
     Args:
         values: the values, shape (N,).
@@ -94,6 +94,7 @@ def curve_charts(records: Sequence[Record], names: Sequence[str]) -> list[dict[s
             if curve.title not in charts:
                 charts[curve.title] = {"title": curve.title, "unit": curve.unit, "lines": []}
             for line in curve.lines:
+                # Long curves are thinned out to fit the chart; all points weigh the same.
                 weights = np.ones(len(line.steps))
                 charts[curve.title]["lines"].append(
                     {
@@ -115,8 +116,10 @@ def curves(record: Record) -> list[Curve]:
         for title, line in _lines_of_start(start, clock).items():
             if np.isfinite(line.values).any():
                 lines_by_title.setdefault(title, []).append(line)
-    logged = sorted(lines_by_title.keys() - {"loss", *_UNIT_OF_MEASURED})
-    titles = ["loss", *logged, *_UNIT_OF_MEASURED]
+    # The page shows the loss, then what the script has logged, then what the ranks have measured.
+    measured_titles = list(_UNIT_OF_MEASURED)
+    logged_titles = sorted(lines_by_title.keys() - {"loss", *measured_titles})
+    titles = ["loss", *logged_titles, *measured_titles]
     found = []
     for title in titles:
         if title in lines_by_title:
@@ -152,15 +155,19 @@ class _Clock:
         self._begin = begin
 
     def seconds_at(self, steps: Floats) -> Floats:
-        """Returns the seconds at some steps; of steps between two rows, a time between theirs."""
+        """Returns when some steps were made; between two rows the time is interpolated."""
         if not len(self._steps):
             return np.full(len(steps), self._begin)
-        # A step 0, before the first row, was made when the record began.
-        known_steps = np.concatenate([[0.0], self._steps])
-        known_seconds = np.concatenate([[self._begin], self._seconds])
+
         if self._steps[0] <= 0:
             known_steps = self._steps
             known_seconds = self._seconds
+        else:
+            # Before the first row, the time is interpolated from the beginning of the record, which
+            # counts as step 0.
+            known_steps = np.concatenate([[0.0], self._steps])
+            known_seconds = np.concatenate([[self._begin], self._seconds])
+
         seconds: Floats = np.interp(steps, known_steps, known_seconds)
         return seconds
 
@@ -168,17 +175,22 @@ class _Clock:
 def _lines_of_start(start: Start, clock: _Clock) -> dict[str, Line]:
     """Returns the lines of all curves in one start, by their titles."""
     lines: dict[str, Line] = {}
+
     loss_steps, losses = start.loss()
     lines["loss"] = Line(loss_steps, clock.seconds_at(loss_steps), losses)
+
     for title, (steps, values) in logged_values(start).items():
         lines[title] = Line(steps, clock.seconds_at(steps), values)
-    main = start.main
-    steps = main.column("step")
+
+    # What rank 0 has measured in each row.
+    record_of_rank_0 = start.main
+    steps = record_of_rank_0.column("step")
     seconds = clock.seconds_at(steps)
-    measured = main.curves()
+    measured = record_of_rank_0.curves()
     lines[THROUGHPUT] = Line(steps, seconds, measured["samples_per_second"])
     lines[LEARNING_RATE] = Line(steps, seconds, measured["learning_rate"])
     lines[PEAK_MEMORY] = Line(steps, seconds, measured["memory_bytes"])
+
     for title, key in ((GPU_USE, "gpu"), (GPU_MEMORY, "gpu_memory")):
         gpu_steps, means = _mean_over_gpus(start, key)
         lines[title] = Line(gpu_steps, clock.seconds_at(gpu_steps), means)
@@ -241,7 +253,8 @@ def bars_by_rank(start: Start) -> list[dict[str, Any]]:
     """
     phases_of_rank = phases_by_rank(start)
     work = work_by_rank(start)
-    shown = sorted(sorted(work, key=lambda rank: -work[rank])[:MAX_BARS])
+    longest_work_first = sorted(work, key=lambda rank: -work[rank])
+    shown = sorted(longest_work_first[:MAX_BARS])
     longest = max([sum(phases_of_rank[rank].values()) for rank in shown], default=0.0)
     bars = []
     for rank in shown:
@@ -260,19 +273,25 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
     records = [record for record in start.records.values() if record.rows]
     if not records:
         return None
+
+    # The rows are thinned out to fit the chart. A row counts by its number of steps.
     num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]
-    heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each row
+    step_numbers = averaged(records[0].column("step")[:num_rows], weights=steps_of_row)
+
+    heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each point
     for phase in STACKED_PHASES:
         by_record = [record.column(phase)[:num_rows] for record in records]
         seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
-        milliseconds = averaged(seconds_of_row / steps_of_row, steps_of_row) * 1e3
+        seconds_of_step = seconds_of_row / steps_of_row
+        milliseconds = averaged(seconds_of_step, weights=steps_of_row) * 1e3
         if milliseconds.any():
             heights[phase] = milliseconds
     if not heights:
         return None
+
     return {
-        "steps": numbers_for_json(averaged(records[0].column("step")[:num_rows], steps_of_row)),
+        "steps": numbers_for_json(step_numbers),
         "phases": {phase: numbers_for_json(height) for phase, height in heights.items()},
         "top": _top_of_stack(heights),
     }
@@ -304,17 +323,22 @@ def slow_ranks(start: Start) -> dict[str, Any] | None:
     ranks = [*work_by_rank(start)]
     if len(ranks) < 2:
         return None
+
+    # The rows that all ranks have, thinned to fit the chart. A row counts by its number of steps.
     records = [start.records[rank] for rank in ranks]
     num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]
     step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row, MAX_COLUMNS)
     work_of_rank = []
     for record in records:
-        seconds_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
-        work_of_rank.append(averaged(seconds_per_step, steps_of_row, MAX_COLUMNS))
-    percent = _percent_over_median(np.array(work_of_rank))
-    deviation = np.abs(percent).mean(axis=1)
-    shown = np.sort(np.argsort(-deviation, kind="stable")[:MAX_ROWS])
+        work_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
+        work_of_rank.append(averaged(work_per_step, steps_of_row, MAX_COLUMNS))
+    percent = _percent_over_median(np.array(work_of_rank))  # shape (ranks, columns)
+
+    # Choose the ranks that deviate most from the median rank, and show them in order of rank.
+    mean_deviation = np.abs(percent).mean(axis=1)  # shape (ranks,)
+    most_deviating_first = np.argsort(-mean_deviation, kind="stable")
+    shown = np.sort(most_deviating_first[:MAX_ROWS])
     return {
         "steps": numbers_for_json(step_numbers),
         "ranks": [ranks[index] for index in shown],

@@ -37,6 +37,8 @@ def open_console() -> Console:
 
     if _bar_console is not None:
         return _bar_console
+
+    # The columns of the launcher's terminal, if the launcher prints what this process writes.
     columns = launcher_columns()
     prints_through_launcher = columns is not None
     return Console(
@@ -44,11 +46,11 @@ def open_console() -> Console:
         emoji=False,
         highlight=False,
         width=columns,
-        # With None, rich finds out itself whether stdout is a terminal. It would take the pipe to
-        # the launcher for none.
+        # With None, rich finds out itself whether stdout is a terminal. The pipe to the launcher is
+        # no terminal to rich, although its text ends on one.
         force_terminal=True if prints_through_launcher else None,
-        # A rank that is a copy of a notebook's kernel has a stdout of its own. Rich would take it
-        # for the kernel and send lines to the notebook, which takes none from a copy.
+        # A rank that was forked from a notebook's kernel has its own stdout. Rich would still print
+        # to the notebook, which ignores what a fork sends.
         force_jupyter=False if sys.stdout is sys.__stdout__ else None,
     )
 
@@ -146,11 +148,13 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
         return
     from rich.text import Text
 
+    # The text is wrapped at the width of the terminal that shows it: the launcher's, if it prints
+    # what this process writes, or else this process's own. A notebook, for example, has none: there
+    # the text is styled and not wrapped.
     console = open_console()
     width = launcher_columns()
     if width is None and on_terminal():
         width = console.width
-    # The width is still None in a notebook, for example: there it is styled and not wrapped.
     for row in choice_rows(title, choices, width):
         name, value, reason = [encodable(part, console.encoding) for part in row]
         console.print(Text.assemble((name, "dim"), (value, "bold"), reason), soft_wrap=True)
@@ -174,6 +178,12 @@ def choice_rows(
 ) -> list[tuple[str, str, str]]:
     """Lays out the block of choices as rows of name, value and reason.
 
+    For example:
+
+        strategy   ddp           one process per GPU
+        batch      32 per rank   given in the script, and it goes on in the
+                                 same column of the next line
+
     Args:
         title: the line above the block.
         choices: the choices, in the order in which they are shown.
@@ -186,6 +196,7 @@ def choice_rows(
     rows = [("", line, "") for line in _wrap(title, width)]
     longest_name = max((width_of(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
+
     # Reasons stand below each other, in a column behind the values. Very long values do not push
     # this column to the right: their reasons follow them directly.
     value_widths = [width_of(choice.value) for choice in choices]
@@ -196,14 +207,16 @@ def choice_rows(
         has_column_of_reasons = True
     else:
         remaining = width - INDENT - name_width
+        # On a narrow terminal, each reason follows its value directly.
         has_column_of_reasons = remaining - value_width >= MIN_REASON_WIDTH
+
     for name, value, reason in choices:
         if has_column_of_reasons and width_of(value) + GAP <= value_width:
             text = pad(value, value_width) + reason
             hanging_indent = value_width  # more lines of the reason begin where it begins
         else:
             text = value + " " * GAP + reason
-            hanging_indent = GAP
+            hanging_indent = GAP  # more lines are indented a little under the value
         first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
         padded_name = " " * INDENT + pad(name, name_width)
         # The first line begins with the value; what follows it is the reason.

@@ -170,8 +170,9 @@ def _open_live_display() -> Live:
     )
     _live_display.start()
     console.show_cursor(True)  # rich hides it, and a run that is killed would leave it hidden
-    set_bar_console(console)
-    # If the script keeps the pass in a variable, its display is never closed otherwise.
+    set_bar_console(console)  # from now on `print_line` prints above the bars
+
+    # If the script keeps the pass in a variable, nothing else closes the display.
     atexit.register(_close_live_display)
     return _live_display
 

@@ -102,27 +102,32 @@ def _code(header: Mapping[str, Any]) -> list[Fact]:
     if not changed:
         return [Fact("git commit", commit, "no tracked file was changed")]
     files = count_noun(int(git.get("num_changed", len(changed))), "changed file")
-    return [Fact("git commit", f"{commit}, with {files}", join_first([str(f) for f in changed]))]
+    first_names = join_first([str(name) for name in changed])  # such as "a.py, b.py, ..."
+    return [Fact("git commit", f"{commit}, with {files}", first_names)]
 
 
 def _hosts(start: Start) -> list[Fact]:
     """Returns a row for each host: its ranks, and what devices they used."""
-    ranks_of_host: dict[str, list[int]] = {}
-    devices_of_host: dict[str, Counter[str]] = {}
     if not start.reached_init:
         return []
+
+    ranks_of_host: dict[str, list[int]] = {}
+    devices_of_host: dict[str, Counter[str]] = {}
     for rank, record in sorted(start.records.items()):
         host = str(record.header.get("host", "not known"))
         device = str(record.header.get("device_name") or record.header.get("device") or "")
         ranks_of_host.setdefault(host, []).append(rank)
         devices_of_host.setdefault(host, Counter())[device] += 1
+
     facts = []
     for host, ranks in ranks_of_host.items():
+        # All ranks of a host use GPUs, or all use CPUs.
+        first_header = start.records[ranks[0]].header
+        is_gpu = str(first_header.get("device", "")).startswith("cuda")
         devices = []
-        for device, number in devices_of_host[host].items():
-            # Ranks that compute on CPUs may share one.
-            is_gpu = str(start.records[ranks[0]].header.get("device", "")).startswith("cuda")
-            devices.append(f"{number} × {device}" if number > 1 and is_gpu else device)
+        for device, num_ranks in devices_of_host[host].items():
+            # Each rank has a GPU of its own, so two ranks use "2 × H100". But they may share a CPU.
+            devices.append(f"{num_ranks} × {device}" if num_ranks > 1 and is_gpu else device)
         facts.append(Fact("host", f"{host}: {format_ranks(ranks)}", ", ".join(devices)))
     return facts
 

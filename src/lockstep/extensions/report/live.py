@@ -50,12 +50,14 @@ class LivePage:
         """After this time it is drawn again even if no record did grow."""
 
     def text(self) -> str:
-        """Returns the page. It is only drawn again if there is something new and not too soon."""
+        """Returns the page. It is drawn again if a record has grown, but not too often."""
         with self._lock:
             begin_s = time.monotonic()
             if begin_s < self._earliest_drawing_s:
                 return self._text
 
+            # A page that is too old is drawn again in any case, since it says how long ago the
+            # record last grew.
             records_have_grown = [record.refresh() for record in (self._record, *self._others)]
             is_too_old = begin_s >= self._latest_drawing_s
             if any(records_have_grown) or is_too_old:
@@ -98,7 +100,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
             try:
                 body = page.text().encode()
             except LockstepError as error:
-                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error.parts))
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error.message))
                 return
             # A page that has not changed is not sent again, which matters over ssh.
             tag = f'"{hashlib.sha256(body).hexdigest()}"'

@@ -56,10 +56,14 @@ def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: An
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
+
+    # In training, remember the micro-batch for which the name was logged. A name that is logged
+    # again for the last micro-batch of the pass was logged after the loop (`OpenPass.takes`).
     if open_pass.training_pass is not None:
         open_pass.delivery_of_name[name] = open_pass.training_pass.last_used
 
-    open_pass.sums.add(open_pass.micro_batch.counted_rows, **{name: value})
+    num_samples = open_pass.micro_batch.counted_rows
+    open_pass.sums.add(num_samples, **{name: value})
 
 
 def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
@@ -73,7 +77,7 @@ def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
 
 
 def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
-    """Returns the last pass, or rather the last one of its kind that is shown, if there is one.
+    """Returns the latest pass, but prefers one of the same kind that is shown, if there is one.
 
     There are two kinds, training and evaluation. Returns None if there are no passes.
     """
@@ -141,8 +145,10 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
             rank_of_pass.setdefault(tuple(identity), rank)
     if len(rank_of_pass) < 2:
         return
+
     parts = []
-    for (loader, _, begun, _), rank in rank_of_pass.items():
+    for identity, rank in rank_of_pass.items():
+        loader, _is_training, begun, _number = identity  # `OpenPass.identity`
         parts.append(f"rank {rank} over loader {loader}, begun after step {begun}")
     raise UsageError(
         "world.means()",

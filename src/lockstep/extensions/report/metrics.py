@@ -150,38 +150,68 @@ class WeightedSums:
             None, with a warning, if the value is not one real number, or cannot be read without
             waiting for other ranks.
         """
-        found = describe_type(value)
-        if isinstance(value, Tensor):
-            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        too_large = f"{found} that is too large for a float, so it is left out"
-        found = f"{found}, not one number, so it is left out"
-        do = f"log the mean over this micro-batch, for example {name}=values.float().mean()"
+        number: float | Tensor | None = None
+        is_spread = False
+        is_on_meta = False
+        is_too_large = False
         try:
-            if _is_spread_over_ranks(value):
-                found = (
-                    "a DTensor of which each rank has a part, and world.log waits for no other "
-                    "rank, so it is left out"
-                )
-                do = f"log {name}=values.full_tensor(), which all ranks have to call"
-            elif isinstance(value, Tensor) and value.is_meta:
-                found = "a tensor on the meta device, which has no value, so it is left out"
-            elif isinstance(value, Tensor):
-                number = _as_scalar(value)
-                if number is not None:
-                    return number.to(self._device, non_blocking=self._on_cuda)
-            elif isinstance(value, np.ndarray) and value.size == 1:
-                return float(value.item())
-            elif not isinstance(value, str | bytes | bytearray):
-                return float(value)
+            is_spread = _is_spread_over_ranks(value)
+            is_on_meta = isinstance(value, Tensor) and value.is_meta
+            if not is_spread and not is_on_meta:
+                number = self._read_number(value)
         except OverflowError:
-            found = too_large
-            do = f"log it in a larger unit, for example {name}=number / 1e12"
+            is_too_large = True
         except Exception:
             # `float` calls a method of the value's class, and a tensor may be of a class of the
             # user's own, so that any error may come.
             pass
-        self._leave_out(name, found, do)
+
+        if number is not None:
+            return number
+
+        found = describe_type(value)
+        if isinstance(value, Tensor):
+            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        if is_spread:
+            self._leave_out(
+                name,
+                "a DTensor of which each rank has a part, and world.log waits for no other "
+                "rank, so it is left out",
+                f"log {name}=values.full_tensor(), which all ranks have to call",
+            )
+        elif is_on_meta:
+            self._leave_out(
+                name,
+                "a tensor on the meta device, which has no value, so it is left out",
+                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+            )
+        elif is_too_large:
+            self._leave_out(
+                name,
+                f"{found} that is too large for a float, so it is left out",
+                f"log it in a larger unit, for example {name}=number / 1e12",
+            )
+        else:
+            self._leave_out(
+                name,
+                f"{found}, not one number, so it is left out",
+                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+            )
         return None
+
+    def _read_number(self, value: Any) -> float | Tensor | None:
+        """Returns a tensor as a 0-dimensional one on the device, and any other value as a float.
+
+        Returns None if it is not one number. It may raise any error.
+        """
+        if isinstance(value, Tensor):
+            scalar = _as_scalar(value)
+            return None if scalar is None else scalar.to(self._device, non_blocking=self._on_cuda)
+        if isinstance(value, np.ndarray) and value.size == 1:
+            return float(value.item())
+        if isinstance(value, str | bytes | bytearray):  # `float` would read the text "1.5"
+            return None
+        return float(value)
 
     def _leave_out(self, name: str, found: str, do: str) -> None:
         """Warns, once in a pass for each name, that a value is left out."""
@@ -243,7 +273,7 @@ class RunningMeans:
         self._num_batches = 0
         self._pending: deque[_Reduction] = deque()
         self._has_warned_of_names = False
-        self._has_warned_of_number = False
+        self._has_warned_of_many_names = False
 
     def step(self) -> None:
         """Counts a global batch: starts a reduction if it is time, and reads those that arrived."""
@@ -265,10 +295,13 @@ class RunningMeans:
         The reduction is pending until `step` or `finish` reads its result.
         """
         names = self.sums.names
+        if len(names) > MAX_SHOWN_NAMES:
+            self._warn_of_many_names(len(names))
+
+        # The hash in the packed tensor is that of all names, its values are those of the first 32.
         packed = self._pack(names)
         shown_names = names[:MAX_SHOWN_NAMES]
-        if len(names) > MAX_SHOWN_NAMES:
-            self._warn_of_number(len(names))
+
         if self._on_cuda:
             self._pending.append(self._start_on_cuda(shown_names, packed))
         elif self._is_alone:  # on one process the result is there already
@@ -280,13 +313,16 @@ class RunningMeans:
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
-        Ranks that log different names must not be averaged. So it has a hash `h` of the names, and
-        its square: from the sums of both over the ranks, `_compute_means` sees whether all ranks
-        have the same `h`. For the first `k` names that this rank has logged, the values are
+        Ranks that log different names must not be averaged. So the tensor has a hash `h` of the
+        names, and its square: from the sums of both over the ranks, `_compute_means` sees whether
+        all ranks have the same `h`. The tensor consists of
 
-            1, h, h ** 2, samples, weights of k names, 0, ..., weighted sums of k names, 0, ...
+            1, h, h ** 2, number of samples      4 values
+            the weight of each name              32 values (`MAX_SHOWN_NAMES`)
+            the weighted sum of each name        32 values
 
-        where each of the two rows of zeros fills up the places of `MAX_SHOWN_NAMES` names.
+        With fewer than 32 names, the rest of the weights and of the sums is 0. With more names,
+        only the first 32 are sent.
         """
         # A rank without samples may have logged nothing; that does not make the ranks differ.
         logs = bool(names) or self.samples > 0
@@ -294,13 +330,17 @@ class RunningMeans:
         if logs:
             # At most 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
             name_hash = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1
+
+        # A rank that repeats another rank's work, as in a pipeline, does not count its samples.
         samples = self.samples if self._contributes else 0
+
         shown_names = names[:MAX_SHOWN_NAMES]
         numbers: list[float] = [int(logs), name_hash, name_hash**2, samples]
         numbers += self.sums.weights(shown_names)
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
         packed = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._on_cuda)
         packed = packed.to(self._device, non_blocking=True)
+
         # The weighted sums are on the device already. Reading them here would wait for it.
         if shown_names:
             start = HEADER_SIZE + MAX_SHOWN_NAMES
@@ -335,7 +375,7 @@ class RunningMeans:
         """Sets `values` and `total_samples` from the result of a reduction.
 
         If the ranks have logged different names, there are no means: which of the numbers belong
-        together is not known. They are told once in a pass.
+        together is not known. The user is warned of that once per pass.
         """
         numbers = reduction.result.tolist()
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
@@ -367,11 +407,11 @@ class RunningMeans:
             "alone use world.print",
         )
 
-    def _warn_of_number(self, num_names: int) -> None:
+    def _warn_of_many_names(self, num_names: int) -> None:
         """Warns, once in a pass, that not all means are shown."""
-        if self._has_warned_of_number:
+        if self._has_warned_of_many_names:
             return
-        self._has_warned_of_number = True
+        self._has_warned_of_many_names = True
         warn(
             f"world.log of {num_names} names in a loop over world.progress(...)",
             f"the first {MAX_SHOWN_NAMES} in alphabetical order are shown; the report has all",

@@ -104,18 +104,24 @@ class NetworkAdvice(Extension):
         waiting_of_ranks = self._run.collectives.exchange([machine, times.waiting_s])
         if not topology.is_main:
             return
-        # The waiting time of a machine is the shortest waiting time of its ranks.
+
+        # All ranks wait for the network, and the faster ones wait for the slowest rank too. So the
+        # shortest waiting time of a machine is that of its slowest rank.
         waiting_of_machine: dict[str, float] = {}
         for name, seconds in waiting_of_ranks:
             shortest = waiting_of_machine.get(name, seconds)
             waiting_of_machine[name] = min(shortest, seconds)
-        network = self._describe_network(
-            times.step_s, min(waiting_of_machine.values()), times.run_delay_s
-        )
+
+        # And the shortest of all is what the slowest rank of the run waits, for the network alone.
+        network_waiting_s = min(waiting_of_machine.values())
+        network = self._describe_network(times.step_s, network_waiting_s, times.run_delay_s)
+
         # The ranks of a machine share the work: each compresses a part of the gradients.
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
         num_gradients_per_rank = num_gradients // network.local_size
-        compressions = measure_compression_costs(num_gradients_per_rank, self._link.machines)
+        num_machines = self._link.machines
+        compressions = measure_compression_costs(num_gradients_per_rank, num_machines)
+
         print_labelled_note("network", describe_network(network, self._link, compressions))
         warning = describe_slow_machine(times.step_s, waiting_of_machine)
         if warning:
@@ -126,7 +132,7 @@ class NetworkAdvice(Extension):
 
         Args:
             step_s: seconds of a step.
-            waiting_s: seconds of a step in which the rank that waits least waits for others.
+            waiting_s: seconds of a step that are spent waiting for the network.
             delay_s: seconds of a step in which the training thread had no core.
         """
         models = []
@@ -134,17 +140,20 @@ class NetworkAdvice(Extension):
             model = reference()  # a weak reference: None if the script has dropped the model
             if model is not None:
                 models.append(model)
+
         num_trained = 0
         for model in models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     num_trained += parameter.numel()
+
         compute_s = step_s - waiting_s
+        num_machines = self._link.machines
         return Network(
             compute_s=compute_s,
             waiting_s=waiting_s,
             gradient_bytes=BYTES_PER_GRADIENT * num_trained,
-            local_size=self._run.topology.size // self._link.machines,  # ranks of a machine
+            local_size=self._run.topology.size // num_machines,  # ranks of a machine
             # The ranks of a machine sum up in shared memory, if they have it.
             hierarchical=routing.shared_memory() is not None,
             # A model under DDP has this attribute; it is None without compression.

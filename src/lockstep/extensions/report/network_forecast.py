@@ -76,8 +76,8 @@ class CompressionCost(NamedTuple):
 
     sent_share: float
     """The bytes that it sends, as a share of those in float32."""
-    encode_s: float = 0.0
-    """Seconds of a step that encoding and decoding take."""
+    compress_s: float = 0.0
+    """Seconds of a step that it takes to copy, encode and decode the gradients."""
 
 
 class Forecast(NamedTuple):
@@ -86,8 +86,8 @@ class Forecast(NamedTuple):
     method: str
     speedup: float
     """How many times as fast a step would be."""
-    same_numbers: bool
-    """True if the training has the same numbers as now."""
+    same_results: bool
+    """True if the training has the same results as now, number by number."""
 
 
 def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCost]:
@@ -106,26 +106,40 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     num_values = max(num_values, BLOCK)
     values = torch.ones(1, num_values)
     buffer = torch.empty_like(values)
+
     # Encoding to int8 writes the rounding errors into a tensor, as the training does to add them to
     # the next gradients. For bf16 they are not kept.
-    rounding_errors = torch.empty_like(values)
+    errors_of_int8 = torch.empty_like(values)
+    methods: tuple[tuple[Method, Tensor | None], ...] = (("bf16", None), ("int8", errors_of_int8))
+
     costs: dict[str, CompressionCost] = {}
-    methods: tuple[tuple[Method, Tensor | None], ...] = (("bf16", None), ("int8", rounding_errors))
     for _ in range(3):  # the first time memory is new and slow, so the shortest time counts
-        for method, lost in methods:
-            times = _time_compression(values, buffer, method, lost)
-            # Three copies: gradients are put together, summed up, and taken apart. A rank encodes
-            # its gradients, then the sum of its chunk, which is one of `peers` parts of all
-            # gradients. It decodes the chunks of its peers, and then the sums: all gradients twice.
-            seconds = 3 * times.copy_s + (1 + 1 / peers) * times.encode_s + 2 * times.decode_s
+        for method, rounding_errors in methods:
+            times = _time_compression(values, buffer, method, rounding_errors)
+            seconds_for_tried = _seconds_of_step(times, peers)
             cost = CompressionCost(
                 sent_share=times.encoded_bytes / values.nbytes,
-                encode_s=seconds * count / num_values,  # for all `count` gradients
+                compress_s=seconds_for_tried * count / num_values,  # for all `count` gradients
             )
             shortest = costs.get(method)
-            if shortest is None or cost.encode_s < shortest.encode_s:
+            if shortest is None or cost.compress_s < shortest.compress_s:
                 costs[method] = cost
     return costs
+
+
+def _seconds_of_step(times: _CompressionTimes, peers: int) -> float:
+    """Returns how long compression takes in a step, from the times for all gradients once.
+
+    - Copied three times: the gradients are put together, summed up, and taken apart.
+    - Encoded: all gradients once, and then the sums of the rank's own chunk. There is one chunk for
+      each peer, so this is a further `1 / peers` of them.
+    - Decoded: the chunks of the peers, and then the sums. Each of these has as many values as there
+      are gradients.
+    """
+    copying_s = 3 * times.copy_s
+    encoding_s = (1 + 1 / peers) * times.encode_s
+    decoding_s = 2 * times.decode_s
+    return copying_s + encoding_s + decoding_s
 
 
 class _CompressionTimes(NamedTuple):
@@ -138,7 +152,7 @@ class _CompressionTimes(NamedTuple):
 
 
 def _time_compression(
-    values: Tensor, buffer: Tensor, method: Method, lost: Tensor | None
+    values: Tensor, buffer: Tensor, method: Method, rounding_errors: Tensor | None
 ) -> _CompressionTimes:
     """Copies, encodes and decodes values, and measures each of these.
 
@@ -146,12 +160,12 @@ def _time_compression(
         values: the values.
         buffer: a tensor of the same shape, which they are copied to.
         method: the method of compression.
-        lost: a tensor that is filled with the rounding errors; None: they are not kept.
+        rounding_errors: a tensor that is filled with the rounding errors; None: they are not kept.
     """
     begin_s = time.perf_counter()
     buffer.copy_(values)
     copied_s = time.perf_counter()
-    encoded = encode(buffer, method, lost)
+    encoded = encode(buffer, method, rounding_errors)
     encoded_s = time.perf_counter()
     decode(encoded, method, buffer)
     end_s = time.perf_counter()
@@ -211,21 +225,21 @@ def forecast_methods(
         step_s = step_seconds(
             network.compute_s, sent_by_machine, link_in_training, hidden_s=hidden_s
         )
-        forecasts.append(Forecast("hierarchical", step_now_s / step_s, same_numbers=True))
+        forecasts.append(Forecast("hierarchical", step_now_s / step_s, same_results=True))
     for name, cost in compressions.items():
         # The training has no core while the backend's threads send; what is not sent gives that
         # time back.
         run_delay_gained_s = network.run_delay_s * (1.0 - cost.sent_share)
-        compute_s = network.compute_s - run_delay_gained_s + cost.encode_s
+        compute_s = network.compute_s - run_delay_gained_s + cost.compress_s
         sent_bytes = sent_by_machine * cost.sent_share
         step_s = step_seconds(compute_s, sent_bytes, link_in_training, hidden_s=hidden_s)
-        forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
+        forecasts.append(Forecast(name, step_now_s / step_s, same_results=False))
     # DiLoCo exchanges once in many steps, and nothing hides that exchange. The time in which the
     # training has no core comes from sending, so it too comes once in many steps.
     exchange_s = network.run_delay_s + step_seconds(0.0, sent_by_machine, link_in_training)
     step_s = network.compute_s - network.run_delay_s + exchange_s / DILOCO_STEPS_BETWEEN_EXCHANGES
     name = f"diloco every={DILOCO_STEPS_BETWEEN_EXCHANGES}"
-    forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
+    forecasts.append(Forecast(name, step_now_s / step_s, same_results=False))
     return forecasts
 
 
@@ -235,7 +249,8 @@ def describe_network(
     """Says what the network takes of a step, and if that is over a fifth, what would help.
 
     For example "a step computes for 80 ms and waits for other machines for 40 ms (33%); bf16: other
-    numbers, about 1.3 times as fast": with bf16 the training would have other results than now.
+    numbers, about 1.3 times as fast". Here "other numbers" means that with bf16 the training would
+    have other results than now.
     """
     text = (
         f"a step computes for {_format_seconds(network.compute_s)} and waits for other "
@@ -247,7 +262,7 @@ def describe_network(
     for forecast in forecast_methods(network, link, compressions):
         if forecast.speedup < MIN_NAMED_SPEEDUP:
             continue
-        numbers = "same" if forecast.same_numbers else "other"
+        numbers = "same" if forecast.same_results else "other"
         parts.append(
             f"{forecast.method}: {numbers} numbers, about {forecast.speedup:.1f} times as fast"
         )

@@ -61,17 +61,20 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     environment.filters["translate"] = translate
     environment.filters["with_code"] = _with_code
     template = environment.from_string(_web_text("page.html"))
-    # Jinja must not escape the code, which it would change. The data go into an element whose text
-    # ends at the first "</script"; in JSON "<" may be written as an escape.
+
+    # Jinja must not escape the code and the data, which it would change. The data go into an
+    # element whose text ends at the first "</script". In JSON "<" may be written as an escape.
     scripts = [_web_text(name) for name in SCRIPTS]
     data = json.dumps(_chart_data(record, others), ensure_ascii=False, separators=(",", ":"))
+    data_without_tags = data.replace("<", "\\u003c")
+
     text = template.render(
         **_template_variables(record, others),
         refresh_s=refresh_s,
         style=Markup("".join([_web_text(name) for name in STYLES])),
         scripts=[Markup(script) for script in scripts],
         script_hashes=Markup(" ".join([_script_hash(script) for script in scripts])),
-        data=Markup(data.replace("<", "\\u003c")),
+        data=Markup(data_without_tags),
     )
     # The name of a folder may have bytes that are not text and cannot be encoded.
     return text.encode(errors="backslashreplace").decode()
@@ -107,10 +110,11 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     names = comparison.run_names(records)
     curves = charts.curve_charts(records, names)
     for curve in curves:
-        # The names that the user has given stay as they are.
-        curve["title"] = _measured_curves().get(curve["title"], curve["title"])
+        # The title of a curve that the script logs is the user's own and stays as it is.
+        curve["title"] = _captions_of_measured_curves().get(curve["title"], curve["title"])
     return {
         "run_names": names,
+        # The names of phases are the same in each language.
         "phase_names": {phase: phase for phase in PHASES},
         "texts": {
             "median": translate("like the median rank"),
@@ -125,8 +129,8 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _measured_curves() -> dict[str, str]:
-    """Returns how to call the curves that Lockstep measures, by their titles in `charts`."""
+def _captions_of_measured_curves() -> dict[str, str]:
+    """Returns the captions of the curves that Lockstep measures, by their titles in `charts`."""
     return {
         charts.THROUGHPUT: translate("Throughput in samples/s"),
         charts.LEARNING_RATE: translate("Learning rate"),
@@ -211,7 +215,8 @@ class Badge(NamedTuple):
 
     text: str
     level: str
-    """`ok`, `failed`, `running` or empty; the style sheet has a colour for each."""
+    """`ok`, `failed`, `running`, or empty for none of these; the style sheet has a colour for
+    each."""
 
 
 def _badge(start: Start) -> Badge:
@@ -222,15 +227,17 @@ def _badge(start: Start) -> Badge:
     if not start.reached_init:
         return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), "")
     # No end was written: the start runs, or all its ranks were killed. A row is written when its
-    # last step has ended, so a run may be silent for as long as the steps of a row take. It counts
-    # as running until the time of four such rows, with steps as long as the longest, has passed.
+    # last step has ended, so a run may write nothing for as long as the steps of a row take. For
+    # example, with 10 steps per row and at most 2 s per step, a row takes up to 20 s. The start
+    # counts as running until it has written nothing for four times as long and a minute.
     longest_step_s = 0.0
     steps_per_row = 1.0
     for record in start.records.values():
         if record.rows:
             longest_step_s = max(longest_step_s, record.column("longest_s").max())
             steps_per_row = max(steps_per_row, record.column("steps").max())
-    if silent_s < SILENT_S + 4 * longest_step_s * steps_per_row:
+    longest_row_s = longest_step_s * steps_per_row
+    if silent_s < SILENT_S + 4 * longest_row_s:
         return Badge(translate("Running"), "running")
     return Badge(translate(f"Without a word for {clock(silent_s)}"), "")
 
@@ -336,20 +343,20 @@ def _sent(start: Start, num_bytes: float) -> str:
 def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
     """Returns the rows of the table that compares the runs with one rank."""
     starts = list(records[0].starts)
-    # Another run says only how fast numbers of ranks are that this run was not started with.
+    # Other runs only add the numbers of ranks that this run was not started with.
     own_numbers = {start.num_ranks for start in starts}
     for record in records[1:]:
         starts += [start for start in record.starts if start.num_ranks not in own_numbers]
     rows: list[tuple[object, ...]] = []
-    for speed, times_one_rank in analysis.scaling(starts):
+    for speed, speedup in analysis.scaling(starts):
         rows.append(
             (
                 speed.ranks,
                 thousands(speed.samples_per_step),
                 speed.steps,
                 thousands(speed.samples_per_second),
-                f"{times_one_rank:.2f}",
-                f"{times_one_rank / speed.ranks:.0%}",  # 100 %: n ranks are n times as fast as one
+                f"{speedup:.2f}",
+                f"{speedup / speed.ranks:.0%}",  # 100 %: n ranks are n times as fast as one
             )
         )
     return rows
@@ -360,6 +367,8 @@ def _working_sentence(start: Start) -> str:
     fraction = analysis.working_fraction(start)
     if fraction is None:
         return ""
+
+    # If 4 ranks wait for a quarter of the time, they do the work of 3 at most.
     return translate(
         f"The {start.num_ranks} ranks worked for {fraction:.0%} of the time and waited for each "
         f"other for the rest, so they were no more than {start.num_ranks * fraction:.3g} times as "
@@ -368,9 +377,10 @@ def _working_sentence(start: Start) -> str:
 
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
-    """Returns the cells of a rank in the table of times; those of times are empty without rows.
+    """Returns the cells of a rank in the table of times.
 
-    "phases" has the milliseconds of a step in each phase, and "longest" the longest step.
+    "phases" has the milliseconds of a step in each phase, and "longest" the longest step. The cells
+    with times are empty if the rank has written no row.
     """
     phase_cells = [""] * len(PHASES)
     phases = analysis.seconds_per_step(record)
@@ -420,24 +430,29 @@ def _failure_in_one_line(failure: LauncherLine) -> str:
 
 
 def ledger_text(record: Record) -> str:
-    """Returns what the sample ledger of the run says; empty if the run kept none."""
+    """Returns the report on the sample ledger of the run, or why it cannot be read.
+
+    It is empty if the run kept no ledger.
+    """
     from lockstep.extensions.ledger.file_format import LEDGER_SUFFIX
 
     ledger_folder = record.starts[-1].main.header.get("ledger")
     if not ledger_folder:
         return ""
+
     try:
         folder = Path(ledger_folder)
         if not folder.is_dir():
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
+
         # The sizes say whether the ledger has grown since it was judged last.
         files_and_sizes: list[tuple[Path, int]] = []
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
             files_and_sizes.append((path, path.stat().st_size))
         return _judge_ledger(folder, tuple(files_and_sizes))
     except CheckpointError as error:
-        return error.parts
+        return error.message
 
 
 @lru_cache(maxsize=1)
@@ -446,12 +461,13 @@ def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -
 
     Args:
         folder: the folder of the ledger.
-        files_and_sizes: the key of the cache, which is another one when a file has grown.
+        files_and_sizes: its files. The sizes make this call a new one for the cache once a file has
+            grown.
     """
     from lockstep.extensions.ledger.judge import judge
 
     lines = []
     for line in judge(folder).lines():
-        # A finding has two lines, whose line break is not to be replaced.
+        # A line break is unprintable too, but the one between the two lines of a finding must stay.
         lines.append(line if "\n" in line else replace_unprintable(line))
     return "\n".join(lines)

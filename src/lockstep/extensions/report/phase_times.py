@@ -41,7 +41,10 @@ class PhaseTimes(Extension):
         if self._has_begun:
             seconds = now - self.phase_begin_s
             if traffic.blocked_s != self._blocked_before_phase_s:
-                seconds -= self._count_blocked_time()
+                # The time that this rank waited for others in this phase is communication.
+                blocked_s = self._take_blocked_time()
+                self._seconds["communication"] += blocked_s
+                seconds -= blocked_s
             self._seconds[self._phase] += seconds
 
         elif phase in FIRST_PHASES:
@@ -52,16 +55,11 @@ class PhaseTimes(Extension):
         self.phase_begin_s = now
         self._phase = phase
 
-    def _count_blocked_time(self) -> float:
-        """Adds the time that this rank was blocked in the present phase to "communication".
-
-        Returns:
-            The blocked time in seconds.
-        """
+    def _take_blocked_time(self) -> float:
+        """Returns the seconds that this rank was blocked since the last call."""
         total_blocked_s = traffic.blocked_s
         blocked_s = total_blocked_s - self._blocked_before_phase_s
         self._blocked_before_phase_s = total_blocked_s
-        self._seconds["communication"] += blocked_s
         return blocked_s
 
     def take(self) -> dict[str, float]:

@@ -114,14 +114,18 @@ class LoggedMean(NamedTuple):
 
 
 def _kind_of_values(line: dict[str, Any], name: str) -> str:
-    """Returns `training`, the name of an evaluation, or "" for what was logged outside of any loop.
+    """Returns what stands in parentheses behind the name of a curve: `accuracy (validation)`.
 
-    A name that a record has itself, such as `loss`, is `logged` there.
+    This is `training`, the name of an evaluation, or "" for what was logged outside of any loop.
     """
     if "loader" not in line:
+        # Outside of any loop. The record has curves of its own, such as `loss`; a curve of the
+        # script's with the same name is called `loss (logged)`.
         return "logged" if name in CURVES_OF_RECORDS else ""
     if line["training"]:
         return "training"
+
+    # An evaluation has the name that the script gave it, or none but the default `epoch 3`.
     description: str = line["pass"]
     if re.fullmatch(r"(epoch \d+)?", description):
         return "evaluation"
@@ -157,7 +161,7 @@ class RankRecord:
         if isinstance(line, Row):
             self.rows.append(line.values)
             self.rows_have_loss.append(line.has_loss)
-        elif "record" in line:
+        elif "record" in line:  # the version of the format, which only the first line has
             self.header = line
         elif "choices" in line:
             self.choices += line["choices"]
@@ -281,20 +285,30 @@ class Start:
         means: list[LoggedMean] = []
         # The loaders that have values of a name and kind at a step, in the order of their passes.
         loaders: dict[tuple[str, str, float], list[int]] = {}
-        for parts in _lines_of_all_ranks(records):
-            lines = list(parts.values())
+
+        for line_of_rank in _lines_of_all_ranks(records):
+            lines = list(line_of_rank.values())
             step = min(line["step"] for line in lines)
+
+            # A rank without such a line may still write it, unless it has written of later steps.
             for record in records:
-                if record.rank not in parts and not record.is_past(step):
+                if record.rank not in line_of_rank and not record.is_past(step):
                     return means
+
+            loader = lines[0].get("loader")  # None outside of any loop
             for name, (mean, weight) in _average(lines).items():
                 kind = _kind_of_values(lines[0], name)
-                loaders_before = loaders.setdefault((name, kind, step), [])
-                loader = lines[0].get("loader")
-                if loader is not None and loader not in loaders_before:
-                    loaders_before.append(loader)
-                if loader is not None and loader != loaders_before[0]:
-                    kind = f"{kind} {loaders_before.index(loader) + 1}"
+
+                # Two loaders may be evaluated after the same step. If both have an `accuracy` of
+                # the kind "evaluation", the second one is called "evaluation 2".
+                if loader is not None:
+                    loaders_so_far = loaders.setdefault((name, kind, step), [])
+                    if loader not in loaders_so_far:
+                        loaders_so_far.append(loader)
+                    position = loaders_so_far.index(loader)
+                    if position > 0:
+                        kind = f"{kind} {position + 1}"
+
                 means.append(LoggedMean(int(step), name, kind, mean, weight))
         return means
 
@@ -403,7 +417,7 @@ class Record:
         """Adds the new lines of one file to what is known of its rank or launcher.
 
         Returns:
-            How many of them were understood.
+            How many lines were added. Lines that are not understood are skipped when they are read.
 
         Raises:
             CheckpointError: the file is of another version.
@@ -417,6 +431,7 @@ class Record:
         is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
         if not is_rank_file:
             return self._add_launcher_lines(path.name, lines)
+
         record = self._record_of_rank(start_name, int(rank))
         num_lines = 0
         for line in lines:
@@ -477,19 +492,25 @@ class Record:
     def is_over(self) -> bool:
         """True if the last start has ended and its launcher, if it had one, starts no other."""
         last = self.starts[-1]
-        previous_time = self.starts[-2].time if len(self.starts) > 1 else -math.inf
-        # A launcher writes a line of the kind "start" just before it starts the ranks. So the line
-        # of the last start comes after the previous start.
-        has_launcher = False
-        for line in self._all_launcher_lines():
-            if line["kind"] == "start" and previous_time < line["time"] <= last.time:
-                has_launcher = True
-        if not has_launcher:
+        if not self._has_launcher(last):
             return last.end is not None
+
         # The launcher's lines say whether there will be another start.
         kinds = {line["kind"] for line in last.launcher_lines}
-        has_ended = not kinds.isdisjoint(_ENDING_OF_KIND)
+        has_ended = any(kind in _ENDING_OF_KIND for kind in kinds)
         return has_ended and "restart" not in kinds
+
+    def _has_launcher(self, last: Start) -> bool:
+        """Returns True if a launcher started the ranks of the last start.
+
+        A launcher writes a line of the kind "start" just before it starts the ranks. So this line
+        comes after the previous start and before the last one.
+        """
+        previous_time = self.starts[-2].time if len(self.starts) > 1 else -math.inf
+        for line in self._all_launcher_lines():
+            if line["kind"] == "start" and previous_time < line["time"] <= last.time:
+                return True
+        return False
 
     def _starts_without_ranks(self) -> Iterator[Start]:
         """Yields the starts of which only launchers know, since no rank reached `lockstep.init`."""
@@ -498,11 +519,15 @@ class Record:
             for index, line in enumerate(lines):
                 if line["kind"] != "start":
                     continue
+
+                # Ranks that reached `lockstep.init` did so before a later line ends the start.
                 begin = line["time"]
-                end = _time_of_end(lines[index + 1 :])
+                lines_after = lines[index + 1 :]
+                end = _time_of_end(lines_after)
                 reached_init = any(begin <= time <= end for time in times_of_ranks)
                 if reached_init:
                     continue
+
                 # The launcher's line stands in for the header of rank 0, with the same fields. The
                 # name has as many digits as those of ranks' files, so that names sort by time.
                 name = f"{int(begin * 1e9):020d}-{line['file']}"
@@ -511,21 +536,34 @@ class Record:
 
 
 def _lines_of_all_ranks(records: Sequence[RankRecord]) -> list[dict[int, dict[str, Any]]]:
-    """Returns, sorted by step, the lines of logged values that belong together, by rank."""
-    parts_of_key: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    """Groups the lines of logged values that several ranks have written about the same thing.
+
+    Returns:
+        The groups, sorted by step. Each is a dict from ranks to their lines, such as
+        `{0: {"logged": {"loss": 0.5}, "step": 10, ...}, 1: {"logged": {"loss": 0.7}, ...}}`.
+    """
+    groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for record in records:
-        num_seen: Counter[tuple[Any, ...]] = Counter()
+        # How often this rank has logged a name outside of any loop, by the step and the name.
+        num_seen: Counter[tuple[float, str]] = Counter()
         for line in record.logged:
+            # In a loop, the lines of a pass belong together.
             if "loader" in line:
-                parts_of_key.setdefault(_key_of_pass(line), {})[record.rank] = line
+                groups.setdefault(_key_of_pass(line), {})[record.rank] = line
                 continue
-            # Outside of any loop one rank may log what others do not, and a name several times.
-            for part in _split_by_name(line):
-                key = (line["step"], *part["logged"])
-                num_seen[key] += 1
-                parts_of_key.setdefault((*key, num_seen[key]), {})[record.rank] = part
-    lines = list(parts_of_key.values())
-    return sorted(lines, key=lambda parts: float(min(line["step"] for line in parts.values())))
+
+            # Outside of any loop one rank may log what others do not, and a name several times. The
+            # second value of a name at a step belongs to the second one of each other rank.
+            for name, line_of_name in _split_by_name(line).items():
+                step_and_name = (line["step"], name)
+                num_seen[step_and_name] += 1
+                key = (*step_and_name, num_seen[step_and_name])
+                groups.setdefault(key, {})[record.rank] = line_of_name
+
+    def first_step(group: dict[int, dict[str, Any]]) -> float:
+        return float(min(line["step"] for line in group.values()))
+
+    return sorted(groups.values(), key=first_step)
 
 
 def _key_of_pass(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -537,9 +575,9 @@ def _key_of_pass(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["loader"], line["training"], line["begun"], line["number"], step
 
 
-def _split_by_name(line: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_by_name(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns a line of logged values for each of its names."""
-    return [{**line, "logged": {name: value}} for name, value in line["logged"].items()]
+    return {name: {**line, "logged": {name: value}} for name, value in line["logged"].items()}
 
 
 def _average(parts: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:

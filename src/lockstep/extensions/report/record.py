@@ -152,7 +152,7 @@ class Recorder(Extension):
         self._num_losses = 0
         self._steps_per_row = 1
         self._num_rows = 0
-        self._copy_is_due = False
+        self._means_are_due = False
         """True if a row has ended and the next global batch has not begun."""
         self._pending: deque[_PendingLine] = deque()
         """Rows and means in the order of their steps, of which the first one has not arrived from
@@ -164,31 +164,37 @@ class Recorder(Extension):
 
     def close(self, failed: bool) -> None:
         """Writes the last row and how the run ended on this rank; nothing is written after it."""
+        # From now on, warnings are not written into the record.
         if self._write_warning in on_warning:
             on_warning.remove(self._write_warning)
-        if self._file is not None and not self._file.closed:
-            # After a failure a GPU may never finish its work, so the loss is not waited for.
-            device_may_hang = failed and self._device.type == "cuda"
-            if self._num_steps > 0 and not device_may_hang:
-                number_of_last_step = self._step.number - 1
-                self._end_row(number_of_last_step)
-            self._finish_pending(wait=not failed)
-            end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
-            if self._pending or self._has_lost_lines:
-                end["lost"] = True
-            self._write(end)
-            close_rank_file(self._file)
+        if self._file is None or self._file.closed:
+            return
+
+        # After a failure a GPU may never finish its work, so the loss is not waited for.
+        device_may_hang = failed and self._device.type == "cuda"
+        if self._num_steps > 0 and not device_may_hang:
+            number_of_last_step = self._step.number - 1
+            self._end_row(number_of_last_step)
+        self._finish_pending(wait=not failed)
+
+        # Lines that are still pending are lost, since their numbers will not arrive any more.
+        end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
+        if self._pending or self._has_lost_lines:
+            end["lost"] = True
+        self._write(end)
+        close_rank_file(self._file)
 
     def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
-        # The prepared optimizer has entered its phase just before it stepped. That time stands for
-        # the end of the step, so that the clock need not be read again.
+        # The optimizer's phase has begun just before the optimizer stepped. Its begin is taken as
+        # the end of the step, so that the clock need not be read once more.
         times = self._phase_times
         step_end_s = times.phase_begin_s
         step_s = step_end_s - times.last_step_end_s
         if step_s > self._longest_step_s:
             self._longest_step_s = step_s
         times.last_step_end_s = step_end_s
+
         training_pass = self._step.training_pass
         self._num_steps += 1
         self._num_samples += training_pass.micro_batch.global_samples
@@ -212,6 +218,7 @@ class Recorder(Extension):
         if losses[0].is_cuda:
             self._loss_sum = self._loss_sum + torch.stack(losses).sum(dtype=torch.float64)
         elif len(losses) < MIN_STACKED_LOSSES:
+            # Few losses are read one by one faster than they are stacked.
             self._loss_sum += sum([loss.item() for loss in losses])
         else:
             self._loss_sum += torch.stack(losses).sum(dtype=torch.float64).item()
@@ -222,9 +229,9 @@ class Recorder(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Writes down the means of the training that goes on, if a row has ended before."""
-        if not self._copy_is_due:
+        if not self._means_are_due:
             return
-        self._copy_is_due = False
+        self._means_are_due = False
         for open_pass in self._step.open_passes:
             if open_pass.is_training and open_pass.sums is not None:
                 self._add_means(open_pass.sums, open_pass, is_complete=False)
@@ -245,16 +252,18 @@ class Recorder(Extension):
         """
         line: dict[str, Any] = {"logged": {}, "weights": {}, "step": self._step.number}
         if open_pass is not None:
+            # The fields that identify the pass are explained at `OpenPass`.
+            loader_number, is_training, begun, number_of_pass = open_pass.identity
             line["pass"] = open_pass.description
-            line["training"] = open_pass.is_training
+            line["training"] = is_training
             line["complete"] = is_complete
-            loader, _, begun, number = open_pass.identity
-            line["loader"] = loader
+            line["loader"] = loader_number
             line["begun"] = begun
-            line["number"] = number
+            line["number"] = number_of_pass
+
         try:
             copy = sums.start_copy()
-        except RuntimeError:  # the device has failed; what the training does next there says so
+        except RuntimeError:  # the device has failed, and the training's next CUDA call says so
             self._has_lost_lines = True
             return
         self._pending.append(_PendingLine(copy.arrived, partial(_line_of_means, line, copy)))
@@ -284,14 +293,19 @@ class Recorder(Extension):
         The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
         that are ready are written.
         """
+        # Taking the times of the phases begins the present phase again, so `now_s` is now.
         phase_seconds = self._phase_times.take()
-        self._sum_up_losses()
         now_s = self._phase_times.phase_begin_s - self._begin_s
+
+        self._sum_up_losses()
         row = self._make_row(number, now_s, phase_seconds)
         self._pending.append(self._start_copying_loss(row))
         self._finish_pending(wait=False)  # on the CPU the loss is there already
         self._begin_next_row()
-        self._copy_is_due = True
+
+        # When the next global batch begins, `begin` adds what the script has logged up to here.
+        self._means_are_due = True
+
         if self._measures_gpu and now_s - self._gpu_measured_at_s >= self._gpu_interval_s:
             self._gpu_measured_at_s = now_s
             self._note_gpu_use(number, now_s)
@@ -350,9 +364,9 @@ class Recorder(Extension):
             self._steps_per_row *= 2
 
     def _start_copying_loss(self, row: list[Any]) -> _PendingLine:
-        """Returns the row with the mean loss of its steps.
+        """Returns the row as a pending line, which gets the mean loss of its steps when it is made.
 
-        If the loss is on a GPU, only its copy to the host is started, and not waited for.
+        If the loss is on a GPU, its copy to the host is started here and arrives later.
 
         Args:
             row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
@@ -362,8 +376,8 @@ class Recorder(Extension):
         mean = self._loss_sum / self._num_losses
         if not isinstance(mean, Tensor):  # the losses were on the CPU
             return _PendingLine(None, partial(_row_with_loss, row, mean))
-        on_host, arrived = start_copy_to_host(mean.reshape(()))
-        return _PendingLine(arrived, partial(_row_with_loss, row, on_host))
+        loss_on_host, arrival_event = start_copy_to_host(mean.reshape(()))
+        return _PendingLine(arrival_event, partial(_row_with_loss, row, loss_on_host))
 
     def _finish_pending(self, *, wait: bool) -> None:
         """Appends the pending lines that have arrived to `_unwritten_lines`, in their order.
@@ -373,13 +387,15 @@ class Recorder(Extension):
         """
         while self._pending:
             pending = self._pending[0]
-            try:
-                if pending.arrived is not None and wait:
-                    pending.arrived.synchronize()
-                elif pending.arrived is not None and not pending.arrived.query():
-                    return
-            except RuntimeError:  # the device has failed; what the training does next there says so
-                return
+            if pending.arrival_event is not None:
+                try:
+                    if wait:
+                        pending.arrival_event.synchronize()
+                    elif not pending.arrival_event.query():
+                        return
+                except RuntimeError:
+                    return  # the device has failed, and the training's next CUDA call says so
+
             self._pending.popleft()
             line = pending.make_line()
             if line is not None:
@@ -417,6 +433,8 @@ class Recorder(Extension):
         if self._file is None or self._file.closed:  # the record has ended
             return
         text = "".join([f"{line_as_json(line)}\n" for line in lines])
+        # The warning names the setting and the folder: "report='runs': it cannot be written ...;
+        # the training goes on, and its record ends here".
         append_or_end(
             self._file, text.encode(), setting="report", folder=self._folder, content="record"
         )
@@ -429,9 +447,10 @@ def line_as_json(line: object) -> str:
             text = _ROW_FORMAT % tuple(line)
         except TypeError:  # a value is None: there is no loss, or no learning rate
             return json.dumps(line)
-        # nan and inf are spelled differently in JSON. Both have an "n"; numbers do not.
-        has_numbers_only = "n" not in text
-        if has_numbers_only:
+        # JSON spells "nan" and "inf" differently, as NaN and Infinity. Both have an "n", which no
+        # number such as 1.5e-05 has.
+        has_nan_or_infinity = "n" in text
+        if not has_nan_or_infinity:
             return text
     # A loss may be NaN or infinite. Strict JSON does not have these, but Python reads them.
     return json.dumps(line)
@@ -440,7 +459,7 @@ def line_as_json(line: object) -> str:
 class _PendingLine(NamedTuple):
     """A line that is complete except for numbers which may still be on their way from the GPU."""
 
-    arrived: Any
+    arrival_event: Any
     """A CUDA event that tells when they have arrived; None if they are there already."""
     make_line: Callable[[], object]
     """Returns the line when they have arrived; None if there is nothing to write."""

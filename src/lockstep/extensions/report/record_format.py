@@ -142,10 +142,8 @@ def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     """Returns the row or the object on a line, or None if the line is not understood."""
     try:
         value = json.loads(line)
-        # The name of a file may have bytes that are not text. Python keeps each of them as half a
-        # surrogate pair, such as \udcff, which cannot be encoded; here it becomes a question mark.
         if b"\\ud" in line:
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+            value = _without_surrogates(value)
         if isinstance(value, list):
             return _parse_row(value)
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -153,6 +151,17 @@ def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     if isinstance(value, dict) and _is_known_object(value):
         return value
     return None
+
+
+def _without_surrogates(value: Any) -> Any:
+    r"""Replaces each half of a surrogate pair, such as `\udcff`, by a question mark.
+
+    The name of a file may have bytes that are not text. Python keeps each of them as such a half,
+    which could not be encoded later. Here the value is encoded once with question marks, and read
+    again.
+    """
+    encoded = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    return json.loads(encoded)
 
 
 def _parse_row(values: list[Any]) -> Row | None:
@@ -163,9 +172,13 @@ def _parse_row(values: list[Any]) -> Row | None:
         only the loss and the learning rate may have them.
     """
     row = [math.nan if value is None else float(value) for value in values]
-    if len(row) != len(COLUMNS) or row[COLUMN_INDEX["steps"]] <= 0:
+    if len(row) != len(COLUMNS):
         return None
-    # The sum is finite only if each of its terms is.
+    covers_no_step = row[COLUMN_INDEX["steps"]] <= 0
+    if covers_no_step:
+        return None
+
+    # If one of the values is NaN or infinite, so is their sum. One check is faster than many.
     total = sum(value for index, value in enumerate(row) if index not in _MAY_BE_NOT_FINITE)
     if not math.isfinite(total):
         return None
@@ -173,23 +186,29 @@ def _parse_row(values: list[Any]) -> Row | None:
 
 
 def _is_known_object(value: dict[str, Any]) -> bool:
-    """Returns True if an object has all fields of its kind.
+    """Returns True if a line is an object of this format and has all fields that it must have.
 
-    The first key of `_FIELDS_BY_KEY` that the object has says which kind that is. The first line of
-    a file of another version is known too, so that the reader can refuse it.
+    `{"gpu": 80, "gpu_memory": 4096, "step": 3}` has the key "gpu". `_FIELDS_BY_KEY["gpu"]` says
+    which fields such an object must have, and how to check the value of each.
     """
-    for key, fields in _FIELDS_BY_KEY.items():
-        if key not in value:
-            continue
-        if is_of_another_version(value):
-            return True
-        # With this line a launcher starts the ranks. It has more fields than its other lines.
-        if key == "kind" and value["kind"] == "start":
-            fields = _FIELDS_OF_A_LAUNCHER_START
-        if key == "logged" and "loader" in value:
-            fields = {**fields, **_FIELDS_OF_A_PASS}
-        return all(is_valid(value.get(name)) for name, is_valid in fields.items())
-    return False
+    # The first line of a file of another version is known too, so that the reader can refuse it.
+    if is_of_another_version(value):
+        return True
+
+    present_keys = [key for key in _FIELDS_BY_KEY if key in value]
+    if not present_keys:
+        return False
+    key = present_keys[0]
+
+    fields = _FIELDS_BY_KEY[key]
+    if key == "kind" and value["kind"] == "start":
+        # A launcher writes this line when it starts the ranks. It has more fields than others.
+        fields = _FIELDS_OF_A_LAUNCHER_START
+    if key == "logged" and "loader" in value:
+        # Values that were logged in a loop belong to a pass.
+        fields = {**fields, **_FIELDS_OF_A_PASS}
+
+    return all(is_valid(value.get(name)) for name, is_valid in fields.items())
 
 
 def is_of_another_version(value: dict[str, Any]) -> bool:

@@ -45,9 +45,10 @@ class StepTrace(Extension):
             self._start_if_step_begins(phase)
             return
 
-        steps_made = self._run.step.number
-        is_aside = phase in ("evaluation", "checkpoint")
-        if steps_made < self._step and is_aside:
+        # Steps are counted from 1, so the traced step goes on until this number of steps is made.
+        step_is_made = self._run.step.number >= self._step
+        is_outside_of_steps = phase in ("evaluation", "checkpoint")
+        if not step_is_made and is_outside_of_steps:
             # The loop asked for a batch, but the loader was at its end. The step comes after the
             # evaluation, which may be long, so the trace is dropped and started again then.
             self._stop()
@@ -55,10 +56,10 @@ class StepTrace(Extension):
 
         # What follows the first optimizer's step, such as the step of a second optimizer, still
         # belongs to the traced step, until the loop turns to something else.
-        turns_to_other_work = is_aside or phase == "data"
-        has_ended = steps_made == self._step and turns_to_other_work
-        if has_ended or steps_made > self._step:
-            self._finish()
+        turns_to_other_work = is_outside_of_steps or phase == "data"
+        is_past_step = self._run.step.number > self._step
+        if is_past_step or (step_is_made and turns_to_other_work):
+            self._write_trace()
             return
 
         self._enter(phase)
@@ -67,7 +68,7 @@ class StepTrace(Extension):
         """Starts the trace if the new phase begins the step that is to be traced."""
         steps_made = self._run.step.number
 
-        # The run was resumed after this step.
+        # The run was resumed from a checkpoint after the step that was to be traced.
         if steps_made >= self._step:
             self._run.extensions.remove(self)
             return
@@ -78,7 +79,7 @@ class StepTrace(Extension):
             return
 
         if profiler_is_running():
-            self._leave_to_script()
+            self._give_up_for_profiler_of_script()
             return
         self._start()
         self._enter(phase)
@@ -89,20 +90,22 @@ class StepTrace(Extension):
             return
 
         steps_made = self._run.step.number
-        if self._profiler is not None and steps_made >= self._step:
-            self._finish()
-            return
+        step_is_made = steps_made >= self._step
+        is_tracing = self._profiler is not None
 
-        if self._profiler is not None:
-            self._stop()
-        if steps_made < self._step:
+        if is_tracing and step_is_made:
+            self._write_trace()
+        elif is_tracing:
+            self._stop()  # and drop the trace of a step that did not end
+
+        if not step_is_made:
             warn(
                 f"trace_step={self._step}",
                 f"the run has ended after step {steps_made}",
                 "choose a step that the run makes",
             )
 
-    def _leave_to_script(self) -> None:
+    def _give_up_for_profiler_of_script(self) -> None:
         """Warns that the step is not traced, since the script's own profiler runs in it."""
         self._run.extensions.remove(self)
         warn(
@@ -139,7 +142,7 @@ class StepTrace(Extension):
         profiler.stop()
         return profiler
 
-    def _finish(self) -> None:
+    def _write_trace(self) -> None:
         """Stops the profiler, writes the trace to a file, and names the file in the record."""
         profiler = self._stop()
         self._run.extensions.remove(self)

@@ -119,15 +119,15 @@ def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
     return has_rendezvous_flags(torchrun, environ)
 
 
-def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
+def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
     """Refuses torchrun's flags that say how nodes meet, such as --node-rank.
 
     With --hosts, --ray and --slurm, Lockstep itself passes these flags to the launcher of each
     node.
 
     Args:
-        torchrun: torchrun's flags and their values, as given.
         option: `--hosts`, `--ray` or `--slurm`.
+        torchrun: torchrun's flags and their values, as given.
 
     Raises:
         SettingError: such a flag is given, or torchrun does not accept a flag's value.
