@@ -94,7 +94,7 @@ def read_all(chosen: KeptStep) -> dict[str, Any]:
 
 
 def write(area: Area, serial: int, value: int) -> None:
-    area.begin(header_bytes=100, values_bytes=64)
+    area.begin_writing(header_bytes=100, values_bytes=64)
     area.view(area.values_at, torch.int64, (8,)).fill_(value)
     area.set_seal(1, serial, 10 * serial, header_of(0, 1))
 
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None
             file.seek(offset)
             file.write(byte)
     assert len(reports_of([area])) == 1
-    area.begin(header_bytes=100, values_bytes=64)  # and then it is killed
+    area.begin_writing(header_bytes=100, values_bytes=64)  # and then it is killed
     assert reports_of([area]) == []
     area.free()
     assert os.stat(area.path).st_size == 4096
@@ -276,7 +276,7 @@ def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], si
             sections.append(Section(RANDOM, ("state",), {"rank": rank}, True, False))
             layout.update(sections)
             header = header_of(rank, size, layout.header_sections)
-            areas[rank].begin(len(header), layout.num_bytes)
+            areas[rank].begin_writing(len(header), layout.num_bytes)
             copy_to_each(layout.places(areas[rank]), layout.sources)
             areas[rank].set_seal(1, serial, serial, header)
         reports = [PartReport(**part) for part in reports_of(areas)]
@@ -641,7 +641,7 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
         assert kept is not None
         noticed = []
         for (x,) in loader:
-            noticed.append(kept._was_changed)
+            noticed.append(kept._clones_every_source)
             with torch.no_grad():
                 model.weight += 1
             changed.set()

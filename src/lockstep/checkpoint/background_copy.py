@@ -50,25 +50,29 @@ class BackgroundCopy:
             finish: called in the thread when everything has been copied, unless a source was
                 changed during the copy.
         """
-        counts_at_start = write_counts(sources)
+        # A tensor that is changed during the copy has a higher number of writes at its end.
+        write_counts_at_start = write_counts(sources)
         training_event = None
         if self._stream is not None:
             training_event = torch.cuda.current_stream(self._device).record_event()
 
-        def copy() -> None:
-            """Runs in the thread. If an error is raised, `wait` raises it."""
+        def copy_sources() -> None:
+            """Copies `sources` to `places`, then calls `finish` if no source was changed meanwhile.
+
+            Runs in the thread. If an error is raised, `wait` raises it.
+            """
             try:
                 with self._on_stream(training_event):
                     copy_to_each(list(places), list(sources))
                 if self._stream is not None:
                     self._stream.synchronize()
-                self._was_changed = write_counts(sources) != counts_at_start
+                self._was_changed = write_counts(sources) != write_counts_at_start
                 if not self._was_changed:
                     finish()
             except Exception as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=copy, name="lockstep-kept-step")
+        self._thread = threading.Thread(target=copy_sources, name="lockstep-kept-step")
         self._thread.start()
 
     def _on_stream(self, training_event: Any) -> Any:

@@ -18,36 +18,36 @@ from collections.abc import Callable
 from lockstep.distributed.collectives import Collectives
 
 MAX_COST = 0.02
-"""The part of the time of the steps that keeping them may take."""
+"""The share of the training time that copies may take: 0.02 is 2 percent."""
 COST_AFTER_COPY = 1.2
 """A copy costs this many times what it takes itself: the step after it is slower, since its data
 are no longer in the caches. This was measured on an idle machine. In a run beside other programs
 the difference is too small to be seen."""
 MAX_SHARE_OF_LINK = 0.1
-"""The part of the time that copies to another machine may take on the link between the machines,
-which the training itself uses too."""
+"""The share of the training time in which copies to another machine may use the link between the
+machines, which the training itself uses too."""
 NUM_COPIES = 16
-"""What counts are the times of the last so many copies."""
+"""The number of the last copies whose times are considered."""
 MARGIN = 1.5
 """Steps are kept more often again only if copies could take this many times as long as they do.
 Without a margin, the interval would change all the time."""
 
 
 class CopyInterval:
-    """Every how many steps one is kept.
+    """Chooses the number of steps from one copy to the next.
 
     Args:
-        collectives: of the run.
-        say: prints a line on rank 0.
+        collectives: the collectives of the run.
+        say: function that prints a line on rank 0.
     """
 
     def __init__(self, collectives: Collectives, say: Callable[[str], None]) -> None:
         self._collectives = collectives
         self._say = say
         self.every = 1
-        """Every so many steps, one is kept."""
-        self._said_every = 1
-        """What the user was last told."""
+        """The number of steps from one copy to the next: 1 if every step is kept."""
+        self._announced_every = 1
+        """The value of `every` that the user was last told."""
         self._costs_s: deque[float] = deque(maxlen=NUM_COPIES)
         """How long the training has waited for each of the last copies."""
         self._step_times_s: deque[float] = deque(maxlen=NUM_COPIES)
@@ -98,15 +98,22 @@ class CopyInterval:
         step_time_s = max(answer[1] for answer in answers)
         link_s = max(answer[2] for answer in answers)
 
-        steps_for_cost = COST_AFTER_COPY * cost_s / (MAX_COST * step_time_s)
+        # One copy in this many steps costs just the share of the time that is allowed. Example: a
+        # copy costs 12 ms in all, a step takes 100 ms, and copies may take 2 % of the time, which
+        # is 2 ms of each step. So a copy may be made once in 6 steps.
+        full_cost_s = COST_AFTER_COPY * cost_s  # includes that the step after a copy is slower
+        steps_for_cost = full_cost_s / (MAX_COST * step_time_s)
+
+        # The same for the time in which a copy is sent to another machine.
         steps_for_link = link_s / (MAX_SHARE_OF_LINK * step_time_s)
         self.every = choose_every(self.every, steps_for_cost, steps_for_link)
 
-        # The user is told when the interval has reached its value, and has at least doubled or
-        # halved since the last message.
-        is_settled = self.every >= steps_for_cost
-        is_news = self.every >= 2 * self._said_every or 2 * self.every <= self._said_every
-        if is_settled and is_news:
+        # `choose_every` makes the interval longer in several calls. The user is told at the last of
+        # them, and only if the interval has at least doubled or halved since the last message.
+        is_long_enough = self.every >= steps_for_cost
+        has_doubled = self.every >= 2 * self._announced_every
+        has_halved = 2 * self.every <= self._announced_every
+        if is_long_enough and (has_doubled or has_halved):
             reason = f"that takes {_milliseconds(cost_s)}"
             if steps_for_link > steps_for_cost:
                 reason = f"the copy on another machine takes {_milliseconds(link_s)}"
@@ -116,10 +123,12 @@ class CopyInterval:
         """Tells the user how often a step is kept.
 
         Args:
-            reason: what takes how long: "that takes 13 ms".
+            reason: the reason for the interval, for example "that takes 13 ms".
             step_time_s: the time of a step.
         """
-        self._said_every = self.every
+        self._announced_every = self.every
+
+        # The beginning of the sentence "... kept in memory from now on".
         which = f"every {self.every} steps, one is"
         if self.every == 1:
             which = "every step is"
@@ -130,25 +139,28 @@ class CopyInterval:
 
 
 def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> int:
-    """Returns how often a step is kept from now on: 3 for every third step.
+    """Returns the number of steps from one copy to the next: 3 if every third step is kept.
 
     Args:
-        every: how often a step was kept until now.
-        steps_for_cost: number of steps of which a copy takes the part `MAX_COST`.
-        steps_for_link: number of steps of which a copy to another machine takes the part
-            `MAX_SHARE_OF_LINK`.
+        every: the number until now.
+        steps_for_cost: if one copy is made in this many steps, copies take the share `MAX_COST` of
+            the training time. With fewer steps, they take more.
+        steps_for_link: if one copy is made in this many steps, copies to another machine use the
+            link between the machines for the share `MAX_SHARE_OF_LINK` of the time.
     """
     # The cost of copies makes the interval at most twice as long, because a few copies may have
     # taken long for another reason. The link changes it at once: on a slow network, each copy too
     # many holds up the training.
-    for_cost = min(math.ceil(steps_for_cost), 2 * every)
-    needed = max(1, for_cost, math.ceil(steps_for_link))
-    if needed >= every:
-        return needed
+    lower_limit_for_cost = min(math.ceil(steps_for_cost), 2 * every)
+    lower_limit_for_link = math.ceil(steps_for_link)
+    lower_limit = max(1, lower_limit_for_cost, lower_limit_for_link)
+    if lower_limit >= every:
+        return lower_limit
 
-    # The interval becomes shorter only if copies could take `MARGIN` times as long as they do.
-    with_margin = math.ceil(MARGIN * max(steps_for_cost, steps_for_link))
-    return min(every, max(1, with_margin))
+    # The interval could be shorter. So that it does not change all the time, it is made as short as
+    # it would have to be if copies took `MARGIN` times as long as they do.
+    lower_limit_with_margin = math.ceil(MARGIN * max(steps_for_cost, steps_for_link))
+    return min(every, max(1, lower_limit_with_margin))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -120,10 +120,10 @@ class KeptSteps(Extension):
         if collectives.device.type in BACKGROUND_DEVICES:
             self._background = BackgroundCopy(collectives.device)
         self._say = say
-        self._every_step = every_step
+        self._must_keep_every_step = every_step
         self._timeout = timeout
         self._bandwidth = bandwidth
-        self._is_replica = True
+        self._each_machine_has_all = True
         """True if the ranks of each machine together have the whole state."""
         self._partner: PartnerCopies | None = None
         """Copies the areas to another machine. None if there is no other machine, or if each
@@ -132,35 +132,42 @@ class KeptSteps(Extension):
         """How many bytes of a step the ranks of this machine keep."""
         self._layout = KeptLayout(topology.local_rank, topology.local_size)
         self._slots: list[list[Area]] = []
-        """A slot holds the areas of one rank. There is a slot for each local rank that the launcher
-        has started in any attempt. Empty before `open`."""
-        self._own: list[Area] = []
-        """The two areas of this rank. The others of its slot are for copies."""
-        self._places: dict[int, list[Tensor]] = {}
+        """A slot holds the areas of one rank: the two that it writes to, and two more for each rank
+        of another machine whose copies it may receive. There is a slot for each local rank that the
+        launcher has started in any attempt. Empty before `open`."""
+        self._own_areas: list[Area] = []
+        """The two areas to which this rank writes its steps in turn."""
+        self._places_of_area: dict[int, list[Tensor]] = {}
         """The tensors in an area that the values are copied to, by the number of the area."""
-        self._version_of_places: dict[int, int] = {}
-        """The version of the layout that these tensors belong to, by the number of the area."""
+        self._layout_version_of_area: dict[int, int] = {}
+        """For each area, the version of the layout to which `_places_of_area` belongs."""
         self._attempt = 0
         self._serial = 0
         """Numbers the kept steps, see `memory_area.Seal`."""
         self._last_area = 0
         """The number of the area that was sealed last."""
-        self._protected: set[str] = set()
-        """The paths of the areas that hold the resumed step, until a later step is complete."""
-        self._has_freed_slots = False
-        """True if the memory of ranks that no longer exist has been freed."""
+        self._areas_of_resumed_step: set[str] = set()
+        """The paths of the areas that hold the step that the run resumed from. They must not be
+        overwritten until a later step is complete."""
+        self._resumed_step_is_released = False
+        """True once a later step is complete. By then the memory of ranks that no longer exist has
+        been freed, too."""
         self._is_on = False
+        """True while the ranks keep steps. All ranks switch it off together, if steps cannot be
+        kept."""
         self._has_given_up = False
-        """True if this rank has stopped keeping steps. It still takes part in joint decisions."""
+        """True if this rank alone has stopped keeping steps. It still takes part in the decisions
+        of all ranks."""
         self._num_copies = 0
         """How many steps of this attempt were kept."""
         self._interval = CopyInterval(collectives, say)
         """Chooses whether every step is kept, or every k-th."""
-        self._last_number = -1
+        self._last_step_number = -1
         """How many optimizer steps were done when a step was last kept or passed over."""
         self._last_time_s = 0.0
-        self._was_changed = False
-        """True if a tensor that was taken to be steady has changed outside the optimizer's step."""
+        self._clones_every_source = False
+        """True once a tensor that was taken to be steady has changed outside the optimizer's step.
+        From then on the background copy never copies from the training's own tensors."""
         self._copy_s: float | None = None
         """How long the training stood still while the last copy was made or started. None if this
         was recorded already, or if the copy went to new memory, which takes several times as
@@ -183,8 +190,9 @@ class KeptSteps(Extension):
         for begin in range(0, len(areas), AREAS_PER_RANK):
             self._slots.append(areas[begin : begin + AREAS_PER_RANK])
 
+        # The other areas of the slot are for copies that ranks of another machine send.
         own_slot = self._slots[self._topology.local_rank]
-        self._own = own_slot[:OWN_AREAS_PER_RANK]
+        self._own_areas = own_slot[:OWN_AREAS_PER_RANK]
 
     def report(self) -> list[dict[str, Any]]:
         """Describes what lies in the areas that this rank looks after, one report for each part.
@@ -216,20 +224,24 @@ class KeptSteps(Extension):
         """
         self._attempt = attempt
         self._folders = folders
+
+        # The serial numbers of the steps go on from that of the resumed step.
         self._serial = 0 if resumed is None else resumed.serial
 
         # The resumed step must survive until a later step is complete.
-        self._protected = set()
+        self._areas_of_resumed_step = set()
         if resumed is not None:
-            self._protected = resumed.paths_on(self._topology.node_rank)
-        self._has_freed_slots = False
+            self._areas_of_resumed_step = resumed.paths_on(self._topology.node_rank)
+        self._resumed_step_is_released = False
 
-        self._last_number = self._step.number
+        # The present state is known already, so it is not kept. No copy has been made or timed.
+        self._last_step_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._num_copies = 0
         self._interval = CopyInterval(self._collectives, self._say)
         self._copy_s = None
         self._waited_s = 0.0
+
         self._has_given_up = False
         self._is_on = True
 
@@ -237,21 +249,23 @@ class KeptSteps(Extension):
         """Stops keeping steps. The step kept last stays in memory until another one is kept."""
         self._wait_for_copy()
         self._is_on = False
+
+        # Drop the references to the areas, and to the tensors of the training.
         self._slots = []
-        self._own = []
-        self._places = {}
-        self._version_of_places = {}
+        self._own_areas = []
+        self._places_of_area = {}
+        self._layout_version_of_area = {}
         self._layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
 
-    def forget_others(self) -> None:
-        """Breaks the seals of all steps in the areas, except that of the resumed step.
+    def forget_other_steps(self) -> None:
+        """Deletes all steps in the areas but the resumed one, by breaking the seals of the areas.
 
         This must not happen before a new step is about to be kept: until then, the areas may hold a
         step of another checkpoint that the script resumes next.
         """
         for slot in self._looked_after():
             for area in slot:
-                if area.path not in self._protected:
+                if area.path not in self._areas_of_resumed_step:
                     area.break_seal()
 
     def close(self, failed: bool) -> None:
@@ -276,20 +290,22 @@ class KeptSteps(Extension):
 
     def batch_is_done(self) -> None:
         """Keeps the present step, if an optimizer has stepped since the last call."""
-        if self._is_on and self._step.number != self._last_number:
+        if self._is_on and self._step.number != self._last_step_number:
             self.keep()
 
     def keep(self) -> None:
         """Keeps the present step, unless only every k-th step is kept and this is another one."""
-        self._wait_for_copy()
+        self._wait_for_copy()  # adds to `_waited_s`
 
-        # What the previous step took, without the time that it waited for the background copy.
+        # The time of the previous step does not include the wait for the background copy. That is
+        # part of the cost of the last copy, by which the interval between copies is chosen.
         step_time_s = time.perf_counter() - self._last_time_s - self._waited_s
-        self._note_cost()
+        self._note_cost_of_last_copy()  # resets `_waited_s`
 
         number = self._step.number
-        self._last_number = number
-        if number % self._interval.every == 0:
+        self._last_step_number = number
+        must_be_kept = number % self._interval.every == 0
+        if must_be_kept:
             phase_before = self._step.enter_phase("checkpoint")
             try:
                 self._keep(number, step_time_s)
@@ -312,24 +328,29 @@ class KeptSteps(Extension):
                 self._interval.note_link_time(self._partner.last_duration_s)
 
         begun_at_s = time.perf_counter()
-        version_before = self._version_of_places.copy()
+        layout_versions_before = self._layout_version_of_area.copy()
 
-        # A rank that has given up copies nothing, but still takes part in the decisions below.
+        # A rank that has given up copies nothing, but still takes part in what follows, in which
+        # all ranks communicate.
         area: Area | None = None
         self._serial += 1
         if not self._has_given_up:
             area = self._update_and_copy(number)
+
+        # When the first step is kept, `_update_and_copy` switches keeping off on all ranks if one
+        # of them has too little memory.
         if not self._is_on:
             return
         self._num_copies += 1
 
         # A copy to new memory takes several times as long as usual, so its time is not recorded.
-        went_to_known_memory = self._version_of_places == version_before
+        went_to_known_memory = self._layout_version_of_area == layout_versions_before
         if went_to_known_memory:
             self._copy_s = time.perf_counter() - begun_at_s
 
+        # Choose how often a step is kept, unless the user asked for every step.
         self._interval.note_step_time(step_time_s)
-        if not self._every_step:
+        if not self._must_keep_every_step:
             self._interval.choose(self._num_copies, self._expected_link_s())
 
         if self._partner is not None:
@@ -354,17 +375,20 @@ class KeptSteps(Extension):
         except Exception as error:
             problem = error
 
+        # At the first copy all ranks decide together, also about the problem of one of them. They
+        # may switch keeping off.
         is_first_copy = self._num_copies == 0
         if is_first_copy:
-            self._begin(problem)  # all ranks decide together, also about the problem
+            self._agree_to_keep_steps(problem)
         elif problem is not None:
             self._give_up(problem)
 
         if not self._is_on or self._has_given_up:
             return None
 
+        # The areas may still hold steps of earlier attempts.
         if is_first_copy:
-            self.forget_others()
+            self.forget_other_steps()
         try:
             return self._copy(number, facts)
         except Exception as error:
@@ -389,26 +413,26 @@ class KeptSteps(Extension):
             "world_size": topology.size,
             "machine": topology.node_rank,
             "ranks_on_machine": topology.local_size,
-            "is_replica": self._is_replica,
+            "is_replica": self._each_machine_has_all,
         }
         facts_text = json.dumps(all_facts)
         sections_text = self._layout.header_sections  # is JSON already
         header = f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
 
         area_number = self._area_to_overwrite()
-        area = self._own[area_number]
-        is_other_memory = area.begin(len(header), self._layout.num_bytes)
+        area = self._own_areas[area_number]
+        memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
 
-        # The tensors that are copied to are views of the area. They are made anew if the memory of
-        # the area or the layout has changed.
-        has_other_layout = self._version_of_places.get(area_number) != self._layout.version
-        if is_other_memory or has_other_layout:
-            self._places[area_number] = self._layout.places(area)
-            self._version_of_places[area_number] = self._layout.version
+        # The tensors that are copied to are views of the area. They are made anew if the area has
+        # other memory, or if the layout has changed since this area was written last.
+        has_other_layout = self._layout_version_of_area.get(area_number) != self._layout.version
+        if memory_has_moved or has_other_layout:
+            self._places_of_area[area_number] = self._layout.places(area)
+            self._layout_version_of_area[area_number] = self._layout.version
         self._last_area = area_number
 
         seal = partial(area.set_seal, self._attempt, self._serial, number, header)
-        destinations = self._places[area_number]
+        destinations = self._places_of_area[area_number]
         if self._background is None:
             copy_to_each(destinations, self._layout.sources)
             seal()
@@ -444,8 +468,9 @@ class KeptSteps(Extension):
                 continue
 
             # A steady tensor only changes in the optimizer's step, which waits for the thread. Any
-            # other may change in the next forward pass, so the thread copies from a clone.
-            is_steady = id(leaf) in steady_ids and not self._was_changed
+            # other may change in the next forward pass, so the thread copies from a clone. It also
+            # does so once any tensor was changed although it was taken to be steady.
+            is_steady = id(leaf) in steady_ids and not self._clones_every_source
             gpu_destinations.append(destination)
             gpu_sources.append(source if is_steady else source.clone())
 
@@ -459,8 +484,9 @@ class KeptSteps(Extension):
     def _wait_for_copy(self) -> None:
         """Waits until the background copy of the last kept step has ended.
 
-        If a tensor was changed during the copy although it was taken to be steady, all tensors are
-        cloned on the GPU first from now on.
+        Some tensors are taken to be steady: only the optimizer changes them, and it waits for the
+        copy. If such a tensor was changed during the copy all the same, all tensors are cloned on
+        the GPU first from now on.
         """
         if self._background is None:
             return
@@ -469,7 +495,7 @@ class KeptSteps(Extension):
         try:
             sources_were_steady = self._background.wait()
             if not sources_were_steady:
-                self._was_changed = True
+                self._clones_every_source = True
         except Exception as error:
             self._give_up(error)
         self._waited_s += time.perf_counter() - begun_at_s
@@ -482,31 +508,39 @@ class KeptSteps(Extension):
         Returns:
             The number of the area: 0 or 1.
         """
+        # One of the areas may hold the step that the run resumed from. Until a later step is
+        # complete, it is the only complete step.
         is_first_copy = self._num_copies == 0
         if is_first_copy:
-            return self._first_unprotected(self._own)
+            return self._first_to_overwrite(self._own_areas)
 
-        # If the previous step stays incomplete, it is overwritten itself: the last complete step is
-        # in the other area.
+        # Wait until the previous step is complete. If it stays incomplete, it is overwritten, since
+        # the last complete step is in the other area.
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
                 return self._last_area
             time.sleep(POLL_INTERVAL_S)
 
-        # The previous step is complete, so the resumed step is not needed any more.
-        if not self._has_freed_slots:
-            self._protected = set()
-            self._free_unused_slots()
-            self._has_freed_slots = True
+        # The previous step is complete, so the resumed step is not needed any more. Parts of it may
+        # lie in areas of ranks that this attempt no longer has.
+        if not self._resumed_step_is_released:
+            self._areas_of_resumed_step = set()
+            self._free_areas_of_absent_ranks()
+            self._resumed_step_is_released = True
         return 1 - self._last_area
 
-    def _first_unprotected(self, areas: Sequence[Area]) -> int:
-        """Returns the index of the first area that holds no part of the resumed step.
+    def _first_to_overwrite(self, areas: Sequence[Area]) -> int:
+        """Returns the index of the first area that may be overwritten.
+
+        An area that holds a part of the resumed step must not be overwritten yet.
 
         There always is one: two areas that are written in turn hold different steps.
         """
-        return next(i for i, area in enumerate(areas) if area.path not in self._protected)
+        for index, area in enumerate(areas):
+            if area.path not in self._areas_of_resumed_step:
+                return index
+        raise AssertionError("all areas hold the resumed step")
 
     def _last_is_complete(self) -> bool:
         """Returns True if all ranks of this machine have sealed the previous step."""
@@ -522,7 +556,7 @@ class KeptSteps(Extension):
         present_slots = self._slots[: self._topology.local_size]
         return any(slot[0].given_up_in == self._attempt for slot in present_slots)
 
-    def _free_unused_slots(self) -> None:
+    def _free_areas_of_absent_ranks(self) -> None:
         """Frees the areas of ranks that this attempt no longer has; local rank 0 does it."""
         if self._topology.local_rank != 0:
             return
@@ -532,7 +566,7 @@ class KeptSteps(Extension):
 
     # What it costs
 
-    def _begin(self, problem: Exception | None) -> None:
+    def _agree_to_keep_steps(self, problem: Exception | None) -> None:
         """Decides with the other ranks whether steps are kept, and which machines get copies.
 
         All ranks call this when they are about to keep their first step. They exchange their needs
@@ -545,6 +579,7 @@ class KeptSteps(Extension):
             CheckpointError: every step was asked for, but a machine has too little memory or a
                 state cannot be stored.
         """
+        # The slot has the areas to which this rank writes, and those for copies that it receives.
         own_slot = self._slots[self._topology.local_rank]
         answers = self._collectives.exchange(
             {
@@ -560,15 +595,15 @@ class KeptSteps(Extension):
 
         problems = [answer["problem"] for answer in answers if answer["problem"] is not None]
         if problems:
-            if self._every_step and isinstance(problem, LockstepError):
+            if self._must_keep_every_step and isinstance(problem, LockstepError):
                 raise problem
             self._refuse(problems[0], "let state_dict() return what a checkpoint can store")
             return
 
         # Copies on other machines are only needed if each machine does not have the whole state.
-        self._is_replica = all(answer["is_replica"] for answer in answers)
+        self._each_machine_has_all = all(answer["is_replica"] for answer in answers)
         partners: list[Partners] | None = None
-        if not self._is_replica:
+        if not self._each_machine_has_all:
             partners = find_partners(
                 [(answer["machine"], answer["local_rank"]) for answer in answers]
             )
@@ -617,7 +652,7 @@ class KeptSteps(Extension):
     def _announce(
         self, most_of_rank: int, most_of_machine: int, *, has_partners: bool, num_machines: int
     ) -> None:
-        """Prints that every step is kept, and how much memory it takes.
+        """Prints that every step is kept, and how much memory the kept steps take.
 
         Args:
             most_of_rank: bytes that the areas of a rank take, at most.
@@ -625,11 +660,13 @@ class KeptSteps(Extension):
             has_partners: True if the ranks send copies to other machines.
             num_machines: the number of machines in the run.
         """
+        # Without partners, there is only one machine, or each machine has the whole state, or a
+        # machine has too few ranks to receive the copies. Only the last needs a note.
         copies = "two copies"
         note = ""
         if has_partners:
             copies = "two copies on its machine and two on another one"
-        elif num_machines > 1 and not self._is_replica:
+        elif num_machines > 1 and not self._each_machine_has_all:
             note = (
                 f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
                 "machine that would get its copies, so that no machine has a copy of the shards of "
@@ -664,11 +701,14 @@ class KeptSteps(Extension):
             areas: this rank's areas for the copies that it receives, two for each sender.
             partners: the ranks that this rank sends to and receives from.
         """
+        areas_per_sender = OWN_AREAS_PER_RANK  # a copy for each area of the sender
         inboxes = []
         for number, sender in enumerate(partners.senders):
-            first = number * OWN_AREAS_PER_RANK
-            pair = areas[first : first + OWN_AREAS_PER_RANK]
-            inboxes.append(Inbox(sender, pair, next_area=self._first_unprotected(pair)))
+            begin = number * areas_per_sender
+            pair = areas[begin : begin + areas_per_sender]
+
+            # One of the areas may hold a copy of the resumed step, which must not be overwritten.
+            inboxes.append(Inbox(sender, pair, next_area=self._first_to_overwrite(pair)))
 
         return PartnerCopies(
             partners.receiver,
@@ -688,7 +728,7 @@ class KeptSteps(Extension):
             CheckpointError: the user asked for every step to be kept.
         """
         self._is_on = False
-        if self._every_step:
+        if self._must_keep_every_step:
             raise CheckpointError("keeping each step in memory", found, advice)
         self._say(f"steps are not kept in memory: {found}")
 
@@ -699,8 +739,9 @@ class KeptSteps(Extension):
             Exception: the problem itself, if the user asked for every step to be kept.
         """
         self._has_given_up = True
-        self._own[0].give_up(self._attempt)
-        if self._every_step:
+        # The other ranks of the machine look for this in the first area of each slot.
+        self._own_areas[0].give_up(self._attempt)
+        if self._must_keep_every_step:
             raise problem
         warn(
             "steps are not kept in memory from here on",
@@ -709,8 +750,12 @@ class KeptSteps(Extension):
             on_this_rank=True,
         )
 
-    def _note_cost(self) -> None:
-        """Records how long the last copy held up the training, unless it was recorded before."""
+    def _note_cost_of_last_copy(self) -> None:
+        """Records for how long the last copy held up the training, unless it was recorded before.
+
+        The training waited while the copy was made or started (`_copy_s`), and then for the end of
+        the background copy (`_waited_s`).
+        """
         if self._copy_s is not None:
             self._interval.note_cost(self._copy_s + self._waited_s)
         self._copy_s = None

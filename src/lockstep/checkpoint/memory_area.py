@@ -220,7 +220,7 @@ class Area:
         """Marks the area as one that holds nothing."""
         self._view[_SEALED_AT : _SEALED_AT + 8] = bytes(8)
 
-    def begin(self, header_bytes: int, values_bytes: int) -> bool:
+    def begin_writing(self, header_bytes: int, values_bytes: int) -> bool:
         """Breaks the seal, and makes room for a header and values.
 
         Args:
@@ -232,9 +232,12 @@ class Area:
         """
         self.break_seal()
 
-        values_end = self.values_at + values_bytes
-        fits = _HEADER_AT + header_bytes <= self.values_at and values_end <= self._size
-        if fits and values_bytes == self._values_bytes:
+        # The usual case: the header and values have the same place as before. If the values have
+        # become smaller, they would fit too, but then the area is made smaller below.
+        header_fits = _HEADER_AT + header_bytes <= self.values_at
+        values_fit = self.values_at + values_bytes <= self._size
+        has_same_size = values_bytes == self._values_bytes
+        if header_fits and values_fit and has_same_size:
             return False
 
         # The header may grow by half before everything must be moved again.
@@ -255,7 +258,8 @@ class Area:
             attempt: see `Seal`.
             serial: see `Seal`.
             step: see `Seal`.
-            header: the header, not longer than `begin` was told.
+            header: the header. It must not be longer than the `header_bytes` for which
+                `begin_writing` has made room.
         """
         self._view[_HEADER_AT : _HEADER_AT + len(header)] = header
 
@@ -269,6 +273,9 @@ class Area:
             values_bytes=self._values_bytes,
             values_sum=self._sum(self.values_at, self._values_bytes),
         )
+
+        # The first page begins with "lockstep", the flag that says "sealed", the fields of the seal
+        # and their checksum.
         _SEAL.pack_into(self._view, _PREFIX.size, *seal)
         crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
         _CRC.pack_into(self._view, _CRC_AT, crc)

@@ -125,7 +125,9 @@ class PartnerCopies:
         The first page of an area is sent first. It holds the seal, which tells the receiver how
         much follows. A page without a seal means that nothing follows.
         """
-        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)  # has no seal
+        # A rank that has stopped keeping steps sends a page without a seal. It may also stop while
+        # it waits for the seal.
+        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
         if area is not None:
             page = self._sealed_page(area, serial)
 
@@ -147,8 +149,9 @@ class PartnerCopies:
             if received_seal is None:  # the sender has stopped keeping steps
                 continue
             copy = inbox.areas[inbox.next_area]
-            self._receive(copy.begin_copy(received_seal), inbox.sender)
-            copy.finish_copy(received_page)  # seals the copy
+            memory_for_content = copy.begin_copy(received_seal)
+            self._receive(memory_for_content, inbox.sender)
+            copy.finish_copy(received_page)  # writes the seal
             inbox.next_area = 1 - inbox.next_area
 
         for send in sends:

@@ -266,9 +266,9 @@ class Checkpoint:
             self.folder,
             run.collectives,
             run.step,
-            self._take_state,
-            self._steady_ids,
-            self._world.print,
+            take_state=self._take_state,
+            steady_ids=self._steady_ids,
+            say=self._world.print,
             every_step=memory is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
@@ -567,7 +567,7 @@ class Checkpoint:
         number_of_attempt = int(answers[0]["attempt"])  # all ranks use the number of rank 0
         kept.start(number_of_attempt, folders, resumed_step)
         if goes_back:
-            kept.forget_others()
+            kept.forget_other_steps()
         return found
 
     def _resume_from_disk(self, more: str = "") -> bool:

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,9 @@ from lockstep.strategies.bit_sums import bit_sums, gradient_bit_sums
 
 BitSums = dict[str, int]
 """Sums of the bits of tensors, by name."""
+GroupKey = tuple[str, int]
+"""Identifies tensors that must have the same bits on several ranks: their kind (see `message`), and
+the smallest of these ranks."""
 
 
 class Computed(NamedTuple):
@@ -92,7 +96,7 @@ class DeviceCheck(Extension):
     """Compares what the processes of a run compute, in the global batches that are checked.
 
     Args:
-        run: of this process; it has at least two.
+        run: the run of this process. It has at least two processes.
     """
 
     def __init__(self, run: Run) -> None:
@@ -100,19 +104,20 @@ class DeviceCheck(Extension):
         self._step = run.step
         self._modules: list[PreparedModule] = []
         self._optimizers: list[Any] = []
-        self._owned: Computed | None = None
-        """What this process has computed for its own virtual rank that is compared."""
-        self._repeated: Computed | None = None
-        """What it has computed for that of another process."""
-        self._again: Computed | None = None
-        """What it has computed for the virtual rank of which there is a dispute."""
+        self._own_result: Computed | None = None
+        """What this process has computed for its own virtual rank, which another one repeats."""
+        self._repeated_result: Computed | None = None
+        """What this process has computed for the virtual rank of another process."""
+        self._disputed_result: Computed | None = None
+        """What this process has computed for the virtual rank about which there is a dispute."""
         self._scales: list[float] = []
         """The factors of the loss in the micro-batches of the latest repeated virtual rank."""
         self._dispute: _DisputeOfRanks | None = None
         self._is_compared = True
         """True if the results of the present global batch have been compared."""
         self._last_good_step: int | None = None
-        """Optimizer steps before the last global batch in which no difference was found."""
+        """The number of optimizer steps before the last global batch in which no difference was
+        found."""
         self._step.find_dispute = self.find_dispute
 
     # Events
@@ -130,16 +135,25 @@ class DeviceCheck(Extension):
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
-            UsageError: the loop has left out what was to be compared in the one before.
+            UsageError: in the previous checked global batch, the loop skipped micro-batches whose
+                results were to be compared.
         """
-        if micro_batch.first and self._owned is not None and not self._is_compared:
+        # The results of the previous checked global batch are compared before its optimizer step.
+        # If there is one that was not compared, no optimizer has stepped.
+        has_uncompared_result = self._own_result is not None and not self._is_compared
+        if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
+
         if not micro_batch.checks_devices:
             return
+
         if micro_batch.first:
-            self._forget()
+            self._forget_results()
             self._is_compared = False
             self._compare_states()
+
+        # If there is a dispute about a repeated virtual rank, all processes compute it again, with
+        # the same factors of the loss. So these are remembered.
         virtual_rank = micro_batch.virtual_rank
         if virtual_rank is not None and virtual_rank.is_compared and virtual_rank.is_repeat:
             if virtual_rank.begins:
@@ -157,8 +171,12 @@ class DeviceCheck(Extension):
         """Raises WrongDeviceError, on all ranks, if two of them have computed different bits."""
         if not self._step.micro_batch.checks_devices:
             return
-        if not self._is_compared:  # the loop had got all micro-batches before it computed any
-            self.find_dispute()
+
+        # Usually the loader has compared the results before it handed out the last micro-batch. If
+        # the loop fetched that ahead, there were no results yet, so they are compared now.
+        if not self._is_compared:
+            self.find_dispute()  # sets `_dispute`
+
         if self._dispute is not None:
             self._raise_dispute(self._dispute)
         self._last_good_step = self._step.number
@@ -177,86 +195,102 @@ class DeviceCheck(Extension):
 
     def pass_ended(self) -> None:
         """Forgets a global batch that the loop has left before its end."""
-        self._forget()
+        self._forget_results()
         self._is_compared = True
 
     def release(self) -> None:
-        """Leaves the run's step alone."""
+        """Removes `find_dispute` from the step of the run, when the run ends."""
         self._step.find_dispute = lambda: None
 
-    def _forget(self) -> None:
-        """Forgets what was computed in the checked global batch before."""
-        self._owned = None
-        self._repeated = None
-        self._again = None
+    def _forget_results(self) -> None:
+        """Forgets what was computed in the previous checked global batch."""
+        self._own_result = None
+        self._repeated_result = None
+        self._disputed_result = None
         self._dispute = None
 
     def _remember(self, virtual_rank: VirtualRank, computed: Computed) -> None:
         """Remembers what was computed for a virtual rank that is compared."""
         if self._dispute is not None:
-            self._again = computed
+            self._disputed_result = computed
         elif virtual_rank.is_repeat:
-            self._repeated = computed
+            self._repeated_result = computed
         else:
-            self._owned = computed
+            self._own_result = computed
 
     # Gradients
 
     def find_dispute(self) -> Dispute | None:
         """Compares the gradients of the virtual ranks that two processes have computed.
 
-        All ranks call it together.
+        All ranks call this together.
 
         Returns:
-            The virtual rank that all of them are to compute again; None: nobody disagrees.
+            The virtual rank that all processes must compute again, with the factors of its loss;
+            None if all gradients agree.
 
         Raises:
-            UsageError: on all ranks, if the loop has left out what was to be compared.
+            UsageError: on all ranks, if the loop has skipped a micro-batch whose result was to be
+                compared.
         """
         self._is_compared = True
-        owned = None if self._owned is None else self._owned.entry
-        repeated = None if self._repeated is None else self._repeated.entry
-        entries = self._run.collectives.exchange((owned, repeated))
+        own = None if self._own_result is None else self._own_result.entry
+        repeated = None if self._repeated_result is None else self._repeated_result.entry
+        entries_of_ranks = self._run.collectives.exchange((own, repeated))
+
+        # Each virtual rank that is compared was computed by its owner, and repeated by a checker.
         owner_of_number: dict[int, int] = {}
         digest_of_number: dict[int, str] = {}
-        for rank, (entry_of_owner, _) in enumerate(entries):
-            if entry_of_owner is not None:
-                number, digest_of_gradient = entry_of_owner
+        for rank, (own_entry, _) in enumerate(entries_of_ranks):
+            if own_entry is not None:
+                number, owners_digest = own_entry
                 owner_of_number[number] = rank
-                digest_of_number[number] = digest_of_gradient
-        repeated_numbers = {entry[0] for _, entry in entries if entry is not None}
+                digest_of_number[number] = owners_digest
+
+        repeats: list[tuple[int, int, str]] = []  # the virtual rank, its checker, and a digest
+        for rank, (_, repeated_entry) in enumerate(entries_of_ranks):
+            if repeated_entry is not None:
+                number, checkers_digest = repeated_entry
+                repeats.append((number, rank, checkers_digest))
+
+        repeated_numbers = {number for number, _, _ in repeats}
         if repeated_numbers != set(owner_of_number):
             raise self._skipped_error()
-        for rank, (_, entry_of_repeat) in enumerate(entries):
-            if entry_of_repeat is None:
+
+        for number, checker, checkers_digest in repeats:
+            if checkers_digest == digest_of_number[number]:
                 continue
-            number, digest_of_gradient = entry_of_repeat
-            if digest_of_number[number] == digest_of_gradient:
-                continue
-            self._dispute = _DisputeOfRanks(number, owner_of_number[number], rank)
-            # All micro-batches of that virtual rank weigh what they weigh on the rank that has
-            # repeated it.
-            scales_of_rank = self._run.collectives.exchange(self._scales)
-            return Dispute(number, scales_of_rank[rank])
+
+            # The first difference is resolved. All ranks have found the same one, so all of them
+            # take part in this exchange. A micro-batch of the virtual rank has the same factor of
+            # the loss on every rank, and the checker has recorded these factors.
+            self._dispute = _DisputeOfRanks(number, owner_of_number[number], checker)
+            scales_of_ranks = self._run.collectives.exchange(self._scales)
+            return Dispute(number, scales_of_ranks[checker])
+
         return None
 
     def _gradient_bits(self) -> BitSums:
         """Returns the sums of the bits of all gradients of the present virtual rank."""
         sums: dict[str, Tensor] = {}
         for prefix, wrapped in self._named_modules():
+            # Under FSDP the gradients were divided over the ranks, so the module has summed up
+            # their bits before.
             if wrapped.gradient_bits is not None:
                 for name, sum_of_bits in wrapped.gradient_bits().items():
                     sums[prefix + name] = sum_of_bits
                 continue
+
             gradients = {}
             for name, parameter in users_module(wrapped).named_parameters():
                 if parameter.grad is not None:
                     gradients[prefix + name] = parameter.grad
             sums.update(zip(gradients, gradient_bit_sums(gradients.values()), strict=True))
+
         return as_numbers(sums)
 
     def _skipped_error(self) -> UsageError:
-        """Returns the error for a loop that has left out what was to be compared."""
+        """Returns the error for a loop that has skipped a micro-batch of a checked global batch."""
         return UsageError(
             f"check_devices={self._run.settings.check_devices} in a loop that skips micro-batches",
             "a micro-batch that is computed again to check a device was not trained on, so nothing "
@@ -266,38 +300,54 @@ class DeviceCheck(Extension):
         )
 
     def _raise_dispute(self, dispute: _DisputeOfRanks) -> None:
-        """Raises WrongDeviceError, on all ranks, for a virtual rank with different gradients."""
-        owned = None if self._owned is None else self._owned.gradient
-        repeated = None if self._repeated is None else self._repeated.gradient
-        again = None if self._again is None else self._again.gradient
-        bits_of_rank = self._run.collectives.exchange((owned, repeated, again))
-        first_of_rank: dict[int, BitSums] = {
-            dispute.owner: bits_of_rank[dispute.owner][0],
-            dispute.checker: bits_of_rank[dispute.checker][1],
+        """Raises WrongDeviceError, on all ranks, for a virtual rank with different gradients.
+
+        Args:
+            dispute: the virtual rank, and the two ranks that disagree about its gradient.
+        """
+        own_bits: list[BitSums | None] = self._exchange_bits(self._own_result)
+        repeated_bits: list[BitSums | None] = self._exchange_bits(self._repeated_result)
+        disputed_bits: list[BitSums | None] = self._exchange_bits(self._disputed_result)
+
+        # The first results are those that differed: the owner's of its own virtual rank, and the
+        # checker's, which repeated it.
+        bits_of_owner = own_bits[dispute.owner]
+        bits_of_checker = repeated_bits[dispute.checker]
+        assert bits_of_owner is not None  # both have taken part in the dispute
+        assert bits_of_checker is not None
+        first_of_rank = {
+            dispute.owner: digest(bits_of_owner),
+            dispute.checker: digest(bits_of_checker),
         }
-        again_of_rank: dict[int, BitSums] = {}
-        for rank, (_, _, bits_again) in enumerate(bits_of_rank):
-            if bits_again is not None:
-                again_of_rank[rank] = bits_again
-        if len(again_of_rank) < len(bits_of_rank):  # some rank could not compute it again
+
+        # Then all ranks have computed the virtual rank again. If one of them could not, these
+        # results are not used.
+        again_of_rank: dict[int, str] = {}
+        for rank, bits in enumerate(disputed_bits):
+            if bits is not None:
+                again_of_rank[rank] = digest(bits)
+        if len(again_of_rank) < len(disputed_bits):
             again_of_rank = {}
-        verdict = judge_repeats(
-            Results(
-                first_of_rank={rank: digest(bits) for rank, bits in first_of_rank.items()},
-                again_of_rank={rank: digest(bits) for rank, bits in again_of_rank.items()},
-            )
-        )
+
+        verdict = judge_repeats(Results(first_of_rank, again_of_rank))
+
         differing = []
-        of_owner = first_of_rank[dispute.owner]
-        of_checker = first_of_rank[dispute.checker]
-        for name in dict.fromkeys([*of_owner, *of_checker]):
-            if of_owner.get(name) != of_checker.get(name):
+        for name in dict.fromkeys([*bits_of_owner, *bits_of_checker]):
+            if bits_of_owner.get(name) != bits_of_checker.get(name):
                 differing.append(name)
-        self._raise(
-            verdict,
-            message.Computation(dispute.virtual_rank, dispute.owner, dispute.checker),
-            differing,
-        )
+
+        computation = message.Computation(dispute.virtual_rank, dispute.owner, dispute.checker)
+        self._raise_wrong_device(verdict, computation, differing)
+
+    def _exchange_bits(self, computed: Computed | None) -> list[BitSums | None]:
+        """Returns the sums of the bits of a gradient on each rank; None where it has no result.
+
+        Args:
+            computed: the result of this rank.
+        """
+        bits = None if computed is None else computed.gradient
+        bits_of_ranks: list[BitSums | None] = self._run.collectives.exchange(bits)
+        return bits_of_ranks
 
     # States
 
@@ -307,62 +357,88 @@ class DeviceCheck(Extension):
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        states = self._states()
-        entries = []
-        for (kind, first_rank), bits in states.items():
-            entries.append((kind, first_rank, digest(list(bits)), digest(bits)))
-        entries_of_rank = self._run.collectives.exchange(entries)
-        # For each kind, and each set of ranks that have the same: digests of names and bits.
-        digests: dict[tuple[str, int], dict[int, tuple[str, str]]] = {}
-        for rank, entries_here in enumerate(entries_of_rank):
-            for kind, first_rank, names, bits_digest in entries_here:
-                digests.setdefault((kind, first_rank), {})[rank] = (names, bits_digest)
-        for key, digests_of_rank in digests.items():
-            num_different_names = len({names for names, _ in digests_of_rank.values()})
-            num_different_bits = len({bits for _, bits in digests_of_rank.values()})
-            # An optimizer that spreads its state over the ranks has other tensors on each of them.
-            if num_different_names == 1 and num_different_bits > 1:
-                self._raise_difference(key[0], list(digests_of_rank), states.get(key, {}))
+        # For each group of tensors: its key, a digest of the names, and a digest of the bits.
+        own_bits = self._bits_of_groups()
+        own_entries = []
+        for (kind, first_rank), bits in own_bits.items():
+            names_digest = digest(list(bits))
+            bits_digest = digest(bits)
+            own_entries.append((kind, first_rank, names_digest, bits_digest))
+        entries_of_ranks = self._run.collectives.exchange(own_entries)
 
-    def _states(self) -> dict[tuple[str, int], BitSums]:
-        """Returns the sums of the bits of what has the same bits on some ranks.
+        names_of_group: dict[GroupKey, dict[int, str]] = {}
+        bits_of_group: dict[GroupKey, dict[int, str]] = {}
+        for rank, entries in enumerate(entries_of_ranks):
+            for kind, first_rank, names_digest, bits_digest in entries:
+                names_of_group.setdefault((kind, first_rank), {})[rank] = names_digest
+                bits_of_group.setdefault((kind, first_rank), {})[rank] = bits_digest
+
+        for key, bits_of_rank in bits_of_group.items():
+            # An optimizer that spreads its state over the ranks has other tensors on each of them.
+            have_same_tensors = len(set(names_of_group[key].values())) == 1
+            have_same_bits = len(set(bits_of_rank.values())) == 1
+            if have_same_tensors and not have_same_bits:
+                kind, _ = key
+                self._raise_difference(kind, list(bits_of_rank), own_bits.get(key, {}))
+
+    def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
+        """Returns the sums of the bits of all tensors that must be equal on several ranks."""
+        bits_of_group: dict[GroupKey, BitSums] = {}
+        for key, tensors in self._tensors_of_groups().items():
+            # Of a DTensor, this rank's shard. Tensors on the meta device are on other ranks.
+            local_tensors = {}
+            for name, tensor in tensors.items():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if local.numel() > 0 and not local.is_meta:
+                    local_tensors[name] = local
+
+            sums = bit_sums(local_tensors.values())
+            bits_of_group[key] = as_numbers(dict(zip(local_tensors, sums, strict=True)))
+        return bits_of_group
+
+    def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
+        """Returns the parameters and optimizer states that must be equal on several ranks.
 
         Returns:
-            By the kind of tensors, and the smallest of the ranks that have the same tensors.
+            The tensors by name, for each kind of tensors and each set of ranks that have the same.
         """
-        tensors: dict[tuple[str, int], dict[str, Tensor]] = {}
+        tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
-            parameters = dict(users_module(wrapped).named_parameters())
+            # The optimizer has its state by the parameters of the user's module. The tensors that
+            # are compared have the same names, but may be other objects.
+            parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
                 group = equal_tensors.group
                 first_rank = 0 if group is None else min(dist.get_process_group_ranks(group))
                 for name, tensor in equal_tensors.parameters.items():
-                    key = (message.PARAMETERS, first_rank)
-                    tensors.setdefault(key, {})[prefix + name] = tensor
-                    for optimizer in self._optimizers:
-                        state = optimizer.inner.state.get(parameters.get(name), {})
-                        for state_name, value in state.items():
-                            if isinstance(value, Tensor):
-                                key = (message.OPTIMIZER_STATE, first_rank)
-                                full_name = f"{state_name} of {prefix}{name}"
-                                tensors.setdefault(key, {})[full_name] = value
-        bits: dict[tuple[str, int], BitSums] = {}
-        for key, tensors_of_kind in tensors.items():
-            local = {}
-            for name, tensor in tensors_of_kind.items():
-                shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if shard.numel() and not shard.is_meta:
-                    local[name] = shard
-            bits[key] = as_numbers(dict(zip(local, bit_sums(local.values()), strict=True)))
-        return bits
+                    full_name = prefix + name
+                    tensors_of_group[message.PARAMETERS, first_rank][full_name] = tensor
+
+                    states = self._optimizer_tensors(parameter_of_name.get(name))
+                    for state_name, value in states:
+                        state_key = (message.OPTIMIZER_STATE, first_rank)
+                        tensors_of_group[state_key][f"{state_name} of {full_name}"] = value
+
+        return dict(tensors_of_group)
+
+    def _optimizer_tensors(self, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
+        """Returns the tensors that the optimizers keep for a parameter, with their names."""
+        tensors = []
+        for optimizer in self._optimizers:
+            state = optimizer.inner.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors.append((name, value))
+        return tensors
 
     def _raise_difference(self, kind: str, ranks: Sequence[int], bits: BitSums) -> None:
-        """Raises WrongDeviceError, on all ranks, for tensors that some rank holds otherwise.
+        """Raises WrongDeviceError, on all ranks, for tensors that differ between some ranks.
 
         Args:
-            kind: of the tensors.
-            ranks: that hold them.
-            bits: of this rank, if it is one of them.
+            kind: the kind of the tensors: `message.PARAMETERS` or `message.OPTIMIZER_STATE`.
+            ranks: the ranks that should have equal tensors.
+            bits: the sums of the bits of these tensors on this rank; empty if it is not one of
+                `ranks`.
         """
         bits_of_all = self._run.collectives.exchange(bits)
         differing = []
@@ -372,18 +448,25 @@ class DeviceCheck(Extension):
             if len(set(bits_of_rank.values())) > 1:
                 differing.append(name)
                 verdicts.append(judge_states(bits_of_rank))
-        # If several ranks are wrong, each may hold other tensors that are.
-        if all(verdict.kind is Kind.WRONG for verdict in verdicts):
-            wrong = {rank for verdict in verdicts for rank in verdict.ranks}
-            verdict = Verdict(Kind.WRONG, sorted(wrong))
+
+        # Each tensor has a verdict of its own. If a majority is right in all of them, every rank
+        # that is wrong in one of them is named. Otherwise, the first verdict without a majority is
+        # told.
+        undecided = [verdict for verdict in verdicts if verdict.kind is not Kind.WRONG]
+        if undecided:
+            verdict = undecided[0]
         else:
-            verdict = next(v for v in verdicts if v.kind is not Kind.WRONG)
-        self._raise(verdict, message.Holding(kind, ranks), differing)
+            wrong_ranks = {rank for verdict in verdicts for rank in verdict.ranks}
+            verdict = Verdict(Kind.WRONG, sorted(wrong_ranks))
+        self._raise_wrong_device(verdict, message.Holding(kind, ranks), differing)
 
     # What both need
 
     def _named_modules(self) -> list[tuple[str, PreparedModule]]:
-        """Returns the modules, each with what comes before the names of its parameters."""
+        """Returns the modules, each with a prefix for the names of its parameters.
+
+        The prefix is empty for a single module. Several have prefixes like "GPT 0: ".
+        """
         if len(self._modules) == 1:
             return [("", self._modules[0])]
         named = []
@@ -391,7 +474,7 @@ class DeviceCheck(Extension):
             named.append((f"{type(users_module(wrapped)).__name__} {number}: ", wrapped))
         return named
 
-    def _raise(
+    def _raise_wrong_device(
         self,
         verdict: Verdict,
         difference: message.Computation | message.Holding,
@@ -400,22 +483,29 @@ class DeviceCheck(Extension):
         """Raises WrongDeviceError, on all ranks.
 
         Args:
-            verdict: who is wrong.
-            difference: what differs.
-            differing: the names of the tensors that do.
+            verdict: which ranks are wrong.
+            difference: what differs: a computed gradient, or tensors that the ranks hold.
+            differing: the names of the tensors that differ.
         """
-        checkpoint = ""  # all ranks say what rank 0 sees
+        # Rank 0 looks for checkpoints, and all ranks tell the user what it has found.
+        checkpoint = ""
         if self._run.topology.is_main:
             checkpoint = message.describe_checkpoint(
                 self._run.checkpoint_folders, self._last_good_step
             )
+
         joined = self._run.joined
         assert joined is not None  # there are several processes
-        numerics = read_numerics(self._run.device)
-        answers = self._run.collectives.exchange((str(self._run.device), numerics, checkpoint))
+        own_answer = {
+            "device": str(self._run.device),
+            "numerics": read_numerics(self._run.device),
+            "checkpoint": checkpoint,
+        }
+        answers = self._run.collectives.exchange(own_answer)
         devices = []
-        for host, (name, numerics_of_rank, _) in zip(joined.hosts, answers, strict=True):
-            devices.append(message.Device(name, host, numerics_of_rank))
+        for host, answer in zip(joined.hosts, answers, strict=True):
+            devices.append(message.Device(answer["device"], host, answer["numerics"]))
+
         raise message.wrong_device_error(
             verdict,
             difference,
@@ -423,7 +513,7 @@ class DeviceCheck(Extension):
             devices,
             every=self._run.settings.check_devices,
             step=self._step.number + 1,
-            checkpoint=answers[0][2],
+            checkpoint=answers[0]["checkpoint"],
         )
 
 

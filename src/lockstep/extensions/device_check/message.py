@@ -1,8 +1,13 @@
-"""Writes what is told of a device that has computed wrongly.
+"""Builds the error message for a device that has computed wrongly.
 
-Different bits have other causes than a device: a script that computes something else on some rank,
-an operation without a fixed order of additions, processors or libraries that differ. The messages
-name what was found, and the other causes with what to do.
+Ranks that should have the same bits have different ones. A `Computation` is a difference between
+gradients that two ranks have computed for the same samples (a *virtual rank*); a `Holding` is a
+difference between tensors that ranks hold, such as parameters. A `Verdict` says which ranks are
+wrong, as far as that is known.
+
+A defective device is not the only cause of different bits. Others are a script that computes
+something else on some rank, an operation without a fixed order of additions, and processors or
+libraries that differ. The messages name these causes, too, and say what to do.
 """
 
 from __future__ import annotations
@@ -26,10 +31,11 @@ class Device(NamedTuple):
     """The device of a rank."""
 
     name: str
-    """Such as `cuda:1`."""
+    """The name of the device, for example `cuda:1`."""
     host: str
     numerics: Mapping[str, str]
-    """What decides bits on it: `distributed.numerics.read_numerics`."""
+    """The hardware and software on which the bits of results depend, as
+    `distributed.numerics.read_numerics` returns them."""
 
 
 class Computation(NamedTuple):
@@ -58,16 +64,17 @@ def wrong_device_error(
     step: int,
     checkpoint: str,
 ) -> WrongDeviceError:
-    """Returns the error for a device that has computed other bits than others.
+    """Returns the error for ranks that have different bits although these should be equal.
 
     Args:
-        verdict: who is wrong.
-        difference: what differs.
+        verdict: which ranks are wrong.
+        difference: what differs: a computed gradient, or tensors that the ranks hold.
         tensors: the names of the parameters, or of their optimizer state, that differ.
-        devices: of all ranks.
+        devices: the devices of all ranks.
         every: the setting `check_devices`.
         step: the number of the optimizer step that is being computed, from 1.
-        checkpoint: what is to be said about checkpoints.
+        checkpoint: a clause about the checkpoint to resume from, as `describe_checkpoint` returns
+            it; may be empty.
     """
     if isinstance(difference, Computation):
         found = f"step {step}, virtual rank {difference.virtual_rank}: "
@@ -78,6 +85,8 @@ def wrong_device_error(
         found = f"before step {step}, in the {kind_of_tensors} {join_first(tensors)}: "
         found += _describe_holding(verdict, difference, devices)
     do = _advise(verdict, devices)
+
+    # Ranks with different hardware or software may have different bits without any defect.
     other_numerics = describe_rank_differences([device.numerics for device in devices])
     if other_numerics:
         found += f"; {other_numerics}"
@@ -85,6 +94,7 @@ def wrong_device_error(
             "make all ranks equal in what decides bits, since they may have other bits without "
             f"being wrong; if they still differ, {do}"
         )
+
     if checkpoint:
         do += f"; {checkpoint}"
     return WrongDeviceError(f"the same bits on every process (check_devices={every})", found, do)
@@ -93,9 +103,14 @@ def wrong_device_error(
 def _describe_computation(
     verdict: Verdict, difference: Computation, devices: Sequence[Device]
 ) -> str:
-    """Returns what the ranks have computed, as the middle of a sentence."""
+    """Describes which ranks have computed which gradients, as the middle of a sentence.
+
+    Two ranks have computed the gradient first, and then, if they could, all ranks again.
+    """
     wrong = name_devices(verdict.ranks, devices)
     both = name_devices([difference.owner, difference.checker], devices)
+
+    # A majority of the second results agrees.
     if verdict.kind is Kind.WRONG:
         others = len(devices) - len(verdict.ranks)
         return (
@@ -107,6 +122,8 @@ def _describe_computation(
             f"{wrong} got other bits than all ranks did when they computed it again, so the error "
             "came once"
         )
+
+    # There are only two ranks, or the gradient was not computed again.
     if verdict.kind is Kind.CHANGING:
         return f"{wrong} got other bits each of two times, and the other rank the same both times"
     if verdict.kind is Kind.ONE_OF_TWO:
@@ -122,19 +139,21 @@ def _describe_computation(
 
 
 def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
-    """Returns who holds other bits, as the end of a sentence."""
-    wrong = name_devices(verdict.ranks, devices)
+    """Describes which ranks hold different bits, as the end of a sentence."""
+    wrong = name_devices(verdict.ranks, devices)  # or both ranks, if one of the two is wrong
     verb = "has" if len(verdict.ranks) == 1 else "have"
     if verdict.kind is Kind.WRONG:
         others = len(difference.ranks) - len(verdict.ranks)
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
     if verdict.kind is Kind.ONE_OF_TWO:
         return f"{wrong} have different bits; one of the two is wrong"
+
+    # There is no majority, so no rank is named as the wrong one.
     return f"{format_ranks(difference.ranks)} have different bits, of which none have a majority"
 
 
 def _advise(verdict: Verdict, devices: Sequence[Device]) -> str:
-    """Returns what to do about a verdict."""
+    """Returns the advice for the user: what to do about the difference."""
     ranks = format_ranks(verdict.ranks)
     places = " and ".join(f"{devices[rank].name} of {devices[rank].host}" for rank in verdict.ranks)
     if verdict.kind in (Kind.WRONG, Kind.CHANGING):
@@ -170,16 +189,20 @@ def name_devices(ranks: Collection[int], devices: Sequence[Device]) -> str:
 
 
 def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> str:
-    """Returns which checkpoint is older than the difference; empty if there is none to be seen.
+    """Describes which checkpoint is older than the difference, so that it is not affected.
 
     Args:
-        folders: in which the run saves checkpoints.
-        last_good_step: optimizer steps before the latest check that found no difference; None:
-            there was no such check.
+        folders: the folders in which the run saves checkpoints.
+        last_good_step: the number of optimizer steps before the latest check that found no
+            difference; None if there was no such check.
+
+    Returns:
+        A clause; empty if there is no checkpoint.
     """
     paths = []
     for folder in folders:
-        with suppress(CheckpointError):  # another error is to be told
+        # The caller is about to raise a more important error than one about reading the folder.
+        with suppress(CheckpointError):
             paths += layout.list_checkpoints(Path(folder))
     if not paths:
         return ""

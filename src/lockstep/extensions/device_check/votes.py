@@ -45,7 +45,10 @@ class Results(NamedTuple):
 
 
 def judge_repeats(results: Results) -> Verdict:
-    """Decides which ranks computed a virtual rank wrongly."""
+    """Decides which ranks computed a virtual rank wrongly.
+
+    At first, two ranks computed it, with different results. Then all ranks computed it again.
+    """
     first_of_rank = results.first_of_rank
     again_of_rank = results.again_of_rank
     if not again_of_rank:
@@ -57,7 +60,9 @@ def judge_repeats(results: Results) -> Verdict:
         wrong = [rank for rank, again in again_of_rank.items() if again != right]
         if wrong:
             return Verdict(Kind.WRONG, sorted(wrong))
-        # The second time all ranks were right, so one of the two was wrong the first time only.
+
+        # The second time all ranks were right. So one of the two ranks that computed it at first
+        # was wrong only then.
         wrong_once = [rank for rank, first in first_of_rank.items() if first != right]
         return Verdict(Kind.WRONG_ONCE, sorted(wrong_once))
 
@@ -90,9 +95,11 @@ def judge_states(bits_of_rank: Mapping[int, int]) -> Verdict:
     Args:
         bits_of_rank: sum of the tensor's bits on each rank; not all sums are equal.
     """
-    right = value_of_majority([str(bits) for bits in bits_of_rank.values()])
+    # `value_of_majority` compares texts, as digests of gradients are.
+    text_of_rank = {rank: str(bits) for rank, bits in bits_of_rank.items()}
+    right = value_of_majority(list(text_of_rank.values()))
     if right is not None:
-        wrong = [rank for rank, bits in bits_of_rank.items() if str(bits) != right]
+        wrong = [rank for rank, text in text_of_rank.items() if text != right]
         return Verdict(Kind.WRONG, sorted(wrong))
     if len(bits_of_rank) == 2:
         return Verdict(Kind.ONE_OF_TWO, sorted(bits_of_rank))
