@@ -316,6 +316,10 @@ def test_what_the_kernel_says_of_a_process(tmp_path: Path) -> None:
     thread(7, "X", 0, "0")
     thread(8, "Z", 0, "0")
     assert describe_state(7, tmp_path) == "state X"
+    # The main thread is the one with the number of the process, whatever other numbers there are.
+    thread(7, "S", 0, "0")
+    thread(10, "R", 0, "0")
+    assert describe_state(7, tmp_path) == "state S"
 
 
 def test_a_process_that_uses_processor_time_is_waited_for_longer(

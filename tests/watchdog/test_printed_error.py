@@ -107,6 +107,24 @@ def test_an_exception_group_shows_its_first_exception(prefix: str) -> None:
     assert last.headline == "KeyError: 2"
 
 
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_a_group_that_was_raised_within_a_group_does_not_end_the_outer_one(prefix: str) -> None:
+    try:
+        try:
+            raise group_of("a", "b")
+        except ExceptionGroup as inner:
+            try:
+                fail("late")
+            except OSError as late:
+                raise ExceptionGroup("an epoch", [inner, late]) from None
+    except ExceptionGroup as outer:
+        text = "".join(traceback.format_exception(outer))
+    assert "| Exception Group Traceback" in text  # the inner group has a heading of its own
+    found = printed_error([prefix + line for line in text.splitlines()])
+    assert found is not None
+    assert found.headline == "OSError: no a"
+
+
 @pytest.mark.parametrize(
     "lines", [[], ["no traceback"], ["Traceback (most recent call last):", '  File "a.py", li']]
 )

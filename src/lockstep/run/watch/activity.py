@@ -95,8 +95,11 @@ class Activity:
         return self.state.making if waits_outside_calls else None
 
     @property
-    def p2p(self) -> bool:
-        """True if the rank waits in a send or receive. The other rank need not be known."""
+    def waits_in_p2p(self) -> bool:
+        """True if the rank waits in a send or receive. The other rank need not be known.
+
+        The recorded call says so if there is one. Otherwise the stack does.
+        """
         if self.call is not None:
             return self.call.p2p
         if self.wait.op in _POINT_TO_POINT_FUNCTIONS:
@@ -135,15 +138,13 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         return Activity(later, Kind.UNKNOWN)
 
     kind = _kind_by_stack(earlier, later, seconds)
-    if kind is Kind.WAITING:
-        # If the stack shows no wait, the rank is known to wait by its recorded call.
-        wait = stacks.find_wait(later.stack) or stacks.Wait()
-        return Activity(later, kind, wait, _current_call(later, wait))
-    if kind is Kind.PERHAPS_WAITING:
-        no_known_wait = stacks.Wait()
-        return Activity(later, kind, no_known_wait, _current_call(later, no_known_wait))
+    if kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
+        return Activity(later, kind)
 
-    return Activity(later, kind)
+    # The stack of a rank that is PERHAPS_WAITING shows no wait: it is suspected only because of a
+    # recorded call that has not completed. An empty `Wait` says so.
+    wait = stacks.find_wait(later.stack) or stacks.Wait()
+    return Activity(later, kind, wait, _current_call(later, wait))
 
 
 def has_moved(earlier: RankState, later: RankState) -> bool:
@@ -240,9 +241,6 @@ def place(state: RankState) -> tuple[stacks.Frame, ...]:
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     """Returns the recorded call that a waiting rank is in.
 
-    In each of the cases below, a call that the GPU has started comes first, as it is the one that
-    runs.
-
     Args:
         state: the state of the rank.
         wait: what its stack says about the wait: the function it waits in (`op`; empty if there is
@@ -251,24 +249,30 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     Returns:
         The call, or None if it was not recorded.
     """
-    pending = state.pending_calls()  # the calls that are not known to have completed
-
-    # For functions such as `recv` over Gloo, which are not recorded, a pending collective does not
-    # explain the wait: it may be that of another thread. So only sends and receives are considered.
-    if wait.op in _UNRECORDED_FUNCTIONS:
-        return _started_call(pending) or _latest_call([call for call in pending if call.p2p])
-
-    # In a recorded function, it is the latest call of the main thread. The record may lack the
-    # threads of its calls.
-    is_in_recorded_call = wait.certain and wait.op != ""
-    if is_in_recorded_call:
+    # 1. The stack shows a function that the recorder knows, such as `all_reduce`. The rank is in
+    # the latest call of its main thread, even if the record says that this call has completed.
+    # Some records do not say which thread made a call. Then it is the latest call of all.
+    is_recorded_function = wait.op != "" and wait.op not in _UNRECORDED_FUNCTIONS
+    if is_recorded_function and wait.certain:
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls
         return _started_call(candidates) or _latest_call(candidates)
 
-    # Otherwise the stack does not say which call it is.
-    return _started_call(pending) or _latest_call(pending)
+    # 2. The GPU has started a call and has not completed it: this is the one that runs.
+    pending = state.pending_calls()  # the calls that are not known to have completed
+    started = _started_call(pending)
+    if started is not None:
+        return started
+
+    # 3. The stack shows a function that is not recorded, such as `recv` over Gloo. A pending
+    # collective does not explain this wait, as it may be that of another thread. A pending send or
+    # receive may.
+    if wait.op in _UNRECORDED_FUNCTIONS:
+        return _latest_call([call for call in pending if call.p2p])
+
+    # 4. The stack does not say which call it is.
+    return _latest_call(pending)
 
 
 def _started_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:

@@ -24,6 +24,9 @@ from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_TIMEOUT_OF_NCCL_ALONE_S = 600.0
 
+DEFAULT_GROUP = "the default group"
+"""The default process group, as it is named to users."""
+
 # In these operations, all ranks must have the same number of elements. In all others, sizes may
 # differ between ranks, or are not recorded on every rank.
 _SAME_SIZE_OPS = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
@@ -125,7 +128,7 @@ class CallTable:
             name = group.description
 
         if name in ("default_pg", "0"):  # the default group's description and name in torch
-            return "the default group"
+            return DEFAULT_GROUP
         return f"group {name!r}"
 
     def missing_ranks(self, call: CollectiveCall) -> set[int]:
@@ -160,14 +163,16 @@ class CallTable:
         Returns:
             The sender; None if it has reached its send, or if it is not known.
         """
+        # A call names its peer by the peer's number within the group: 1 is the second member.
         members = sorted(self.members(call.key))
         if call.op != "recv" or call.peer is None or call.peer >= len(members):
             return None
 
         sender = members[call.peer]
+        own_number_in_group = members.index(rank)
         pending_on_sender = self._pending_p2p.get((call.key, sender), [])
         for other_call in first_batch(pending_on_sender):
-            if other_call.op == "send" and other_call.peer == members.index(rank):
+            if other_call.op == "send" and other_call.peer == own_number_in_group:
                 return None
         return sender
 
@@ -195,24 +200,31 @@ class CallTable:
     def has_short_timeout(self, call: CollectiveCall) -> bool:
         """Returns True if the program chose a short timeout for the group of a call.
 
-        The program may then expect the call to fail. A timeout is short if it is below the longest
-        one of any group of this backend, and is none of torch's defaults.
+        The program may then expect the call to fail. A timeout is short if it is below torch's
+        default, and also below the longest timeout of any group of this backend.
         """
         if call.timeout_s is None:
             return False
 
+        # NCCL has a lower default, which the program has not chosen.
         may_be_default_of_nccl = (
             call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
         )
         if may_be_default_of_nccl:
             return False
 
-        return call.timeout_s < min(DEFAULT_TIMEOUT_S, self._longest_timeout_s[call.backend])
+        longest_timeout_s = self._longest_timeout_s[call.backend]
+        return call.timeout_s < DEFAULT_TIMEOUT_S and call.timeout_s < longest_timeout_s
 
-    def would_know(self, key: str, seq: int, rank: int) -> bool:
+    def record_reaches_back_to(self, key: str, seq: int, rank: int) -> bool:
         """Returns True if a rank's record would contain this call if the rank had made it.
 
         It would not if the rank's recorder did not answer, or only has later calls of the group.
+
+        Args:
+            key: the key of the group.
+            seq: the number of the call.
+            rank: the rank.
         """
         if rank in self._ranks_without_record:
             return False
@@ -265,13 +277,17 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
         if not any_member_made_it:
             continue
 
-        # A call may be absent from the table only because a rank's record was lost. A rank is known
-        # not to have made the call only if that is ruled out for all ranks.
-        all_would_know = all(table.would_know(key, seq, rank) for rank in members)
-        some_are_missing = any(rank not in calls_by_rank for rank in members)
         differs = (key, seq) in table.mismatched_calls
 
-        if differs or (all_would_know and some_are_missing):
+        # A call that is absent from the table may have been made, if a record was lost or has only
+        # later calls. So the records of all members must reach back to it.
+        some_are_missing = any(rank not in calls_by_rank for rank in members)
+        all_records_reach_back = all(
+            table.record_reaches_back_to(key, seq, rank) for rank in members
+        )
+        some_have_not_made_it = some_are_missing and all_records_reach_back
+
+        if differs or some_have_not_made_it:
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
             return Mismatch(table.name(key), seq, calls, _lines_differ_since(table, key, seq))
 
@@ -291,7 +307,8 @@ def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int 
 
     Returns:
         The number of the call. From there up to the mismatch, the ranks were never all at the same
-        line. None if they were at the call just before the mismatch, or if its lines are not known.
+        line. None if they made the call just before the mismatch from one line, or if the lines of
+        that call are not known.
     """
     earliest = None
     seq = mismatched_seq - 1

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from lockstep.run.watch.activity import Activity, Kind
-from lockstep.run.watch.call_table import CallTable, Mismatch
+from lockstep.run.watch.call_table import DEFAULT_GROUP, CallTable, Mismatch
 from lockstep.run.watch.messages import conjugate, describe
 from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import is_at_exit
@@ -153,10 +153,11 @@ class Case:
         """
         state = activity.state
         if state.rank in self.graph.waits_for:
+            # Several calls of the rank may be pending. The one at the mismatch explains most.
             call = activity.call
             if mismatched_call is not None and may_wait_in(activity, mismatched_call):
                 call = mismatched_call
-            does = self._wait_text(activity, call)
+            does = self._wait_text(activity, call)  # such as "waits in all_reduce of 25 float"
         else:
             does = _text_without_wait(activity)
 
@@ -170,8 +171,8 @@ class Case:
         text = f"waits in {_name_call(call, activity.op)}"
 
         if call is not None:
-            group = self.table.name(call.key)
-            if group.startswith("group"):  # the default group is not mentioned
+            group = self.table.name(call.key)  # such as "group 'tp'"
+            if group != DEFAULT_GROUP:
                 text += f" of {group}"
 
         if activity.created_group is not None:  # the rank waits in `new_group`
@@ -184,7 +185,8 @@ class Case:
 
 
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
-    """Returns True if a rank may be waiting in this call.
+    """Returns True if a rank may be waiting in this call: it is pending, or the one that the rank
+    is known to be in.
 
     Calls are compared by group and number: the objects may differ, because only one of two
     snapshots may have recorded the stack of the call.
@@ -197,9 +199,9 @@ def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
 
 
 def _text_without_wait(activity: Activity) -> str:
-    """Writes what a rank does that is not among the waiting ones of the graph.
+    """Writes what a rank does, for a rank that the graph does not list as waiting.
 
-    It may be busy, may have ended, or may wait in a call that has a timeout of its own.
+    The rank may be busy, may have ended, or may wait in a call that has a timeout of its own.
     """
     state = activity.state
     if activity.kind is Kind.EXITED:

@@ -38,9 +38,9 @@ def deadlock(case: Case) -> Verdict | None:
 
     mismatch = find_mismatch(case.table, case.graph.deadlocked)
     if mismatch is not None:
-        mismatch = _with_present_lines(mismatch, waiting)
+        mismatch = _with_stacks_of_waiting_ranks(mismatch, waiting)
 
-    has_p2p = any(activity.p2p for activity in waiting.values())
+    has_p2p = any(activity.waits_in_p2p for activity in waiting.values())
     if has_p2p:
         is_deadlock = _is_deadlock_of_sends(case, waiting)
         # Idle processors show that no data is in transit, but only if no GPU sends by itself.
@@ -48,13 +48,16 @@ def deadlock(case: Case) -> Verdict | None:
         advice = advice_on_p2p(waiting)
     else:
         is_deadlock = _is_deadlock_of_collectives(waiting, mismatch)
+        # The recorded calls show which ranks have come to which collective. Unlike a send, a
+        # collective does not depend on anything that the records do not show.
         is_proven = True
         advice = _advice(waiting, mismatch)
 
     if not is_deadlock:
         return None
 
-    all_wait = all(rank in case.graph.waits_for for rank in case.alive)
+    # A rank that does not wait might still free the others.
+    no_other_rank_can_help = all(rank in case.graph.waits_for for rank in case.alive)
     headline = (
         f"deadlock: {format_ranks(waiting)} {conjugate('waits', len(waiting))} in "
         f"{_describe_calls(waiting, mismatch)}, and nothing has moved for "
@@ -65,7 +68,7 @@ def deadlock(case: Case) -> Verdict | None:
         _ranks_at_fault(waiting, mismatch),
         headline,
         advice,
-        fatal=is_proven and all_wait,
+        fatal=is_proven and no_other_rank_can_help,
         mismatch=mismatch,
     )
 
@@ -78,10 +81,11 @@ def _uses_gpu(waiting: Mapping[int, Activity]) -> bool:
     return False
 
 
-def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:
-    """Fills in the stacks of calls that were recorded without one.
+def _with_stacks_of_waiting_ranks(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:
+    """Fills in the stacks of calls that were recorded without one, for the lines in the report.
 
-    A rank that still waits in its call is at the line of that call, so its present stack is used.
+    A rank that still waits in its call is at the line of that call, so the stack that the snapshot
+    shows of the rank is the stack of the call.
     """
     calls = []
     for rank, call in mismatch.calls:
@@ -127,7 +131,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
 
     The text follows the words `deadlock: ranks 0-1 wait in`.
     """
-    if any(activity.p2p for activity in waiting.values()):
+    if any(activity.waits_in_p2p for activity in waiting.values()):
         return f"{name_ops(waiting)}, for each other"
 
     if _create_different_groups(waiting):
@@ -179,16 +183,21 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
 
     Without a majority, the ranks in DDP's forward pass are blamed, because they probably run the
     model while the others do not. If none of the ranks is there, or all are, nobody can be singled
-    out, and all ranks are returned.
+    out. Then all ranks of the group with the mismatch are returned or, if no mismatch is known, all
+    ranks that wait.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    # 1. The ranks that are in the minority at the mismatch.
     sides = _sides_of_mismatch(mismatch)
+
+    # 1. All present members of the group made the same call. It differs only from a call of ranks
+    # that have left the group, so no member is to blame.
     if len(sides) == 1:
-        return []  # all made the same call: they only differ from ranks that have left the group
+        return []
+
+    # 2. The ranks that are in the minority at the mismatch.
     if len(sides) > 1:
         largest_side = sides[0]
         other_sides = sides[1:]
@@ -198,7 +207,7 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
                 ranks_at_fault += side
             return ranks_at_fault
 
-    # 2. The ranks in DDP's forward pass, if the others are not there.
+    # 3. The ranks in DDP's forward pass, if the others are not there.
     ranks_in_forward = []
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
@@ -207,7 +216,7 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     if only_some_in_forward:
         return ranks_in_forward
 
-    # 3. All ranks.
+    # 4. Nobody can be singled out.
     if mismatch is None or not mismatch.calls:
         return list(waiting)
     return [rank for rank, _ in mismatch.calls]
@@ -233,33 +242,33 @@ def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
 
 # --- Advice
 
-_EVALUATION = (
+_ADVICE_ON_EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
 )
-_CONDITION = (
+_ADVICE_ON_CONDITIONS = (
     "every rank must call the same collectives in the same order: look for one that only some "
     "ranks reach (`if rank == 0`, an exception that was caught, `continue`)"
 )
-_NUMBER_OF_STEPS = (
+_ADVICE_ON_NUMBER_OF_STEPS = (
     "give each rank the same number of batches (DistributedSampler, drop_last), or use `Join`; do "
     "not skip a step on one rank alone"
 )
-_NEW_GROUP = (
+_ADVICE_ON_NEW_GROUP = (
     "`new_group`, and what calls it, such as `init_device_mesh`, must be called by all "
     "ranks of the run, also by those outside the group, in the same order and with the "
     "same ranks and backend; with use_local_synchronization by all ranks of the group"
 )
-_DDP_CONSTRUCTOR = "construct DistributedDataParallel on all ranks, at the same point"
-_SIZES = (
+_ADVICE_ON_DDP_CONSTRUCTOR = "construct DistributedDataParallel on all ranks, at the same point"
+_ADVICE_ON_SIZES = (
     "bring tensors of the same size and type on all ranks: pad them, or exchange the sizes first"
 )
-_ORDER_OF_GROUPS = "use the same process groups in the same order on all their ranks"
-_PIPELINE = (
+_ADVICE_ON_ORDER_OF_GROUPS = "use the same process groups in the same order on all their ranks"
+_ADVICE_ON_PIPELINE = (
     "every rank of a pipeline must make the same turns of the loop: look for a `continue`, "
     "a `break`, an exception that was caught, or a collective such as `world.sum` that "
     "only some ranks come to; those without the last stage get NaN for a loss"
 )
-_SEND_AND_RECEIVE = (
+_ADVICE_ON_SEND_AND_RECEIVE = (
     "every send needs its receive, in the same order on both ranks: where both send or receive "
     "first, change the order on one of them, or use `batch_isend_irecv`"
 )
@@ -268,8 +277,8 @@ _SEND_AND_RECEIVE = (
 def advice_on_p2p(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns the advice for ranks that wait for each other in sends and receives."""
     if any(activity.wait.context == PIPELINE_TRANSFER for activity in waiting.values()):
-        return (_PIPELINE,)
-    return (_SEND_AND_RECEIVE,)
+        return (_ADVICE_ON_PIPELINE,)
+    return (_ADVICE_ON_SEND_AND_RECEIVE,)
 
 
 def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
@@ -288,32 +297,33 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     for activity in waiting.values():
         # At first it is not known which group a rank in `new_group` creates.
         if activity.created_group is not None or activity.op == "new_group":
-            return (_NEW_GROUP,)
+            return (_ADVICE_ON_NEW_GROUP,)
 
     if "while DDP is constructed" in contexts:
-        return (_DDP_CONSTRUCTOR,)
+        return (_ADVICE_ON_DDP_CONSTRUCTOR,)
 
     # If only some ranks are in backward, the others have left the loop or have skipped a step.
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
     if only_some_in_backward:
-        return (_NUMBER_OF_STEPS, _CONDITION)
+        return (_ADVICE_ON_NUMBER_OF_STEPS, _ADVICE_ON_CONDITIONS)
 
     if _only_sizes_differ(mismatch):
-        return (_SIZES,)
+        return (_ADVICE_ON_SIZES,)
 
     # A key is `backend:group`, so several keys mean that the ranks use different process groups.
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
     if len(keys) > 1:
-        return (_ORDER_OF_GROUPS,)
+        return (_ADVICE_ON_ORDER_OF_GROUPS,)
 
-    return (_CONDITION,)
+    return (_ADVICE_ON_CONDITIONS,)
 
 
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns the advice if only some ranks are in the forward pass of a DDP model.
 
-    If their line has called the model before, it is a training step that the other ranks do not
-    make. If the line is new, it is an evaluation that only some ranks make.
+    If the line at which these ranks are has called the model in earlier steps, it is a training
+    step that the other ranks do not make. If the line has called nothing before, it is an
+    evaluation that only some ranks make.
     """
     in_forward = []
     for activity in waiting.values():
@@ -322,8 +332,8 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
     are_at_new_line = _are_at_new_line(in_forward)
     if are_at_new_line is None:  # not known, so it may be either
-        return (_EVALUATION, _NUMBER_OF_STEPS)
-    return (_EVALUATION,) if are_at_new_line else (_NUMBER_OF_STEPS,)
+        return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
+    return (_ADVICE_ON_EVALUATION,) if are_at_new_line else (_ADVICE_ON_NUMBER_OF_STEPS,)
 
 
 def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
@@ -334,12 +344,17 @@ def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
         collective from its present line; None if the lines of earlier collectives are not known.
     """
     for activity in activities:
-        pending = activity.state.pending_calls()  # these were called from the present line
-        earlier_calls = [call for call in activity.state.calls or () if call not in pending]
-        if not earlier_calls:
+        # The pending calls are those of the present step, and say nothing about earlier steps.
+        pending = activity.state.pending_calls()
+        all_calls = activity.state.calls or ()
+        earlier_calls = [call for call in all_calls if call not in pending]
+
+        lines_are_known = all(call.frames is not None for call in earlier_calls)
+        if not earlier_calls or not lines_are_known:
             return None
-        if any(call.frames is None for call in earlier_calls):
-            return None
-        if any(user_frame(call.frames) == activity.line for call in earlier_calls):
+
+        present_line = activity.line
+        if any(user_frame(call.frames) == present_line for call in earlier_calls):
             return False
+
     return True

@@ -140,6 +140,8 @@ def readable_torch_file(path: Path) -> str:
         The path, or an empty string.
     """
     try:
+        # This reads the file in the same way as torch does: the message is a text, or a dictionary
+        # with the time.
         message = json.loads(path.read_text())["message"]
         if not isinstance(message, str):
             int(message["extraInfo"]["timestamp"])
@@ -250,6 +252,8 @@ def _place_in_groups(groups: list[BaseException]) -> str:
     """
     if not groups:
         return ""
+
+    # Groups may be nested. The outermost one is what the script has raised.
     outermost: Any = groups[-1]
     count = len(outermost.exceptions)
     which = "the only exception" if count == 1 else f"the first of {count} exceptions"

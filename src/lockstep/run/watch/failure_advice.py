@@ -104,7 +104,7 @@ BY_KIND = {
     "node_lost": "look at that machine: switched off, restarted, or its launcher was killed; "
     "and at the network between it and this one",
 }
-GIVEN_UP = (
+NOT_ENDED = (
     "about the process that has not ended: look at the kernel's log (dmesg) for a lost GPU (Xid), "
     "or a file server or disk that does not answer; until that is repaired, often by a restart of "
     "the machine, the process holds its memory and its device"
@@ -130,7 +130,8 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
             ended before.
 
     Returns:
-        One text. Empty if no advice is known, or if the error itself says what to do.
+        A tuple with one text. It is empty if no advice is known, or if the error itself says what
+        to do.
     """
     text = _error_text(end)
 
@@ -141,7 +142,8 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
     if kind == "exception" and end.oom and names_killed_worker:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
 
-    # The rank was killed together with the process that had started it, perhaps for memory.
+    # The rank was killed because the process that had started it, the fork server, ended. If the
+    # out-of-memory killer has ended some process, that was probably the fork server.
     if end.with_fork_server and end.oom:
         return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
 
@@ -169,13 +171,15 @@ def _error_text(end: ExitStatus) -> str:
     """
     error = end.error
     if error is None:
-        printed_lines = () if end.printed is None else end.printed.text
-        return "\n".join([*printed_lines, *end.last_lines])
+        lines_of_traceback: tuple[str, ...] = ()
+        if end.printed is not None:
+            lines_of_traceback = end.printed.text
+        return "\n".join([*lines_of_traceback, *end.last_lines])
 
     lines = [f"{error.type}: {error.message}", *error.chain]
 
-    # One of the patterns looks for this line of a traceback. The rest of the traceback is left out:
-    # it quotes source code, which other patterns could match by chance.
+    # One of the patterns looks for this part of a line in the traceback. It is added alone: the
+    # rest of the traceback quotes source code, which other patterns could match by chance.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
     return "\n".join(lines)

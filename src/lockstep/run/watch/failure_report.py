@@ -20,6 +20,8 @@ from lockstep.wording import format_ranks, join_first
 _MAX_FAILURES_SHOWN = 8
 _LABELS_OF_ERRORS = ("found:", "do:", "more:")
 """How the lines of Lockstep's own errors begin."""
+_COLUMNS_OF_LABEL = len("found: ")
+"""The width of these labels, so that the texts after them are aligned."""
 _MAX_LINE_CHARS = 1000
 """The message of an exception may contain a tensor, or a whole file."""
 
@@ -49,7 +51,7 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
         text = join_label(in_language("consequences:"), ", ".join(consequences))
         lines.append(_shorten(text))
 
-    for text in failure.given_up[:_MAX_FAILURES_SHOWN]:
+    for text in failure.not_ended[:_MAX_FAILURES_SHOWN]:
         lines.append(in_language(f"not ended: {text}"))
 
     if failure.folder:
@@ -79,16 +81,16 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
 
-    # Without ranks, the subject is the host itself.
-    subject = failure.subject
-    if failure.host and failure.ranks:
-        has_several_hosts = "," in failure.host  # as in "a, b"
-        if has_several_hosts:
-            subject = in_language(f"{subject} on hosts {failure.host}")
-        else:
-            subject = in_language(f"{subject} on host {failure.host}")
+    subject = failure.subject  # the ranks or, without any, the host itself
+    has_several_hosts = "," in failure.host  # the names of merged failures: "a, b"
+    if not failure.host or not failure.ranks:
+        who = in_language(subject)
+    elif has_several_hosts:
+        who = in_language(f"{subject} on hosts {failure.host}")
+    else:
+        who = in_language(f"{subject} on host {failure.host}")
 
-    heading = join_label(in_language("FIRST FAILURE:"), in_language(subject))
+    heading = join_label(in_language("FIRST FAILURE:"), who)
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
     if failure.together_with:
@@ -113,16 +115,19 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
     as they are.
     """
+    # Two lines are always Lockstep's: the heading of the rank's output, and the one about a signal
+    # after an exception.
     if text.startswith(("its last lines:", "its process was then ")):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text
 
-    label, _, rest = text.strip().partition(" ")
+    label, _, rest = text.strip().partition(" ")  # "found: the port is taken"
     is_line_of_own_error = label in _LABELS_OF_ERRORS
     if not is_line_of_own_error:
         return text
-    return f"  {pad(in_language(label), 7)}{in_language(rest.strip())}"
+    padded_label = pad(in_language(label), _COLUMNS_OF_LABEL)
+    return f"  {padded_label}{in_language(rest.strip())}"
 
 
 def _shorten(text: str) -> str:

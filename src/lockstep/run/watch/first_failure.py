@@ -30,7 +30,7 @@ from typing import Literal
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
-from lockstep.run.watch.failure_advice import BY_KIND, GIVEN_UP, advise
+from lockstep.run.watch.failure_advice import BY_KIND, NOT_ENDED, advise
 from lockstep.run.watch.lost_peer import LostPeer, find_lost_peer
 from lockstep.run.watch.repeated_failure import failure_key
 from lockstep.run.watch.verdict import Verdict
@@ -92,7 +92,7 @@ class FirstFailure:
     """True if an earlier attempt has failed in the same way in the same step."""
     may_pass: bool = True
     """False if it comes again in each attempt; see `LockstepError.may_pass`."""
-    given_up: tuple[str, ...] = ()
+    not_ended: tuple[str, ...] = ()
     """The ranks whose processes have not ended, each with the state of its process."""
     folder: str = ""
     """The folder of logs and snapshots."""
@@ -132,7 +132,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
             ends.ended_well.append(end)
-        elif _follower_text(end):
+        elif _is_follower(end):
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -205,9 +205,9 @@ def first_failure(
         # attempt.
         first = replace(first, key="")
 
-    given_up = _describe_given_up(exits)
-    if given_up:
-        first = replace(first, given_up=given_up, advice=(*first.advice, GIVEN_UP))
+    not_ended = _describe_not_ended(exits)
+    if not_ended:
+        first = replace(first, not_ended=not_ended, advice=(*first.advice, NOT_ENDED))
 
     return replace(
         first,
@@ -227,7 +227,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     first, *later_roots = _merge_similar_roots(roots)
     together_with: list[str] = []
     at_the_same_time: list[str] = []
-    may_pass = first.may_pass
+    may_pass = first.may_pass  # whether the ranks may be started again with success
     consequences = _describe_followers(followers)
 
     # A later root either happened too close to the first one to be put after it, or followed from
@@ -269,13 +269,19 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
     return end.code in (-interrupted.signal, 128 + interrupted.signal)
 
 
+def _is_follower(end: ExitStatus) -> bool:
+    """Returns True if a rank's error says that a peer was lost, or that another rank has failed."""
+    return _is_told_of_other_rank(end) or _lost_peer(end) is not None
+
+
 def _follower_text(end: ExitStatus) -> str:
-    """Returns what a rank's error says of the failure of another rank; empty if it says nothing."""
+    """Returns what a follower's error says of the failure of another rank."""
     if _is_told_of_other_rank(end):
         assert end.error is not None
         return f"told of the error of rank {end.error.of_rank}"
     lost_peer = _lost_peer(end)
-    return "" if lost_peer is None else lost_peer.text
+    assert lost_peer is not None  # otherwise the rank is no follower
+    return lost_peer.text
 
 
 def _is_told_of_other_rank(end: ExitStatus) -> bool:
@@ -292,7 +298,9 @@ def _lost_connection(end: ExitStatus) -> bool:
 def _lost_peer(end: ExitStatus) -> LostPeer | None:
     """Returns what a rank's error says of a lost peer, or None if it says nothing of one.
 
-    The exception that the rank recorded is the best source. Without one, its output is searched.
+    The exception that the rank recorded is the best source. Without one, its standard error is
+    searched: the last lines (`last_lines`) if the process was aborted, and otherwise the last
+    traceback in it (`printed`).
     """
     if end.error is not None:
         return find_lost_peer([end.error.message, *end.error.chain])
@@ -389,8 +397,8 @@ def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
 
 
-def _describe_given_up(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
-    """Describes each rank whose process could not be ended, with its host."""
+def _describe_not_ended(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
+    """Describes each rank whose process has not ended, with its host."""
     texts = []
     for end in sorted(exits, key=lambda end: end.rank):
         if end.given_up:
@@ -470,9 +478,12 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     # The rank was ended by a signal. Its code is minus the number of the signal.
     signal_number = -end.code
     error = end.error
-    if error is None or error.type == "SystemExit":  # no exception came before the signal
+    raised_exception = error is not None and error.type != "SystemExit"  # `sys.exit` is an exit
+    if error is None or not raised_exception:
         return EXIT_LOST_RANK
-    if error.exit_code > 0:  # the code that it would have ended with, had no signal come
+
+    # An exception had come before the signal. It would have ended the rank with this code.
+    if error.exit_code > 0:
         return error.exit_code
 
     # The exception is KeyboardInterrupt, after which Python ends itself by SIGINT. A shell reports
@@ -542,6 +553,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     If the verdict says that some ranks left early, and these ranks ended with exit code 0, there is
     one failure for each of them. Otherwise the hang itself is the one failure.
     """
+    # 1. The ranks that left early are to blame, each by itself.
     if hang.kind in ("left", "lost"):
         failures_of_ranks_that_left = []
         for end in ends.ended_well:
@@ -553,12 +565,14 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
 
+    # 2. The hang itself is the failure. A verdict "left" or "lost" comes here if the ends of the
+    # ranks that it names are not known, or were not ends with exit code 0.
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
     elif hang.kind == "left":
         kind = "left"
-    else:  # "lost": the others wait for a rank that has died
+    else:  # "lost": the others wait for a rank that has died, most likely of a signal
         kind = "signal"
 
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}

@@ -105,16 +105,18 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
     A run with a single rank gets no such verdict.
     """
     alive = case.alive
-    if case.waiting:  # a rank is only known to wait if its stack was seen
-        return None
-    if len(alive) < 2:
+    a_rank_is_visible = bool(case.waiting)  # a rank is only known to wait if its stack was seen
+    if a_rank_is_visible or len(alive) < 2:
         return None
 
     for activity in alive.values():
+        is_visible = activity.kind is not Kind.UNKNOWN or activity.state.answered
+        if is_visible:
+            return None
+
         # A rank without a heartbeat may be a program that is not Python, which never answers.
         has_heartbeat = activity.state.steps is not None
-        is_invisible = activity.kind is Kind.UNKNOWN and not activity.state.answered
-        if not is_invisible or not has_heartbeat:
+        if not has_heartbeat:
             return None
 
     headline = (
@@ -130,17 +132,19 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     While one rank computes, it is normal for others to be blocked. So this rule only applies if no
     rank computes.
     """
-    if case.waiting:  # the rules that follow say for whom these ranks wait
-        return None
-    if len(case.activities) < 2:
-        return None
+    ranks_wait_for_others = bool(case.waiting)
+    if ranks_wait_for_others or len(case.activities) < 2:
+        return None  # in the first case, the rules that follow say for whom these ranks wait
 
+    # Ranks that are PERHAPS_WAITING, too, are blocked outside collectives: the graph has found no
+    # other rank that they might wait for.
     alive = case.alive
     ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # A rank that is about to exit may be blocked while it holds Python's lock, because it waits
-        # for a thread of torch that needs the lock. Such a rank does not answer: it is SILENT.
+        # Other ranks have ended, so these may be ending, too. A rank may hang in its exit: it holds
+        # Python's lock while it waits for a thread of torch that needs the lock. As nothing can
+        # answer without the lock, such a rank is SILENT.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -185,7 +189,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
-        is_fatal = _cannot_go_on(case, ended, gone={**stopped, **ended})
+        is_fatal = _cannot_go_on(case, ended=ended, ended_or_stopped={**stopped, **ended})
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
     if stopped:
@@ -198,16 +202,17 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 
 
 def _cannot_go_on(
-    case: Case, ended: Mapping[int, RankState], gone: Mapping[int, RankState]
+    case: Case, *, ended: Mapping[int, RankState], ended_or_stopped: Mapping[int, RankState]
 ) -> bool:
     """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
         case: what is known about the run.
         ended: the ranks that others wait for and that have ended.
-        gone: the ranks that others wait for and that have ended or are stopped.
+        ended_or_stopped: the ranks that others wait for and that have ended or are stopped.
     """
-    # It is not known of these ranks which other rank they wait for.
+    # It is not known of these ranks which other ranks they wait for. The graph assumes that they
+    # wait for every rank that does something else, so it proves nothing about them.
     partners_unknown = case.graph.partners_unknown
 
     for rank, awaited in case.graph.waits_for.items():
@@ -218,7 +223,7 @@ def _cannot_go_on(
     # No rank is known to wait for one that has ended. The waiting ranks may be waiting for a rank
     # that is still running.
     waiting = case.waiting
-    running_ranks = case.activities.keys() - waiting.keys() - gone.keys()
+    running_ranks = case.activities.keys() - waiting.keys() - ended_or_stopped.keys()
     if running_ranks:
         return False
 
@@ -256,8 +261,8 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
         if not ranks:
             continue
 
-        # A busy rank only matters if another rank waits. Ranks of the two kinds below wait
-        # themselves, until a timeout or another of their threads frees them.
+        # A busy rank only matters if another rank waits, or if it waits itself: a LIMITED rank
+        # waits until a timeout, and one that MAY_COME until another of its threads frees it.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)
@@ -275,18 +280,18 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
         return None
 
     advice = None  # the usual advice for this kind of verdict
-    if any(activity.p2p for activity in waiting.values()):
-        match = "for each other"
+    if any(activity.waits_in_p2p for activity in waiting.values()):
+        how_they_wait = "for each other"
         advice = advice_on_p2p(waiting)
     else:
-        match = "which match on all"
+        how_they_wait = "which match on all"
         if any("init_process_group" in activity.op for activity in waiting.values()):
             advice = (
                 "look whether all ranks were given the same address, port and number of ranks",
             )
 
     headline = (
-        f"all ranks wait in {name_ops(waiting)}, {match}; nothing has moved for "
+        f"all ranks wait in {name_ops(waiting)}, {how_they_wait}; nothing has moved for "
         f"{case.since_last_call_s:.0f} s"
     )
     return case.make_verdict("transport", waiting, headline, advice)

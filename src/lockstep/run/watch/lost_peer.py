@@ -74,10 +74,15 @@ def find_lost_peer(texts: Iterable[str]) -> LostPeer | None:
     joined = "\n".join(texts)
     timeout = _first_match(_TIMEOUT_PATTERNS, joined)
     closed = _first_match(_CLOSED_PATTERNS, joined)
-    text = timeout or closed  # what names the peer comes first
-    if text is None:
-        return None
-    return LostPeer(text, timed_out=closed is None)
+
+    # If the error says both, the peer is gone: an operation may time out because of that. The text
+    # about the timeout is still the one to show, as it may name the peer ("Rank 1 failed to pass
+    # monitoredBarrier").
+    if timeout is not None:
+        return LostPeer(timeout, timed_out=closed is None)
+    if closed is not None:
+        return LostPeer(closed, timed_out=False)
+    return None
 
 
 def _first_match(patterns: Iterable[str], text: str) -> str | None:

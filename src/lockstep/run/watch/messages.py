@@ -103,8 +103,12 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
 
-    # The catalogue of translations has the text as it is in the verdict, in the singular.
-    does = conjugate(first.does, len(ranks)) if in_language is in_english else first.does
+    # Only English has a plural of the verb: "wait" instead of "waits". Translations are looked up
+    # by the singular, in which the verdict has the text.
+    does = first.does
+    if in_language is in_english:
+        does = conjugate(first.does, len(ranks))
+
     who = format_ranks(ranks)
     text = in_language(f"{who} on {hosts}: {does}")
     if first.for_s is not None:

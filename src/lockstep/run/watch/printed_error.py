@@ -17,8 +17,10 @@ from lockstep.user_code import format_source_line
 
 # [rank1]: Traceback (most recent call last):
 # [rank1]:   + Exception Group Traceback (most recent call last):
+# [rank1]:     | Exception Group Traceback (most recent call last):
+# The last one is a group within a group. Its prefix ends with the bar.
 _HEADING = re.compile(
-    r"(?P<prefix>.*?)(?P<group>\+ Exception Group )?Traceback \(most recent call last\):?"
+    r"(?P<prefix>.*?)(?P<group>(?:\+ )?Exception Group )?Traceback \(most recent call last\):?"
 )
 # The place of a syntax error has no function:   File "train.py", line 3
 _SYNTAX_ERROR_PLACE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
@@ -49,13 +51,15 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     if heading_number is None:
         return None
 
+    # Another program may have put a prefix before each line, such as `[rank1]: `. The heading shows
+    # which.
     prefix = _prefix_of_lines_after(lines[heading_number])
     block = []  # the lines after the heading, without the prefix
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
 
-    # The frames of a traceback are indented. The first line that is not names the exception:
-    # `ValueError: no data`.
+    # The frames of a traceback are indented. The first line that is not indented names the
+    # exception: `ValueError: no data`.
     for number, text in enumerate(block):
         is_blank_or_indented = not text.strip() or text[0].isspace()
         if not is_blank_or_indented:
@@ -72,7 +76,8 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
 def _find_last_heading(lines: Sequence[str]) -> int | None:
     """Returns the index of the last traceback's heading, or None if there is no traceback.
 
-    Python prints an exception group as below, with a bar before each line. Then the result is the
+    Python prints an exception group as below: its own heading follows a plus sign, and each line
+    inside the group, even the heading of another traceback, follows a bar. Then the result is the
     heading of the first exception in the group, or that of the group if none is printed in it.
 
           + Exception Group Traceback (most recent call last):
@@ -92,23 +97,19 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             continue
 
         is_group = heading["group"] is not None
-        is_inner_group = is_group and in_group and "|" in heading["prefix"]
-        is_exception_of_group = in_group and heading["prefix"].endswith("| ")
+        is_inside_group = in_group and heading["prefix"].endswith("| ")
 
-        if is_inner_group:
-            continue  # its exceptions are treated as those of the outer group
-
-        if is_group:
-            last_heading = number
-            in_group = True
-            has_first_exception = False
-        elif is_exception_of_group:
-            if not has_first_exception:
+        if is_inside_group:
+            # Exceptions of a group within the group are treated as those of the outer one.
+            if not is_group and not has_first_exception:
                 last_heading = number
                 has_first_exception = True
-        else:
-            last_heading = number
-            in_group = False
+            continue
+
+        # A traceback of its own, which ends a group before it.
+        last_heading = number
+        in_group = is_group
+        has_first_exception = False
 
     return last_heading
 
@@ -116,14 +117,14 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
 def _prefix_of_lines_after(heading_line: str) -> str:
     """Returns the prefix of the lines that follow a heading.
 
-    It is the prefix of the heading itself. In an exception group, a bar follows it: the heading has
-    a `+` instead.
+    It is the prefix of the heading itself: `[rank1]: ` for `[rank1]: Traceback ...`. After the
+    heading of an exception group, `[rank1]:   + Exception Group Traceback ...`, the lines have a
+    bar in place of the plus sign: `[rank1]:   | `.
     """
     heading = _HEADING.match(heading_line)
     assert heading is not None
-    if heading["group"]:
-        return heading["prefix"] + "| "
-    return heading["prefix"]
+    has_plus_sign = (heading["group"] or "").startswith("+ ")
+    return heading["prefix"] + "| " if has_plus_sign else heading["prefix"]
 
 
 def _remove_prefix(prefix: str, line: str) -> str:

@@ -129,8 +129,8 @@ class Probe:
         """
         faulthandler.enable(_open_to_append(self._evidence.crash))
 
-        # When the interpreter shuts down, faulthandler restores the handler that was there before.
-        # So that a late signal does not end the process, this handler ignores it.
+        # When the interpreter shuts down, faulthandler restores the handler that was there before
+        # it. By default that would end the process at a late signal, so "ignore" is set first.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
 
         # This signal shows only the stack of the main thread, which handles it. Reading the frames
@@ -187,7 +187,9 @@ class Probe:
 
         If several requests have arrived, only the last one is answered.
         """
-        # The kernel delivers a signal to a thread that does not block it, which must be this one.
+        # The kernel delivers a signal to any thread that does not block it. All other threads block
+        # this one: while it is handled, a system call of the thread may fail, which does no harm
+        # here.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
 
@@ -199,7 +201,10 @@ class Probe:
                 self._request_pipe = None
                 return
 
-            *complete_lines, _ = text.split("\n")  # the part after the last newline is incomplete
+            # Only the last complete line is of interest. What follows the last newline is empty,
+            # as the launcher writes a request at once. Only if requests had piled up until one was
+            # cut off here would that one be lost; the launcher asks again some seconds later.
+            *complete_lines, _ = text.split("\n")
             if not complete_lines:
                 continue
 
@@ -239,7 +244,7 @@ class Probe:
         # The process group that the main thread is about to create, or null.
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
-        making = json.dumps(torch_compat.group_being_made(main_frame))
+        group_being_made = json.dumps(torch_compat.group_being_made(main_frame))
 
         records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON text of a list
 
@@ -256,10 +261,11 @@ class Probe:
                 records_without_bracket = records[:-1]
                 records = f"{records_without_bracket}, {json.dumps(record)}]"
 
-        # "request" must come first: of an old answer, the launcher reads only this field.
+        # The parts are JSON already. "request" must come first: of an old answer, the launcher
+        # reads only this field.
         return (
             f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
-            f'"making": {making}, "records": {records}}}'
+            f'"making": {group_being_made}, "records": {records}}}'
         )
 
 

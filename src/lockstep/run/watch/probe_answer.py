@@ -65,16 +65,17 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
 
-    # If the main thread is not known, all stacks are treated as those of other threads. The main
-    # stack is then the one that a signal has shown, or None.
+    # If the main thread is not known, all stacks are treated as those of other threads. Before the
+    # answer, the rank may have written its main stack at a signal: `state.stack` is that one or
+    # None, and is kept.
     main_stack = state.stack
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
 
     # The process group that the main thread is about to create, if any.
-    making = None
+    group_being_made = None
     if answer.get("making") is not None:
-        making = from_values(NewGroup, answer["making"])
+        group_being_made = from_values(NewGroup, answer["making"])
 
     return replace(
         state,
@@ -82,7 +83,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         calls=tuple(calls),
         completed=completed,
         groups=from_values(tuple[Group, ...], answer["groups"]),
-        making=making,
+        making=group_being_made,
         stack=main_stack,
         threads=tuple(stacks.values()),
         main_thread=None if main_thread == 0 else main_thread,
@@ -112,14 +113,18 @@ def _read_record(
         if group_id == present_group_ids[call.key]:
             calls.append(call)
 
-    # With NCCL, the status is the number of the last completed call of either kind, though
-    # collectives are numbered separately from sends and receives. If a group has both, the status
-    # is ambiguous, and the states of the calls are used instead.
-    without_status = {call.key for call in calls if call.p2p and call.backend == "nccl"}
-    status = record.get("pg_status") or {}  # by torch's group id
+    # The status of a group is one number: that of its last completed call. A group of NCCL's has
+    # two countings, one for collectives and one for sends and receives, and the status does not say
+    # which one its number is from. Then it is not used; the calls have a state, too.
+    keys_with_ambiguous_status = set()
+    for call in calls:
+        if call.p2p and call.backend == "nccl":
+            keys_with_ambiguous_status.add(call.key)
+
+    status_of_group = record.get("pg_status") or {}  # by torch's group id
     for key, group_id in present_group_ids.items():
-        if group_id in status and key not in without_status:
-            completed[key] = int(status[group_id]["last_completed_collective"])
+        if group_id in status_of_group and key not in keys_with_ambiguous_status:
+            completed[key] = int(status_of_group[group_id]["last_completed_collective"])
 
 
 def _with_states_of_batches(
@@ -130,7 +135,10 @@ def _with_states_of_batches(
     For a batch of sends and receives (`batch_isend_irecv`), NCCL's recorder has one entry for each
     of them, whose state never changes, followed by an entry `coalesced` for the batch, which has
     the state. This last entry is left out of the result, as it carries the number of an earlier
-    collective.
+    collective:
+
+        send 7 scheduled, recv 7 scheduled, coalesced 3 completed
+        -> send 7 completed, recv 7 completed
 
     Args:
         calls_with_group_id: the calls of a record, each with torch's id of its group, by time.
@@ -140,19 +148,19 @@ def _with_states_of_batches(
 
     for call, group_id in calls_with_group_id:
         indices = indices_of_group.setdefault((call.key, group_id), [])
-        last_call = result[indices[-1]][0] if indices else None
-        if call.op != BATCH_OP or last_call is None or not last_call.p2p:
+        previous_call = result[indices[-1]][0] if indices else None
+
+        if call.op == BATCH_OP and previous_call is not None and previous_call.p2p:
+            # This is the entry of a batch. The sends and receives of the batch are the last calls
+            # of the group so far, and share one number.
+            for index in reversed(indices):
+                earlier_call, _ = result[index]
+                if not earlier_call.p2p or earlier_call.seq != previous_call.seq:
+                    break
+                result[index] = (replace(earlier_call, state=call.state), group_id)
+        else:
             indices.append(len(result))
             result.append((call, group_id))
-            continue
-
-        # This is the entry of a batch. The calls of the batch are the last ones of the group, and
-        # have the same number.
-        for index in reversed(indices):
-            call_of_batch, _ = result[index]
-            if not call_of_batch.p2p or call_of_batch.seq != last_call.seq:
-                break
-            result[index] = (replace(call_of_batch, state=call.state), group_id)
 
     return result
 

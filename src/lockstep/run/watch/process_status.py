@@ -72,11 +72,13 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     except (OSError, ValueError, IndexError):
         return None
 
+    # The main thread may have ended before the process.
     main_cpu_s = None
     main_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # Both files contain the state of the main thread; this one is read later, so it is newer.
+        # This file has the state of the main thread, too. It replaces the one above, as it is read
+        # later and so is newer.
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
@@ -110,6 +112,7 @@ def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
         running, is gone, or the kernel does not show the code.
     """
     try:
+        # While a thread has not begun to end, the process is running, and its code is still 0.
         for thread in (root / str(pid) / "task").iterdir():
             flags = int(_stat_fields(thread / "stat")[_FLAGS])
             if not flags & _PF_EXITING:
@@ -134,9 +137,14 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
     state = ""
     kernel_function = ""
     with contextlib.suppress(OSError, IndexError):
-        for thread in sorted((root / str(pid) / "task").iterdir()):
+        threads = list((root / str(pid) / "task").iterdir())
+        threads.sort(key=lambda thread: thread.name != str(pid))  # the main thread comes first
+        for thread in threads:
             state_of_thread = _stat_fields(thread / "stat")[_STATE]
-            if state in ("", "Z") or state_of_thread == "D":
+
+            is_first_thread = state == ""
+            all_before_have_ended = state == "Z"
+            if is_first_thread or all_before_have_ended or state_of_thread == "D":
                 state = state_of_thread
                 kernel_function = _kernel_function(thread)
 
@@ -221,16 +229,18 @@ def harmless_stack_signal(
     A signal makes `poll`, `sleep`, `sem_timedwait` and other calls of the thread that handles it
     fail with EINTR, see signal(7), and C code seldom expects that. Two cases are safe:
 
-    - All threads sleep. Then the signal that shows the stacks of all threads is safe: it is handled
-      by the thread that answers the launcher's requests, and no other thread is interrupted.
-    - The main thread computes, or sleeps in a futex without a timeout, which locks and `sem_wait`
-      are made of: the kernel continues such a sleep after the signal. Then the signal that shows
-      the main thread's own stack is safe.
+    1. All threads sleep, and the main thread does so for long. Then the signal that shows the
+       stacks of all threads is safe: it is handled by the thread that answers the launcher's
+       requests, and no other thread is interrupted.
+    2. The main thread has computed for some tenths of a second, or has slept in a futex without a
+       timeout, which locks and `sem_wait` are made of: the kernel continues such a sleep after the
+       signal. Then the signal that shows the main thread's own stack is safe.
 
     Args:
         pid: number of the rank's process.
-        earlier_main_switches: how often its main thread had given up its processor some tenths of
-            a second ago (`ProcessStatus.main_switches`); None if not known.
+        earlier_main_switches: `ProcessStatus.main_switches` as it was some tenths of a second ago.
+            If the number is still the same, the main thread has either computed or slept in the
+            meantime, without a change. None if it is not known.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 
@@ -250,23 +260,23 @@ def harmless_stack_signal(
     if status is None:
         return None
 
-    # If the main thread did not give up its processor, it has computed or slept the whole time.
-    main_did_not_switch = (
+    main_did_not_change = (
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
+    main_is_in_futex = kernel_function.startswith("futex")
 
-    # A main thread that sleeps for short times must not be interrupted in its next sleep. It does
-    # not if it has slept the whole time, or if it sleeps in a futex, where it waits for a lock.
-    # (While it waits for Python's own lock it wakes up every 5 ms, so it does switch.)
-    in_futex = kernel_function.startswith("futex")
+    # 1. All threads sleep. A main thread that has slept the whole time goes on sleeping while its
+    # stack is read. So does one that waits for a lock in a futex, even if it wakes up now and then,
+    # as it does every 5 ms while it waits for Python's own lock.
     all_sleep = thread_states.issubset({"S", "D"})
-    main_sleeps_for_long = in_futex or main_did_not_switch
+    main_sleeps_for_long = main_did_not_change or main_is_in_futex
     if answers and all_sleep and main_sleeps_for_long:
         return ALL_THREADS_SIGNAL
 
+    # 2. The main thread does something that a signal does not disturb, and has done so for a while.
     main_computes = status.state == "R"
-    main_waits_without_timeout = in_futex and not _may_have_timeout(threads / str(pid))
-    if main_did_not_switch and (main_computes or main_waits_without_timeout):
+    main_waits_without_timeout = main_is_in_futex and not _may_have_timeout(threads / str(pid))
+    if main_did_not_change and (main_computes or main_waits_without_timeout):
         return MAIN_THREAD_SIGNAL
 
     return None
@@ -281,8 +291,9 @@ def _may_have_timeout(thread: Path) -> bool:
     try:
         # `202 0x7f5c 0x189 0x0 0x0 ...`: the number of the system call, then its arguments. The
         # fourth argument points at the timeout, see futex(2).
-        number_and_arguments = (thread / "syscall").read_text().split()
-        return number_and_arguments[4] != "0x0"
+        _, *arguments = (thread / "syscall").read_text().split()
+        pointer_to_timeout = arguments[3]
+        return pointer_to_timeout != "0x0"
     except (OSError, IndexError):  # reading it may be forbidden
         return True
 

@@ -94,9 +94,9 @@ def failure_key(end: ExitStatus) -> str:
     if not _PROGRAM_ERRORS.issuperset(types):
         return ""
 
-    # The message of an error from a DataLoader worker always mentions the worker, so only its
-    # headline is searched.
-    headline = _IN_WORKER.sub("", error.headline)
+    # Search everything that is known about the exception, except the message of an error from a
+    # DataLoader worker: it always mentions the worker, which would be taken for another process.
+    headline = _IN_WORKER.sub("", error.headline)  # "ValueError: no data (in DataLoader ...)"
     was_in_worker = headline != error.headline
     texts = [headline, *error.chain]
     if not was_in_worker:
@@ -117,17 +117,27 @@ def step_of_key(key: str) -> int:
 def _step(end: ExitStatus) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
+    Two counts are known: the steps of this attempt, by the heartbeat, and all steps of the training
+    (`ErrorRecord.trained_steps`), if the script called `lockstep.init`:
+
+        steps of the attempt        result
+        some                        the count of the training; None if it is 0 or not known
+        none, failed soon           the count of the training, up to which this attempt has resumed;
+                                    0 if it is not known, as the script then begins anew
+        none, ran for long          None: the attempt has done other work than training
+        not known                   None
+
     Returns:
         The step, or None if it is not known.
     """
-    trained_steps = None if end.error is None else end.error.trained_steps
+    steps_of_training = None if end.error is None else end.error.trained_steps
 
     made_steps = end.step is not None
     if made_steps:
-        # The count is 0 if these steps were not made by a prepared optimizer, and not known if
-        # `lockstep.init` was not called.
-        return trained_steps or None
+        # The count of the training is 0 if no prepared optimizer has made these steps.
+        return None if steps_of_training == 0 else steps_of_training
 
-    if not end.made_no_step or end.ran_s is None or end.ran_s > MAX_S_WITHOUT_STEP:
-        return None
-    return trained_steps or 0
+    failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
+    if end.made_no_step and failed_soon:
+        return 0 if steps_of_training is None else steps_of_training
+    return None

@@ -64,7 +64,7 @@ class _WatchedStarter:
         """The numbers of the folders, one for each group of processes."""
         self._script_pid = os.getpid()
         self._original_start = BaseProcess.start
-        self._batch_folder = folder
+        self._group_folder = folder
         """The folder of the present group of `Process` objects; `start_process` sets it."""
 
     def start_spawned(
@@ -94,7 +94,7 @@ class _WatchedStarter:
         """Starts a `Process`, which installs a probe and then calls its `run` method.
 
         Processes that are started while earlier ones are running belong to the same group of ranks,
-        so they share a folder.
+        so they share a folder, the group folder.
         """
         # If a rank starts a process, that is a DataLoader worker or another helper.
         is_started_by_script = os.getpid() == self._script_pid
@@ -104,11 +104,11 @@ class _WatchedStarter:
 
         is_first_of_group = not multiprocessing.active_children()  # all earlier ones have ended
         if is_first_of_group:
-            self._batch_folder = self._folder / f"own_{next(self._numbers):06}"
+            self._group_folder = self._folder / f"own_{next(self._numbers):06}"
 
         # An attribute of the object takes precedence over the method, and the child is started with
         # it.
-        process.run = partial(_run_process, self._batch_folder, process.run)  # type: ignore[method-assign]
+        process.run = partial(_run_process, self._group_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
         del process.run  # it refers to the process, and would keep it alive
 
@@ -151,44 +151,48 @@ def _run_spawned(
     torch_compat.on_default_group(mark_unless_index_is_rank)
 
     program(index, *args)
-    (rank_folder / RETURNED_FILE).touch()  # if the program raises, it has failed instead
+
+    # This is not reached if the program raises, as the process has failed then.
+    (rank_folder / RETURNED_FILE).touch()
 
 
-def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
+def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
     """Runs the program of a `Process` that the script has started.
 
     The probe is installed when the program opens a process group, which says how many ranks there
     are.
 
     Args:
-        batch_folder: the folder of the processes that belong together. The size of their group is
+        group_folder: the folder of the processes that belong together. The size of their group is
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    rank_folders: list[Path] = []  # the folder of this process, once it has a probe
+    own_folder: Path | None = None  # set once this process has a probe
 
     def install_probe(group: Any) -> None:
         """Installs the probe when the program opens its default group."""
+        nonlocal own_folder
         if probe.has_probe():  # since an earlier group
             return
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread:  # a probe sets up signals, which only the main thread can do
             return
 
-        folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
+        folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # If the processes open several groups, several of them have this rank.
+        # If another process has created the folder of this rank, the two are in different groups,
+        # each with such a rank.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
 
-        rank_folders.append(rank_folder)
+        own_folder = rank_folder
         probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
 
     torch_compat.on_default_group(install_probe)
     run()
 
-    # If `run` raises, the process has failed instead.
-    for rank_folder in rank_folders:
-        (rank_folder / RETURNED_FILE).touch()
+    # This is not reached if `run` raises, as the process has failed then.
+    if own_folder is not None:
+        (own_folder / RETURNED_FILE).touch()

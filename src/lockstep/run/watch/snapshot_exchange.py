@@ -130,7 +130,7 @@ class SnapshotExchange:
             self._answered_questions[node] = question["number"]
 
         # One snapshot answers all questions. It includes the stacks of recorded calls if one of
-        # them asks for these.
+        # them asks for these, by the key "lines".
         call_stacks = any(question["lines"] for question in questions.values())
         snapshot = self._take(call_stacks)
 

@@ -61,7 +61,7 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
         The stack, the innermost frame first; None if the text has no stack of this thread.
     """
     # Each stack begins with one of these headings. The first form is written if only one thread was
-    # asked for.
+    # asked for. In the other two, the identifier of the thread has leading zeros.
     # Stack (most recent call first):
     # Thread 0x00007f5c2a7fc640 (most recent call first):
     # Current thread 0x00007f5c2a7fc640 (most recent call first):
@@ -237,7 +237,7 @@ def find_wait(stack: Stack | None) -> Wait | None:
 
     stack = _without_liveness_check(stack)
     innermost = stack[0]
-    if _is_waiting(innermost):
+    if _is_communication(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
     if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass
         return Wait(op="", context=_context(stack), certain=False)
@@ -275,14 +275,16 @@ def _called_op(stack: Stack) -> str:
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
 
     for frame in stack[1:]:
-        is_waiting = _is_waiting(frame)
+        is_communication = _is_communication(frame)
 
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        if not is_waiting and not is_wrapper:
-            break
+        if not is_communication and not is_wrapper:
+            break  # the user's code, or another part of torch, such as DDP
 
-        is_operation = is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
+        # Only these files contain the operations that users call. Other communication code, such as
+        # the meeting of the ranks in `rendezvous.py`, is a part of an operation.
+        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
         if is_operation:
             op = frame.function
 
@@ -301,8 +303,10 @@ def _context(stack: Stack) -> str:
     return ""
 
 
-def _is_waiting(frame: Frame) -> bool:
-    """Returns True if a frame is in a function that does nothing but wait for other ranks."""
+def _is_communication(frame: Frame) -> bool:
+    """Returns True if a frame is in a function of the communication code: one that, with all that
+    it calls, does nothing but wait for other ranks.
+    """
     if _is_in(frame, *_WAITING_FILES):
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
@@ -329,7 +333,7 @@ def may_continue_alone(stack: Stack) -> bool:
     `torch.distributed`, in Python's `threading`, and in the idle workers of `concurrent.futures`.
     A thread with any other stack is assumed to be able to go on.
     """
-    if not stack:
+    if not stack:  # the thread is about to begin or to end, and has no code of the user's to run
         return False
 
     wait = find_wait(stack)

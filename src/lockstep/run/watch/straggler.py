@@ -116,8 +116,9 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
 
         # All other ranks wait from the second last arrival to the last one. Asynchronous
-        # collectives may overlap: time before the last arrival at an earlier collective has already
-        # been counted there.
+        # collectives may overlap: ranks may come to this one while others still wait in an earlier
+        # one. That time has been counted there, so here the wait begins when the earlier one was
+        # complete.
         wait_begin_s = max(second_last_arrival_s, all_arrived_s)
         wait_s = max(0.0, last_arrival_s - wait_begin_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
@@ -175,7 +176,8 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
 
-    # Ten slow steps cause ten waits of similar length; two or three long stalls do not.
+    # Ten slow steps cause ten waits of similar length; two or three long stalls do not. The two
+    # longest waits may be stalls that came in addition, so the third longest is compared.
     third_wait = waits[2]
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
     if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:

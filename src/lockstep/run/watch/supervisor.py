@@ -128,23 +128,27 @@ class Supervisor:
     def _read_heartbeats(self, now: float) -> float:
         """Reads when each rank made its last step, and notes the latest step in `_moved_at`.
 
+        A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
+        of its own steps if that is longer. With `after` = 10 s and steps of 5 s it may be quiet for
+        20 s, so 10 s are subtracted from the time for which it has been quiet.
+
         Returns:
-            The seconds since the last step of the quietest rank, to be compared with
-            `HangRules.after`. A rank with slow steps may be quiet for longer; the extra time is
-            subtracted.
+            The longest of these times, to be compared with `HangRules.after`.
         """
         longest_s = 0.0
         for process in self._processes:
             heartbeat = read_heartbeat(process.evidence.heartbeat)
-            last_step = 0.0 if heartbeat is None else heartbeat.last_step
-            step_s = 0.0 if heartbeat is None else heartbeat.took_s
+            last_step_at = 0.0 if heartbeat is None else heartbeat.last_step
+            duration_of_step_s = 0.0 if heartbeat is None else heartbeat.took_s
 
-            self._moved_at = max(self._moved_at, last_step)
+            self._moved_at = max(self._moved_at, last_step_at)
 
             # Before its first step, a rank is quiet since its start.
-            quiet_s = now - max(self._began_at, last_step)
-            extra_allowance_s = max(0.0, _QUIET_AFTER_STEPS * step_s - self._rules.after)
-            longest_s = max(longest_s, quiet_s - extra_allowance_s)
+            quiet_s = now - max(self._began_at, last_step_at)
+
+            allowed_s = max(self._rules.after, _QUIET_AFTER_STEPS * duration_of_step_s)
+            extra_s = allowed_s - self._rules.after
+            longest_s = max(longest_s, quiet_s - extra_s)
 
         return longest_s
 
@@ -184,19 +188,19 @@ class Supervisor:
         self._pause_s = _MIN_PAUSE_S
         if verdict.fatal and self._rules.on_hang == "stop":
             verdict = replace(verdict, found_at=time.time())
-            self.verdict = self._complete(verdict, earlier, later)
+            self.verdict = self._add_stacks_of_calls(verdict, earlier, later)
             return
 
         # From here on the run is left alone: either `on_hang` is "report", or the wait may end by
         # itself. A wait that may end is only reported once it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
         may_be_reported = verdict.fatal or has_lasted
-        if may_be_reported and self._mark_reported_if_due(verdict, verdict.waited_s):
+        if may_be_reported and self._mark_reported_if_due(verdict, lasted_s=verdict.waited_s):
             if verdict.fatal:
-                verdict = self._complete(verdict, earlier, later)
+                verdict = self._add_stacks_of_calls(verdict, earlier, later)
             self._report(render(verdict), render(verdict, translate))
 
-    def _complete(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
+    def _add_stacks_of_calls(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
         """Adds to a fatal verdict where earlier calls were made, and writes its report.
 
         This takes another snapshot, with the stacks of all recorded calls. It stops the ranks for
@@ -241,23 +245,24 @@ class Supervisor:
             return False
 
         for key in keys:
-            self._reported_s[key] = max(lasted_s, last_reported_s)
+            self._reported_s[key] = lasted_s
         return True
 
     def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
         """Returns two keys that identify a wait. Verdicts that share one of them are on the same
         wait.
 
-        The first key is shared if all ranks are at the same lines. The second one is shared if no
-        rank has moved in between. Such verdicts may be of different kinds, as the rank that the
-        others wait for may be working and blocked in turn.
+        The first key is shared if all ranks are at the same lines, though they may have moved in
+        between: in a loop, the same rank may be late again and again. The second one is shared if
+        no rank has moved in between, though some may be at other lines.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
 
-        is_on_awaited_rank = verdict.kind in _KINDS_OF_AWAITED_RANKS
-        kind_or_group = "awaited" if is_on_awaited_rank else verdict.kind
-        key_by_last_move = (kind_or_group, verdict.ranks, self._moved_at)
+        # While no rank moves, the rank that the others wait for may be working and blocked in turn.
+        # Each verdict on it is then of another kind, but the wait is the same.
+        kind = "awaited" if verdict.kind in _KINDS_OF_AWAITED_RANKS else verdict.kind
+        key_by_last_move = (kind, verdict.ranks, self._moved_at)
         return key_by_lines, key_by_last_move
 
     def _check_for_stragglers(self, now: float) -> None:
@@ -281,8 +286,8 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # Unlike a wait, a straggler has no duration. With a constant one, the same straggler at the
-        # same lines is reported only once.
+        # A wait is reported again once it has lasted four times as long. A straggler is not: with
+        # the same duration each time, it is reported once, unless the ranks are at other lines.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict), render(verdict, translate))
 

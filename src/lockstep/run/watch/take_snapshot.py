@@ -72,9 +72,11 @@ def take_snapshot(
         if not incomplete or waited_s > timeout_s:
             break
 
+        # Each rank is sent one signal. While that could do harm, nothing is sent, and the next turn
+        # of the loop tries again.
         if waited_s > signal_after_s:
             for request in incomplete:
-                request.send_signal()
+                request.send_signal_once()
 
         time.sleep(_POLL_INTERVAL_S)
 
@@ -109,7 +111,8 @@ class _Request:
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         self._cannot_react = has_ended or is_stopped or process_state == _ZOMBIE_STATE
         self._shows_stacks = status is not None and status.shows_stacks and not self._cannot_react
-        self._main_switches = None if status is None else status.main_switches
+        self._earlier_main_switches = None if status is None else status.main_switches
+        """How often the main thread had given up its processor when the request was sent."""
         self._stacks_offset: int | None = None
         """The offset in the file at which the stacks that a signal asked for begin; None before."""
         self._stacks_length = -1
@@ -131,13 +134,15 @@ class _Request:
     @property
     def is_complete(self) -> bool:
         """True if everything that the rank was asked for has arrived."""
-        # `answered` is False from the request to the answer, then True. It is None for a rank that
-        # could not be asked, or whose answer could not be read.
-        if self.state.answered is not None:
-            return self.state.answered
+        # `answered` is False from the request to the answer, and then True.
+        answered = self.state.answered
+        if answered is not None:
+            return answered
 
-        # Such a rank can only give a stack, and only if it handles the signal.
-        return not self._shows_stacks or self.state.stack is not None
+        # It is None for a rank that could not be asked, or whose answer could not be read. All that
+        # such a rank can give is a stack, if it handles the stack signal.
+        has_stack = self.state.stack is not None
+        return has_stack or not self._shows_stacks
 
     def send(self, call_stacks: bool) -> None:
         """Sends the request to the thread that answers in the rank, if the rank has one.
@@ -147,7 +152,9 @@ class _Request:
         Args:
             call_stacks: whether to ask for the stack of each recorded call too.
         """
-        has_answering_thread = self.state.steps is not None  # a rank with a heartbeat has a probe
+        # The heartbeat, from which the number of steps is read, is written by the probe, and the
+        # probe starts the thread that answers.
+        has_answering_thread = self.state.steps is not None
         if self._cannot_react or not has_answering_thread:
             return
 
@@ -162,7 +169,7 @@ class _Request:
             os.write(pipe, text.encode())
         os.close(pipe)
 
-    def send_signal(self) -> None:
+    def send_signal_once(self) -> None:
         """Sends the rank a stack signal, once, at a moment when that does no harm.
 
         A signal can make a system call of the rank fail, see `harmless_stack_signal`. While that is
@@ -177,11 +184,12 @@ class _Request:
             has_answering_thread = self.state.answered is not None
 
             signal_number = harmless_stack_signal(
-                self.state.pid, self._main_switches, answers=has_answering_thread
+                self.state.pid, self._earlier_main_switches, answers=has_answering_thread
             )
-            if signal_number is not None:
-                os.kill(self.state.pid, signal_number)
-                self._stacks_offset = end_of_file
+            if signal_number is None:  # no signal is harmless now
+                return
+            os.kill(self.state.pid, signal_number)
+            self._stacks_offset = end_of_file
 
     def collect(self) -> None:
         """Adds to `state` what the rank has written so far."""

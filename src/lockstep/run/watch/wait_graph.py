@@ -40,11 +40,14 @@ class WaitGraph:
     Args:
         activities: what each rank does.
         table: the calls of all ranks.
-        excluded: ranks that must not be treated as waiting.
+        never_waiting: ranks that are treated as if they did not wait, whatever they do.
     """
 
     def __init__(
-        self, activities: Mapping[int, Activity], table: CallTable, excluded: Collection[int] = ()
+        self,
+        activities: Mapping[int, Activity],
+        table: CallTable,
+        never_waiting: Collection[int] = (),
     ) -> None:
         self.waits_for: dict[int, frozenset[int]] = {}
         """The ranks that each waiting rank waits for. Ranks that wait for the same ranks share one
@@ -53,7 +56,7 @@ class WaitGraph:
         """The waiting ranks whose call is mismatched."""
         self.partners_unknown: set[int] = set()
         """The waiting ranks whose partners are unknown."""
-        self._add_ranks(activities, table, excluded)
+        self._add_ranks(activities, table, never_waiting)
 
         self.awaited: set[int] = set()
         """The ranks that some rank waits for."""
@@ -68,14 +71,14 @@ class WaitGraph:
             free_ranks = self._free_ranks(self.deadlocked)
 
     def _add_ranks(
-        self, activities: Mapping[int, Activity], table: CallTable, excluded: Collection[int]
+        self, activities: Mapping[int, Activity], table: CallTable, never_waiting: Collection[int]
     ) -> None:
         """Fills `waits_for`, `mismatched` and `partners_unknown` with the waiting ranks.
 
         Args:
             activities: what each rank does.
             table: the calls of all ranks.
-            excluded: ranks that must not be treated as waiting.
+            never_waiting: ranks that are treated as if they did not wait.
         """
         # Among thousands of ranks, most wait for the same ranks. So the set is computed once for
         # each key, which is equal for ranks that wait alike, and equal sets are stored only once.
@@ -83,7 +86,8 @@ class WaitGraph:
         unique_sets: dict[frozenset[int], frozenset[int]] = {}
 
         for rank, activity in activities.items():
-            if rank in excluded or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
+            may_wait = activity.kind in (Kind.WAITING, Kind.PERHAPS_WAITING)
+            if not may_wait or rank in never_waiting:
                 continue
 
             calls = _calls_waited_in(activity)
@@ -94,7 +98,8 @@ class WaitGraph:
             key = _identify_wait(activity, calls, sender)
             if key not in awaited_by_key:
                 new_set = frozenset(_awaited_ranks(activity, activities, table))
-                awaited_by_key[key] = unique_sets.setdefault(new_set, new_set)
+                equal_set = unique_sets.setdefault(new_set, new_set)  # one from before, if any
+                awaited_by_key[key] = equal_set
             awaited = awaited_by_key[key]
 
             is_mismatched = any(table.is_mismatched(call) for call in calls)
@@ -102,9 +107,10 @@ class WaitGraph:
                 self.mismatched.add(rank)
 
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
-            # waiting if another rank has not made its call yet.
-            is_waiting = activity.kind is Kind.WAITING
-            if is_waiting or is_mismatched or _has_other_rank(awaited, rank):
+            # waiting if its call cannot complete, or if another rank has not made this call yet.
+            # (The awaited ranks may include the rank itself, as ranks share the sets.)
+            is_certain = activity.kind is Kind.WAITING
+            if is_certain or is_mismatched or _has_other_rank(awaited, rank):
                 self.waits_for[rank] = awaited
 
     def _free_ranks(self, remaining: set[int]) -> set[int]:
@@ -133,7 +139,8 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
 
     A rank that is `PERHAPS_WAITING` is blocked in a line of the user's code after it called a
     collective. It may wait for that collective or for anything else, so it is not called deadlocked
-    unless its call is mismatched: the graph is then built again without it.
+    unless its call is mismatched. If such ranks seem deadlocked, the graph is built again as if
+    they did not wait: others may still wait for them, but they wait for nobody.
     """
     graph = WaitGraph(activities, table)
     doubtful_ranks = set()
@@ -141,7 +148,7 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
         if activities[rank].kind is Kind.PERHAPS_WAITING:
             doubtful_ranks.add(rank)
     if doubtful_ranks:
-        return WaitGraph(activities, table, excluded=doubtful_ranks)
+        return WaitGraph(activities, table, never_waiting=doubtful_ranks)
     return graph
 
 
@@ -154,7 +161,7 @@ def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
     Returns:
         The calls. Empty if they are not known, or if the rank waits in a send or receive.
     """
-    if activity.call is None or activity.p2p:
+    if activity.call is None or activity.waits_in_p2p:
         return []
 
     calls = [call for call in activity.state.pending_calls() if not call.p2p]
@@ -172,7 +179,7 @@ def _sender_waited_for(activity: Activity, table: CallTable) -> int | None:
     # If the process waits, and not its GPU, it may do so in another call than the recorded one:
     # sends and receives over Gloo are not recorded.
     process_waits = activity.wait.op != ""
-    if not activity.p2p or activity.call is None or process_waits:
+    if not activity.waits_in_p2p or activity.call is None or process_waits:
         return None
     return table.awaited_sender(activity.state.rank, activity.call)
 
@@ -190,10 +197,12 @@ def _identify_wait(
     """
     if calls:  # a call is identified by the key of its group and its number in the group
         return tuple((call.key, call.seq) for call in calls)
+
     if sender is not None:
         return (_SEND_OR_RECEIVE, sender)
-    if activity.p2p:
+    if activity.waits_in_p2p:  # all such ranks are assumed to wait for the same ranks
         return _SEND_OR_RECEIVE
+
     if activity.created_group is not None:  # the process group that it waits to create
         return activity.created_group
     return activity.op  # the name of the function that it waits in
@@ -222,7 +231,9 @@ def _awaited_ranks(
     if sender is not None:
         return {sender}
 
-    if activity.p2p:  # it waits for one rank, which may be any of them
+    # It waits for one rank, which may be any of them. The set includes the rank itself, so that it
+    # can be shared by all such ranks.
+    if activity.waits_in_p2p:
         return set(activities)
 
     # Without a recorded call, the rank is assumed to wait for those that are in another function,
@@ -262,8 +273,8 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     NCCL's recorder knows which calls a GPU has started only if torch measures their times, which
     slows training down. But a GPU executes the calls of a group in order, and completes the oldest
     one only when all ranks have made it. So the rank waits if its oldest pending call is the same
-    in both snapshots and cannot complete yet. For sends this does not follow, as a GPU may compute
-    while it sends, so only receives are examined.
+    in both snapshots and cannot complete yet. Of sends and receives, only receives are examined: a
+    GPU may compute while it sends, so a pending send does not show that it waits.
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -288,10 +299,13 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     # Receives.
     p2p_before = _oldest_nccl_p2p(earlier)
     for key, batch in _oldest_nccl_p2p(activity.state).items():
-        is_the_same = key in p2p_before and p2p_before[key][0].seq == batch[0].seq
+        batch_number = batch[0].seq  # which all calls of a batch share
+        is_the_same = key in p2p_before and p2p_before[key][0].seq == batch_number
+        if not is_the_same:
+            continue
         for call in batch:
-            sender = table.awaited_sender(activity.state.rank, call)
-            if is_the_same and sender is not None:
+            sender = table.awaited_sender(activity.state.rank, call)  # None for a send
+            if sender is not None:
                 return replace(activity, kind=Kind.WAITING, call=call)
 
     return activity
@@ -325,7 +339,8 @@ def recognize_possible_progress(
     - `Kind.LIMITED`: the rank waits in a group for which the program chose a short timeout. The
       timeout may end the wait.
     - `Kind.MAY_COME`: others wait for a call of this rank, and another of its threads may still
-      make it (one that uploads, saves or sends). Its activity then shows the stack of this thread.
+      make it: for example a thread that saves a checkpoint, and then calls a collective. The
+      activity then shows the stack of this thread.
     """
     graph = WaitGraph(activities, table)
     helpful_ranks = _ranks_whose_call_would_help(activities, graph, table)
@@ -340,6 +355,7 @@ def recognize_possible_progress(
         if rank not in helpful_ranks:
             continue
         for thread_stack in activity.state.threads or ():
+            # A thread that waits for nothing may come to the call.
             if stacks.may_continue_alone(thread_stack):
                 state = replace(activity.state, stack=thread_stack)
                 result[rank] = Activity(state, Kind.MAY_COME)
@@ -360,7 +376,7 @@ def _ranks_whose_call_would_help(
         graph: which rank waits for which.
         table: the calls of all ranks.
     """
-    # Where the call is known, the ranks that have not made it may help. Each call is looked up
+    # 1. Where the call is known, the ranks that have not made it may help. Each call is looked up
     # once, even if many ranks wait in it.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
@@ -370,6 +386,8 @@ def _ranks_whose_call_would_help(
     helpful_ranks: set[int] = set()
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
+
+    # 2. Where it is not known, the ranks that the waiting rank is assumed to wait for.
     return helpful_ranks | _assumed_partners(graph)
 
 
