@@ -18,7 +18,7 @@ from lockstep.verify.recording.forwards import ForwardRecorder
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.larger_batches import merge_batches
 from lockstep.verify.recording.losses import LossRecorder
-from lockstep.verify.recording.state import ForwardPass, RecorderState, RecordingFailed
+from lockstep.verify.recording.state import ExitByRecorder, ForwardPass, RecorderState
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import record_run
 from lockstep.verify.training_record import Forward
@@ -572,7 +572,7 @@ def test_an_error_of_the_recorders_own_is_told_as_that(
 ) -> None:
     losses = LossRecorder.__new__(LossRecorder)
     losses.state = RecorderState.__new__(RecorderState)
-    with pytest.raises(RecordingFailed) as caught:
+    with pytest.raises(ExitByRecorder) as caught:
         losses.begin_backward(torch.ones(()))  # the state has no attributes
     assert caught.value.code == 5
     assert "AttributeError" in losses.state.internal_error

@@ -260,7 +260,7 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
     # With --batch-per-process, the batch of the one process is as large as those of all processes
     # together.
-    reference = several.reference(batch_times=nproc if options["batch_per_process"] else 1)
+    reference = several.reference(batch_size_factor=nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
 

@@ -365,7 +365,7 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
         Whether the indices are the same, and whether the contents are. Either is None if it is not
         known.
     """
-    same_indices = _same_counts(expected.indices(), actual.indices())
+    same_indices = _same_counts(expected.samples_by_index(), actual.samples_by_index())
     # Contents can be compared only if all samples have one shape. If batches are padded to their
     # longest sample, one and the same sample may have several shapes.
     batches_of_both = Update((*expected, *actual)).batches
@@ -373,7 +373,7 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
     if len(shapes) != 1:
         return same_indices, None
 
-    return same_indices, _same_counts(expected.contents(), actual.contents())
+    return same_indices, _same_counts(expected.samples_by_contents(), actual.samples_by_contents())
 
 
 def _same_counts(expected: list[Sample] | None, actual: list[Sample] | None) -> bool | None:

@@ -38,7 +38,7 @@ def check_reference(
     if reference.error:
         found = _describe_failure(reference)
         is_fp64 = reference.config.precision == "fp64"
-        if OWN_PROCESSES_HINT in reference.error:
+        if _has_started_own_ranks(reference):
             advice = OWN_PROCESSES_HINT
         elif is_fp64 and _DTYPE_ERROR.search(reference.error):
             # The script has combined a tensor of a dtype that it names with one in float64.
@@ -65,6 +65,14 @@ def check_reference(
     # Further lines are aligned with the first one, which follows "  found: ".
     indented = found.rstrip().replace("\n", "\n         ")
     raise UsageError(was_set, indented, advice)
+
+
+def _has_started_own_ranks(reference: RunRecord) -> bool:
+    """True if the script was ended because it starts its ranks itself (see `not_recorded_error`).
+
+    The text of this error contains `OWN_PROCESSES_HINT` as its advice.
+    """
+    return OWN_PROCESSES_HINT in reference.error
 
 
 def _describe_failure(reference: RunRecord) -> str:

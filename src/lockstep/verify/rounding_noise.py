@@ -82,7 +82,7 @@ def may_have_noise(run: Sequence[Update]) -> bool:
         run: updates of a run on one process, in the script's own precision.
     """
     for update in run:
-        if _suspects(update):
+        if _find_suspects(update):
             return True
     return False
 
@@ -113,18 +113,23 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     gradients_in_float64 = update_in_float64.merged("gradients")
     max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
 
+    # All arrays below have the shape of a parameter. `is_suspect` is a mask of its values with
+    # small gradients, and `share_of_step` says how far each value has moved.
     parameters = []
-    for name, (is_suspect, share_of_step) in _suspects(update).items():
+    for name, (is_suspect, share_of_step) in _find_suspects(update).items():
         gradient_in_float64 = gradients_in_float64.get(name)
         if gradient_in_float64 is None or gradient_in_float64.shape != is_suspect.shape:
             continue
 
-        # These are masks: True for each value of the parameter whose gradient is noise.
+        # The absolute values of the gradient, in both precisions.
         size = np.abs(gradients[name])
         size_in_float64 = np.abs(gradient_in_float64)
+
+        # A mask of the values whose gradient is noise: it shrinks in float64, to almost nothing.
         shrinks = size_in_float64 < MAX_FLOAT64_SHARE * size
-        is_noise = is_suspect & shrinks & (size_in_float64 <= max_in_float64)
-        if not _matters(is_noise, share_of_step):
+        is_tiny_in_float64 = size_in_float64 <= max_in_float64
+        is_noise = is_suspect & shrinks & is_tiny_in_float64
+        if not _is_enough_to_report(is_noise, share_of_step):
             continue
 
         parameter = NoisyParameter(
@@ -140,7 +145,7 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     return parameters
 
 
-def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
+def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
     """Returns the parameters with small gradients that the step has moved far nevertheless.
 
     Returns:
@@ -148,8 +153,9 @@ def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         moved, as a fraction of the largest change of any parameter. Parameters with too few such
         values are left out.
     """
-    max_share = MAX_GRADIENT.get(update[0].dtype)
-    if max_share is None:  # float64 cannot be compared with a higher precision
+    # The size of noise, as a fraction of the largest gradient.
+    max_share_of_largest = MAX_GRADIENT.get(update[0].dtype)
+    if max_share_of_largest is None:  # float64 cannot be compared with a higher precision
         return {}
 
     # How far each value of each parameter has moved.
@@ -165,25 +171,27 @@ def _suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
     if largest_change == 0.0:  # as in the first step of a warm-up
         return {}
 
-    max_gradient = max_share * scale_of(gradients)
+    largest_gradient = scale_of(gradients)
+    largest_noise = max_share_of_largest * largest_gradient
     suspects = {}
     for name, change in changes.items():
         size = np.abs(gradients[name])
         share_of_step = change / largest_change
-        is_suspect = (size > 0) & (size <= max_gradient)
-        if _matters(is_suspect, share_of_step):
+        is_suspect = (size > 0) & (size <= largest_noise)
+        if _is_enough_to_report(is_suspect, share_of_step):
             suspects[name] = (is_suspect, share_of_step)
 
     return suspects
 
 
-def _matters(mask: Array, share_of_step: Array) -> bool:
-    """True if enough values of a tensor are in a mask, and at least one of them moves far enough.
+def _is_enough_to_report(may_be_noise: Array, share_of_step: Array) -> bool:
+    """True if a large part of a tensor may have noise as gradients, and some of it moves far.
 
     Args:
-        mask: True for each value that may be noise.
+        may_be_noise: mask of the values whose gradients may be noise.
         share_of_step: how far each value has moved, as a fraction of the largest change.
     """
-    if not mask.any() or mask.sum() < MIN_SHARE_OF_TENSOR * mask.size:
+    is_large_part = may_be_noise.sum() >= MIN_SHARE_OF_TENSOR * may_be_noise.size
+    if not may_be_noise.any() or not is_large_part:
         return False
-    return float(share_of_step[mask].max()) >= MIN_SHARE_OF_STEP
+    return float(share_of_step[may_be_noise].max()) >= MIN_SHARE_OF_STEP

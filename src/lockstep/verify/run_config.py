@@ -44,8 +44,8 @@ class RunConfig:
     # If it is a number, bits are compared: the script computes in its own precision, with this
     # number of virtual ranks unless it sets one itself.
     virtual_ranks: int | None = None
-    # Factor for the batch size of torch's DataLoaders.
-    batch_times: int = 1
+    # Factor by which the batch size of torch's DataLoaders is enlarged.
+    batch_size_factor: int = 1
     # Folder in which the run on several processes keeps its batches for the reference; None to keep
     # none.
     batches_folder: Path | None = None
@@ -64,17 +64,21 @@ class RunConfig:
         strategy_name = strategy.partition(":")[0]  # options follow the colon
         return strategy_name == _STRATEGY_WITH_REPLICAS
 
-    def reference(self, batch_times: int = 1) -> RunConfig:
+    def reference(self, batch_size_factor: int = 1) -> RunConfig:
         """Returns the configuration of the run on one process that this run is compared with.
 
         Args:
-            batch_times: factor for the batch size of torch's DataLoaders.
+            batch_size_factor: factor by which the batch size of torch's DataLoaders is enlarged.
         """
         name = "1 process"
-        # None resets a setting of the script that is meant for several processes. With virtual
-        # ranks, the micro-batch size is kept: it decides how each virtual rank splits its samples,
-        # and therefore the bits of the result.
+        # Settings that replace those of the script. None resets a setting that is meant for several
+        # processes.
         overrides: dict[str, Any] = {"shares": None}
+
+        # If bits are compared, the micro-batch size is kept: it decides how each virtual rank
+        # splits its samples, and therefore the bits of the result. Otherwise, one process computes
+        # each global batch in one piece. Then its BatchNorm sees all samples anyway, so the last
+        # setting tells Lockstep not to split the batch for it.
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
             overrides["reference_of_verify"] = True
@@ -83,7 +87,9 @@ class RunConfig:
             overrides["strategy"] = self.overrides["strategy"]
             name += f", strategy {self.overrides['strategy']}"
 
-        return replace(self, name=name, nproc=1, batch_times=batch_times, overrides=overrides)
+        return replace(
+            self, name=name, nproc=1, batch_size_factor=batch_size_factor, overrides=overrides
+        )
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables for the processes of the run.
@@ -98,14 +104,14 @@ class RunConfig:
             settings = {"precision": self.precision, "uncompressed": True}
 
         overrides = {**settings, **self.overrides}
-        return {
-            # This seed decides the order of sets of strings. It is random by default, so a script
-            # that depends on the order would only be found by chance. With this seed, the order
-            # always differs between runs on different numbers of processes.
-            "PYTHONHASHSEED": str(self.nproc),
-            **os.environ,
-            VERIFY_VARIABLE: json.dumps(overrides),
-        }
+        environment = {**os.environ, VERIFY_VARIABLE: json.dumps(overrides)}
+
+        # This seed decides the order of sets of strings. Python's default is a random seed, with
+        # which sets may have the same order in two runs by chance. A script whose results depend on
+        # the order is always found if the seed depends on the number of processes. A seed that the
+        # user has set is kept.
+        environment.setdefault("PYTHONHASHSEED", str(self.nproc))
+        return environment
 
     def write(self, folder: Path) -> None:
         """Writes the configuration into the folder of the run."""

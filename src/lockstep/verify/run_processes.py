@@ -47,13 +47,16 @@ def run_by_command(
         errors="replace",
     ) as process:
         try:
-            while True:
+            output = None
+            while output is None:
                 show_progress(count_steps(folder))
-                # `communicate` raises TimeoutExpired until the process has ended.
+                # Raises TimeoutExpired as long as the process runs.
                 with suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=PROGRESS_INTERVAL_S)
-                    # The first line is the launcher's own: how it starts the processes.
-                    return output.partition("\n")[2]
         except BaseException:  # such as KeyboardInterrupt
             process.kill()
             raise
+
+    # The first line is the launcher's own: how it starts the processes.
+    _first_line, _, output_of_script = output.partition("\n")
+    return output_of_script

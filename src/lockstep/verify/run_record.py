@@ -175,8 +175,8 @@ def _find_failure(
     if failure is not None:
         return failure
 
-    # This becomes "the script ended with the loss of a process". Since it explains little, the
-    # output of the script is shown too, as after `sys.exit` (`exited=True`).
+    # This becomes "the script ended with the loss of a process", which explains little. With
+    # `exited=True`, as if the script had called `sys.exit`, its output is shown too.
     a_rank_was_killed = len(ends) < config.nproc
     if a_rank_was_killed:
         return RankEnd(error="the loss of a process", exited=True)

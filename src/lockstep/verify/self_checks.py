@@ -11,7 +11,6 @@ from __future__ import annotations
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
@@ -53,9 +52,8 @@ def findings_without_reference(
     Args:
         updates: updates of the run.
         tolerance: tolerance within which values are equal.
-        was_stopped: whether the script was stopped after enough steps. Only then, a sampler whose
-            epoch was not set before the first pass is reported: a script that has reached its end
-            makes no second pass, which could repeat the order.
+        was_stopped: whether the script was stopped after enough steps. If it has reached its end in
+            the first pass over the samples, there is no second pass that could repeat the order.
     """
     findings: list[Finding] = []
     for number, update in enumerate(updates):
@@ -69,6 +67,8 @@ def findings_without_reference(
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
             findings.append(Finding(Cause("LS407", (text,))))
 
+    # Either a second pass over the samples was seen to repeat the order of the first one, or the
+    # script was stopped before a second pass, which will repeat the order.
     repeated_order = _describe_repeated_order(updates)
     if repeated_order:
         findings.append(Finding(Cause("LS103", (repeated_order,))))
@@ -83,7 +83,9 @@ def findings_without_reference(
 
 
 def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance) -> list[Finding]:
-    """Compares the parameters of the ranks before an update, and their gradients in it.
+    """Compares the ranks: their parameters before an update, and their gradients in it.
+
+    Parameters that differ are a difference of the kind "replicas".
 
     Args:
         updates: updates of the run.
@@ -100,6 +102,7 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
     }
     for kind, names in names_by_kind.items():
         if names:
+            # There is one gradient for each parameter, so the number is the same for both kinds.
             num_compared = len(update.merged("gradients"))
             # The ranks are compared with each other, so the run takes the place of the reference.
             case = Divergence(
@@ -123,11 +126,12 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. Empty if
         the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model rightly get the same inputs. A rank that holds only a part of
-    # a parameter records its gradient, but no sums over the parameter.
-    models_are_whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
-    if not models_are_whole:
-        return []
+    # Ranks that hold parts of a model rightly get the same inputs. If a rank holds only a part of a
+    # parameter, it has recorded the gradient, but no sums over the parameter.
+    for rank in update:
+        has_whole_parameters = rank.gradients.keys() <= rank.parameter_sums.keys()
+        if not has_whole_parameters:
+            return []
 
     # Samples with known indices are compared with those of one process instead.
     indices_are_known = any(batch.ids for batch in update.batches)
@@ -176,12 +180,14 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
         # The run may have been stopped within an epoch, so only the beginning is compared.
         num_compared = min(len(order), len(order_before))
         beginning = order_before[:num_compared]
-        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
+        is_repeated = beginning == order[:num_compared]
+        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or not is_repeated:
             continue
 
-        # Without shuffling, indices are ascending.
-        is_shuffled = any(index > next_index for index, next_index in pairwise(beginning))
+        # Without shuffling, the indices are in ascending order.
+        is_shuffled = beginning != sorted(beginning)
         if is_shuffled:
+            # Epochs are recorded from 0, and shown from 1.
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
 
     return ""

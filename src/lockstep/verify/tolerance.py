@@ -54,7 +54,8 @@ class Tolerance:
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
         with np.errstate(over="ignore"):  # an overflow results in infinity, which is handled below
-            # Complex numbers can be subtracted for any dtype, even for booleans.
+            # Arrays may have any dtype. Numpy cannot subtract booleans, and unsigned integers wrap
+            # around, but complex numbers hold the values of all dtypes.
             difference = a[unequal].astype(np.complex128) - b[unequal]
 
         if not np.isfinite(difference).all():
@@ -62,7 +63,7 @@ class Tolerance:
         if difference.size == 0:
             return 0.0
 
-        # This is never 0, since at most one of two unequal numbers is 0.
+        # This is never 0: some values are unequal, so `a` and `b` are not both zero everywhere.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed
 

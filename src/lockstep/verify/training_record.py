@@ -400,7 +400,7 @@ class Update(tuple[RankUpdate, ...]):
                 total += _count_samples(rank)
         return total
 
-    def indices(self) -> list[Sample] | None:
+    def samples_by_index(self) -> list[Sample] | None:
         """Returns all samples by index, in the order of ranks; None if some index is not known."""
         samples: list[Sample] = []
         for batch in self.batches:
@@ -410,7 +410,7 @@ class Update(tuple[RankUpdate, ...]):
                 samples.append((batch.loader, batch.epoch, index))
         return samples
 
-    def contents(self) -> list[Sample] | None:
+    def samples_by_contents(self) -> list[Sample] | None:
         """Returns all samples by a digest of their contents, in the order of ranks.
 
         The result is None if samples cannot be recognized by their contents.
@@ -421,7 +421,8 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # The batch has indices, but its tensors could not be split into samples.
+            # If there is not one digest for each index, the tensors of the batch could not be split
+            # into samples.
             if batch.ids is not None and len(batch.ids) != len(batch.contents):
                 return None
 
@@ -470,9 +471,16 @@ def _count_samples(rank: RankUpdate) -> int:
     """
     # Without a loader, the recorder has copied the inputs of the models to `batches`.
     has_no_loader = rank.batches == rank.model_inputs
-    if has_no_loader and all(batch.contents for batch in rank.batches):
+    contents_are_known = all(batch.contents for batch in rank.batches)
+    if has_no_loader and contents_are_known:
         count_of_sample: Counter[str] = Counter()
         for batch in rank.batches:
             count_of_sample |= Counter(batch.contents)  # keeps the larger count of each sample
         return count_of_sample.total()
-    return sum(len(batch.ids or batch.contents) for batch in rank.batches)
+
+    # A batch has an index or a digest for each sample, or both.
+    total = 0
+    for batch in rank.batches:
+        samples = batch.ids or batch.contents
+        total += len(samples)
+    return total

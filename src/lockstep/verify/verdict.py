@@ -68,8 +68,10 @@ class Verdict:
         if self.parallel.error:
             return "DIFFERENT" if self.parallel.code else "FAILED"
 
-        # A finding without a case is a fault of the script that makes no difference here.
-        if any(finding.case is not None for finding in self.findings):
+        # A finding without a case is a fault of the script that makes no difference in this run,
+        # such as a sampler that would repeat its order in the next epoch.
+        some_finding_is_a_difference = any(finding.case is not None for finding in self.findings)
+        if some_finding_is_a_difference:
             return "DIFFERENT"
 
         return "EQUAL"
@@ -99,7 +101,8 @@ class Verdict:
         is always that of all processes together.
         """
         run = self.reference
-        if run.config.batch_times == 1 or run.uses_lockstep:
+        should_be_enlarged = run.config.batch_size_factor > 1
+        if not should_be_enlarged or run.uses_lockstep:
             return ""
 
         line = run.unenlarged_loader_line
@@ -161,7 +164,7 @@ class Verdict:
         """
         lines = []
         # An option of the script that changes results on purpose, such as "gradients are sent as
-        # bf16". It was switched off in the run.
+        # bf16". It was switched off, so that everything else could be compared without it.
         if self.parallel.by_choice:
             lines.append(
                 translate(
@@ -170,7 +173,7 @@ class Verdict:
             )
 
         lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
-        lines += self._tolerance_line()
+        lines += self._lines_about_tolerance()
         if self.accepted:
             lines.append(labelled(translate("but"), translate(self.accepted)))
 
@@ -196,23 +199,25 @@ class Verdict:
 
         lines = [head, *first.lines(uses_lockstep=self.reference.uses_lockstep)]
         if first.case is not None:  # the finding is about a difference between the runs
-            lines += self._tolerance_line()
+            lines += self._lines_about_tolerance()
 
         for finding in others:
+            # Only a difference between the runs has a place. Other findings are faults of the
+            # script that make no difference in this run.
             if finding.place:
                 lines.append(labelled(translate("and in"), translate(finding.place)))
                 lines += finding.lines()
-            else:  # a fault that makes no difference here
+            else:
                 lines += finding.lines(heading=translate("also"))
 
-        # The error has no known cause, so the output of the script is shown.
+        # The script ended with an error without a known cause, so its output is shown.
         if self.word == "FAILED":
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
 
         return lines
 
-    def _tolerance_line(self) -> list[str]:
-        """Returns a line about the tolerance of the comparison; none if all was in float64."""
+    def _lines_about_tolerance(self) -> list[str]:
+        """Returns a line that says which values count as equal; none if all was in float64."""
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []
@@ -355,7 +360,9 @@ def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
     It is "NOT KNOWN" if these ranks may train later, and otherwise "EQUAL" with a remark.
     """
     idle = format_ranks(parallel.idle_ranks)
-    if parallel.stopped_at:  # the idle ranks may train in later steps
+    # If the script was stopped after enough steps, the idle ranks may train in later ones.
+    was_stopped = bool(parallel.stopped_at)
+    if was_stopped:
         return Verdict(
             reference,
             parallel,
@@ -375,8 +382,12 @@ def _until_rounding_grows(
 
     The reason is stored as `stopped_at` of the reference, which the verdict prints.
     """
+    # If the runs have different numbers of updates, `num_comparable_updates` returns that of the
+    # longer run to say that everything can be compared. The updates that one run lacks are then
+    # reported as a difference.
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
-    if num_updates == max(len(reference.updates), len(parallel.updates)):
+    num_of_longer_run = max(len(reference.updates), len(parallel.updates))
+    if num_updates == num_of_longer_run:
         return reference, parallel
 
     until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
@@ -423,7 +434,7 @@ def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Fin
 
 def _finding_of_failure(parallel: RunRecord) -> Finding:
     """Returns the error that ended the script as a finding."""
-    if parallel.code == "LS304":  # the replicas have diverged, which is a sentence of its own
+    if parallel.code == "LS304":  # replicas have diverged; the text is a whole sentence already
         text = parallel.error
     else:
         text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
@@ -442,6 +453,7 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
     The gradient is then missing on one process too, so no comparison can show it.
     """
     for update in reference.updates:
+        # Recorded only for gathers that the loss depends on and that pass no gradient on.
         line = update.first("gather_line")
         if line:
             text = "on one process, too, the loss is computed from it"

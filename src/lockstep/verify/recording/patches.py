@@ -151,8 +151,8 @@ def install(
     if isinstance(kept_batches, BatchReader):
         _replace_lengths(kept_batches)
     _watch_loaders(recorder, mode, kept_batches)
-    if config.batch_times > 1:
-        _enlarge_batches(recorder, config.batch_times)
+    if config.batch_size_factor > 1:
+        _enlarge_batches(recorder, config.batch_size_factor)
 
     # To make runs comparable.
     if mode.determinism.double:

@@ -27,9 +27,12 @@ DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     """True if the gradient for one sample's output depends on the outputs of other samples.
 
-    The test takes second derivatives of the loss. It does not find a dependence that stays the same
-    under small changes of the outputs, such as a sort order or a detached weight, nor one that
-    torch cannot differentiate twice, except for distances between outputs.
+    The test takes second derivatives of the loss, and also finds distances between outputs, which
+    torch cannot differentiate twice. It does not find:
+
+    - a dependence that stays the same under small changes of the outputs, such as a sort order or a
+      detached weight;
+    - a dependence by another function that torch cannot differentiate twice.
 
     Args:
         loss: a scalar loss.
@@ -171,11 +174,12 @@ def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     If one model is called with the output of another model, the loss compares samples by the output
     of the last model.
     """
-    # The nodes that some output was computed from.
-    arguments: list[Any] = []
+    # Nodes of the autograd graph that some output was directly computed from.
+    direct_inputs: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
-            arguments += [argument for argument, _ in output.grad_fn.next_functions]
+            direct_inputs += [node for node, _ in output.grad_fn.next_functions]
 
-    inner_nodes = nodes_behind(*arguments)
+    # These nodes, and all nodes that they were computed from. An output among them is not final.
+    inner_nodes = nodes_behind(*direct_inputs)
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

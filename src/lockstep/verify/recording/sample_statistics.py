@@ -56,9 +56,12 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     for dim in _dims(name, args, kwargs):
         if dim is None:  # all dimensions
             return True
-        # The first of two dimensions is 0 or -2. In a call such as `torch.max(a, b)`, the argument
-        # in this position is not a dimension but a tensor.
-        is_first_dim = type(dim) is int and dim % values.dim() == 0
+        # In a call such as `torch.max(a, b)`, the argument in this position is a tensor.
+        if type(dim) is not int:
+            continue
+
+        # The first of three dimensions may be given as 0 or as -3.
+        is_first_dim = dim in (0, -values.dim())
         if is_first_dim:
             return True
 
@@ -94,16 +97,19 @@ def summary_number(result: Any) -> float | None:
             of which the first tensor is used.
 
     Returns:
-        The number, or None if there is no tensor, or if its values cannot be read: on the meta
-        device, or inside a function that `torch.func` transforms.
+        The number, or None if there is no tensor, if the tensor is complex, or if its values cannot
+        be read: on the meta device, or inside a function that `torch.func` transforms.
     """
     result_tensors = tensors(result)
     if not result_tensors:
         return None
 
     tensor = result_tensors[0]
-    # A subclass of Tensor may be sharded, or wrapped by `torch.func`.
-    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
+    may_be_unreadable = type(tensor) is not Tensor  # sharded, or wrapped by `torch.func`
+    if may_be_unreadable or tensor.is_meta:
+        return None
+
+    if tensor.is_complex():  # `summarize` would leave out the imaginary parts
         return None
 
     with suppress(RuntimeError):  # raised if the values cannot be read

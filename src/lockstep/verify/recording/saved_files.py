@@ -59,7 +59,8 @@ class SavedFiles:
         """Patches the functions that save files, and those that read, move or remove them.
 
         Args:
-            determinism: counts the redirected files, which the verdict mentions.
+            determinism: counts everything of the script that is switched off in the run, such as
+                saving files where the script wants them. The verdict mentions it.
         """
         original_save = torch.save
         original_save_weights = lockstep.save_weights
@@ -68,6 +69,7 @@ class SavedFiles:
             """Replaces `torch.save`; `f` is a path or an open file."""
             target = f
             if isinstance(f, str | os.PathLike):
+                # The verdict lists this among all that was switched off in the run.
                 determinism.switched_off["saved files (written elsewhere)"] += 1
                 target = self.redirected_path(f)
             original_save(obj, target, *args, **kwargs)
@@ -94,6 +96,7 @@ class SavedFiles:
             name: name of the function.
         """
         function = getattr(owner, name)
+        moves_files = name in MOVING_FUNCTIONS
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
@@ -104,8 +107,9 @@ class SavedFiles:
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # In os.rename(path, target), the target is redirected too.
-            if name in MOVING_FUNCTIONS and other_args:
+            # In os.rename(path, target), the target is redirected too. If it is a folder, the file
+            # keeps the name that it has in `path`.
+            if moves_files and other_args:
                 target, *options = other_args
                 new_path = self._redirected_target(path, target)
                 return function(redirected, new_path, *options, **kwargs)

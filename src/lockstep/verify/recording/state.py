@@ -41,8 +41,11 @@ class Finished(SystemExit):
     """Ends the script as `sys.exit(0)` would, because enough steps have been recorded."""
 
 
-class RecordingFailed(SystemExit):
-    """Ends the script because of an error in the recorder itself."""
+class ExitByRecorder(SystemExit):
+    """Ends the script because of an error in the recorder itself.
+
+    The process that has started the run raises a `RecordingFailedError` afterwards.
+    """
 
 
 class RunningStep(NamedTuple):
@@ -63,10 +66,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(method: Method) -> Method:
-    """Decorates a method of the recorder, whose errors are then not taken for the script's.
+    """Decorates a method of the recorder, so that its errors are not taken for the script's errors.
 
-    Such an error ends the script with `RecordingFailed`, and its traceback is kept in
-    `state.internal_error`.
+    An error in the method ends the script with `ExitByRecorder`, a `SystemExit`, and its traceback
+    is kept in `state.internal_error`.
     """
 
     @wraps(method)
@@ -86,7 +89,7 @@ def guarded(method: Method) -> Method:
             is_first_error = not part.state.internal_error
             if is_first_error:
                 part.state.internal_error = traceback.format_exc()
-            raise RecordingFailed(RecordingFailedError.exit_code) from error
+            raise ExitByRecorder(RecordingFailedError.exit_code) from error
 
     return cast(Method, call)
 
@@ -324,15 +327,17 @@ class RecorderState:
         """
         for kind, value in marks.items():
             if kind.startswith(STATISTIC):
-                # "statistic train.py:12: ...", whose value is a summary of the statistic.
+                # The kind is "statistic train.py:12: ...", and the value a number that stands for
+                # the statistic.
                 line = kind.removeprefix(STATISTIC)
                 self.update.batch_statistics[line] = value
             elif kind.startswith(MODEL_CALL):
-                # "model 3", whose value is the line at which a model was called before update 3.
+                # The kind is "model 3" for a tensor from a forward pass of update 3, and the value
+                # the line that called the model.
                 update_number = int(kind.removeprefix(MODEL_CALL))
                 self.notes.model_calls_behind_loss[update_number] = value
             elif kind.startswith(BATCH_NORM):
-                # "norm 140", whose value is the id of a BatchNorm layer.
+                # The kind is "norm 140", and the value the id of a BatchNorm layer, 140.
                 self.notes.local_batch_norms.add(value)
 
         if "draw" in marks:

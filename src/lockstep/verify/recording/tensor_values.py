@@ -81,7 +81,7 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Returns the real tensors that have `count` rows.
+    """Returns the tensors that have `count` rows, without complex tensors.
 
     If a tensor has another number of rows, its first two dimensions are swapped first: the hidden
     state of a recurrent layer has the samples in its second dimension.

@@ -48,15 +48,17 @@ class WriteLog:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        # After `tensor.data = other`, the tensor has a new storage, which is watched too.
+        # `tensor.data = other` calls the setter `SET_DATA`. Then the tensor has a new storage,
+        # which is watched too.
         sets_data = name == "__set__" and func == SET_DATA
         if sets_data:
             self.watched |= {storage_of(args[0])}
 
-        # A method such as `add_` writes to its first argument, which may be a list of tensors. A
-        # call with `out=` writes to the tensors given there.
+        # A method such as `add_` writes to its first argument, and a call with `out=` to the
+        # tensors given there.
         if sets_data or _is_in_place(name) or "out" in kwargs:
-            for tensor in tensors((args[:1], kwargs.get("out"))):
+            first_argument = args[:1]  # may be a list of tensors
+            for tensor in tensors([first_argument, kwargs.get("out")]):
                 self.note_write(tensor)
 
     def note_write(self, tensor: Tensor, *, by_hand: bool = True) -> None:
@@ -66,7 +68,9 @@ class WriteLog:
             tensor: tensor that was written to.
             by_hand: True if the script itself has written to it; False for a collective.
         """
-        if not self.watched:  # during an optimizer's step, for example
+        # Nothing is watched during an optimizer's step, which writes to all parameters by itself,
+        # nor before the recorder has seen a model.
+        if not self.watched:
             return
 
         storage = storage_of(tensor)

@@ -23,13 +23,13 @@ ListSamples = Callable[[Update], list[Sample] | None]
 def _choose_sample_listing(case: Divergence) -> ListSamples:
     """Returns the method by which the samples of an update are listed in the other rules.
 
-    It is `Update.contents` (digests of the samples) if these are known for both runs, and otherwise
-    `Update.indices`. Contents are preferred, because ranks may have different datasets, in which
-    the same index stands for different samples.
+    It is `Update.samples_by_contents` if the contents are known for both runs, and otherwise
+    `Update.samples_by_index`. Contents are preferred, because ranks may have different datasets, in
+    which the same index stands for different samples.
     """
     _, same_contents = same_samples(case.expected, case.actual)
     contents_are_known = same_contents is not None
-    return Update.contents if contents_are_known else Update.indices
+    return Update.samples_by_contents if contents_are_known else Update.samples_by_index
 
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
@@ -209,10 +209,11 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
-    list_samples = _choose_sample_listing(case)  # `Update.contents` or `Update.indices`
+    # A method of `Update` that lists its samples, or returns None if they are not known.
+    list_samples = _choose_sample_listing(case)
 
     def list_samples_of_each_rank(update: Update) -> list[list[Sample]]:
-        """Returns a list of samples for each rank; an unknown list is taken as empty."""
+        """Returns a list of samples for each rank; the list is empty if they are not known."""
         samples_of_ranks = []
         for rank in update:
             samples = list_samples(Update([rank]))
@@ -263,8 +264,8 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
     # The contents and the indices of an update list the same samples in the same order.
     index_of_content: dict[Sample, Sample] = {}
     for update in case.reference_run:
-        contents = update.contents()
-        indices = update.indices()
+        contents = update.samples_by_contents()
+        indices = update.samples_by_index()
         if contents is not None and indices is not None:
             index_of_content.update(zip(contents, indices, strict=False))
 
