@@ -45,7 +45,7 @@ def signature(arguments: Arguments) -> Any:
         if isinstance(leaf, Tensor):
             key.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, tuple | int | float | str | bool | None):
-            key.append(leaf)
+            key.append(leaf)  # a tuple is a leaf if it is of a class that torch does not take apart
         else:  # an object of an unknown type, whose attributes may decide about shapes
             return None
 

@@ -189,6 +189,7 @@ class PipelinedModule(ModuleWrapper):
         micro_batch = len(batch.calls) - 1
         forward_pass = Action(forward=True, stage=last_stage_here, micro_batch=micro_batch)
 
+        # The last action that is done in this loop is the forward pass, so `output` is its output.
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
@@ -196,7 +197,7 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             return output
 
-        # On this rank the output consists of shapes.
+        # On this rank the output consists of tensors without values, which become NaN.
         return map_tensors(self._make_nan, output)
 
     def _check_can_run(self) -> None:
@@ -218,7 +219,13 @@ class PipelinedModule(ModuleWrapper):
             )
 
     def _check_call(self, batch: GlobalBatch) -> None:
-        """Raises UsageError if the model is called at the wrong time within a global batch."""
+        """Raises UsageError if the model is called at the wrong time within a global batch.
+
+        Args:
+            batch: the global batch, without the present call.
+        """
+        # Every earlier call must have been followed by `world.backward`. Ranks without the last
+        # stage call it as well, with a loss that was computed from NaN and is always NaN.
         every_call_has_its_loss = len(batch.calls) == len(batch.loss_backwards)
         if not every_call_has_its_loss:
             raise UsageError(
@@ -251,9 +258,11 @@ class PipelinedModule(ModuleWrapper):
         """
         self._drop_unfinished()
         batch = self._global_batch
+
+        # If all losses are there, this call begins another global batch. A loop that calls the
+        # model several times for each batch of the loader does so.
         if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
-            # A loop that calls the model several times in each turn has begun another one.
-            self._finish_global_batch(batch)
+            self._finish_global_batch(batch)  # sets `_global_batch` to None
 
         if self._global_batch is None:
             num_micro_batches = self.run.step.micro_batch.num_micro_batches
@@ -288,14 +297,18 @@ class PipelinedModule(ModuleWrapper):
         """
         batch = self._global_batch
         assert batch is not None  # the caller has checked `waits_for_loss`
+
+        # The backward pass of the loss is run when it is this micro-batch's turn.
         run_backward = None
         if self.has_last_stage:
-            # It is called when it is the turn of this micro-batch's backward pass.
             run_backward = partial(precision.backward, loss, **options)
 
         micro_batch = len(batch.loss_backwards)
         batch.loss_backwards.append(run_backward)
-        self._post_gradients_early(batch, micro_batch)
+
+        # The next stage will send gradients of this micro-batch, which other actions may precede.
+        self._receive_gradients_early(batch, micro_batch)
+
         is_last = self.run.step.micro_batch.last
         if is_last and self.replica_group is not None:
             batch.average = GradientAverage(self.replica_group)
@@ -318,7 +331,7 @@ class PipelinedModule(ModuleWrapper):
                 "call world.backward(loss)",
             )
 
-    def follow_moving_buffers(self) -> None:
+    def make_moving_buffers_equal(self) -> None:
         """Makes the buffers that forward passes change equal in all pipelines."""
         if self._moving_buffers is not None:
             self._moving_buffers.make_equal()
@@ -368,10 +381,14 @@ class PipelinedModule(ModuleWrapper):
         )
 
     def release(self) -> None:
-        """Drops all references to the process groups, also those of copies."""
+        """Drops all references to process groups, which would keep their threads alive.
+
+        The user may have copied this module (`__deepcopy__`). A copy shares the wires, and its
+        BatchNorm layers have groups of their own.
+        """
         self._global_batch = None
         self.replica_group = None
-        self._moving_buffers = None
+        self._moving_buffers = None  # it has the replica group
         for pipelined in self._copies:
             for part in pipelined.modules():
                 if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
@@ -395,13 +412,14 @@ class PipelinedModule(ModuleWrapper):
             self._run_backward_pass(batch, action)
             return None
 
+        another_micro_batch_follows = action.micro_batch + 1 < batch.num_micro_batches
         call = batch.calls[action.micro_batch]
         result = self._run_forward_pass(
             action.stage,
             call.arguments,
             call.kind,
             seed=mix_seed(batch.seed, action.micro_batch),
-            more=action.micro_batch + 1 < batch.num_micro_batches,
+            another_follows=another_micro_batch_follows,
         )
         sent_with_gradient = [tensor for tensor in result.sent if tensor.requires_grad]
         batch.boundary_tensors[action.stage, action.micro_batch] = BoundaryTensors(
@@ -466,7 +484,13 @@ class PipelinedModule(ModuleWrapper):
             raise
 
     def _run_forward_pass(
-        self, stage: int, arguments: Arguments, kind: InputKind | None, *, seed: int, more: bool
+        self,
+        stage: int,
+        arguments: Arguments,
+        kind: InputKind | None,
+        *,
+        seed: int,
+        another_follows: bool,
     ) -> ForwardResult:
         """Receives the inputs of a stage, runs the stage, and starts sending its outputs.
 
@@ -475,17 +499,20 @@ class PipelinedModule(ModuleWrapper):
             arguments: the arguments of the model's forward.
             kind: the kind of these arguments.
             seed: the seed of the random numbers that the stage draws.
-            more: True if another micro-batch is certain to follow.
+            another_follows: True if another micro-batch is certain to follow.
         """
         received = None
         with self._noting_failures():
             if stage > 0:
                 source = self.place.rank_of_stage(stage - 1)
-                received = self._activation_wires[stage - 1].receive(source, kind, more=more)
+                wire = self._activation_wires[stage - 1]
+                received = wire.receive(source, kind, another_follows=another_follows)
+
             sent, output = self._model.run(stage, received, arguments, seed)
             if sent is not None:
                 destination = self.place.rank_of_stage(stage + 1)
-                self._activation_wires[stage].send(sent, destination, kind, more=more)
+                wire = self._activation_wires[stage]
+                wire.send(sent, destination, kind, another_follows=another_follows)
 
         return ForwardResult(received or [], sent or [], output)
 
@@ -508,6 +535,8 @@ class PipelinedModule(ModuleWrapper):
             self._model.backward_pass(),
             self._averaging_gradients(batch, action),
         ):
+            # Compute gradients, from the loss or from the gradients of what was sent. If no tensor
+            # that was sent needs a gradient, there is nothing to do.
             if stage == self.place.last_stage:
                 run_backward = batch.loss_backwards[micro_batch]
                 batch.loss_backwards[micro_batch] = None  # it holds the whole graph of the loss
@@ -518,10 +547,12 @@ class PipelinedModule(ModuleWrapper):
                 if outputs and not drop:
                     torch.autograd.backward(outputs, gradients)
 
+            # Send the gradients of what was received. The previous stage has sent these tensors, so
+            # it knows the shapes and dtypes.
             if stage > 0:
                 message = gradient_message([t for t in tensors.received if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
-                self._gradient_wires[stage - 1].send_known(
+                self._gradient_wires[stage - 1].send_with_known_specs(
                     message.tensors, destination, message.marks
                 )
 
@@ -533,13 +564,16 @@ class PipelinedModule(ModuleWrapper):
             batch: the global batch.
             action: the backward pass that runs inside this context.
         """
-        if batch.average is None:
+        if batch.average is None:  # there is one pipeline, or the last loss has not been given yet
             yield
             return
 
-        for later in batch.actions:
-            is_of_same_stage = not later.forward and later.stage == action.stage
-            if is_of_same_stage and batch.is_ready(later):  # more gradients will be added
+        # The gradients are not complete if another backward pass of this stage remains, which will
+        # add to them. All losses have been given, so a remaining backward pass without a loss
+        # belongs to a micro-batch that the loop has left out. It never adds anything.
+        for remaining in batch.actions:
+            is_backward_of_stage = not remaining.forward and remaining.stage == action.stage
+            if is_backward_of_stage and batch.is_ready(remaining):
                 yield
                 return
 
@@ -576,16 +610,21 @@ class PipelinedModule(ModuleWrapper):
 
         return outputs, gradients
 
-    def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
-        """Starts receiving the gradients of a micro-batch, whose loss has just been given.
+    def _receive_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
+        """Starts receiving gradients from the next stage, before the backward pass needs them.
 
         The receives are kept in `batch.posted_gradients`. Nothing happens if starting them early
         would not help, or if gradients may arrive in another order.
+
+        Args:
+            batch: the global batch.
+            micro_batch: the micro-batch whose loss has just been given.
         """
         if self.has_last_stage:  # no later stage sends gradients to this one
             return
         if len(self.place.stages) > 1:  # gradients do not arrive in the order of micro-batches
             return
+
         stage = self.place.stages[0]
         if self._gradient_wires[stage].posts_early:
             sent = batch.boundary_tensors[stage, micro_batch].sent
@@ -603,22 +642,28 @@ class PipelinedModule(ModuleWrapper):
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
         """Ends a global batch: runs remaining backward passes, and waits until all is sent.
 
-        Backward passes remain if the loop has left out some micro-batches, because the schedule
-        puts them after a forward pass that is never called. The loops of all ranks leave out the
-        same micro-batches.
+        Backward passes remain if the loop has left out some micro-batches. For example, in the
+        order F0 F1 B0 F2 B1 B2 (F forward, B backward), B1 is still waiting for F2 if the loop has
+        not called the model for micro-batch 2. The loops of all ranks leave out the same
+        micro-batches.
 
         Args:
             batch: the global batch.
             drop: True if its gradients are not needed. Then messages are exchanged, but nothing is
                 computed.
         """
+        # Actions of micro-batches that were left out are skipped: their forward passes have not
+        # been called, and their backward passes have no loss.
         while batch.actions:
             action = batch.actions.popleft()
             is_backward = not action.forward
             if is_backward and batch.is_ready(action):
                 self._run_backward_pass(batch, action, drop=drop)
+
+        # The output wires are only used in evaluation, which waits for them itself.
         for wire in (*self._activation_wires, *self._gradient_wires):
             wire.wait()
+
         self._global_batch = None
 
     def clear_gradients(self) -> None:
@@ -648,15 +693,18 @@ class PipelinedModule(ModuleWrapper):
 
         output = None
         for stage in self.place.stages:
-            result = self._run_forward_pass(stage, arguments, kind, seed=seed, more=False)
+            result = self._run_forward_pass(
+                stage, arguments, kind, seed=seed, another_follows=False
+            )
             output = result.output
 
         leaves = pytree.tree_leaves(output)
         tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = self._pass_output_back(tensors_here)
 
-        # The gradient wires are not waited for. They may carry gradients of a global batch that is
-        # being computed, which another rank receives only in the next turn of its loop.
+        # Wait until everything has been sent, except gradients. The gradient wires may carry those
+        # of a global batch that is being computed, which another rank receives only in the next
+        # turn of its loop.
         for wire in self._activation_wires + self._output_wires:
             wire.wait()
 
@@ -679,7 +727,7 @@ class PipelinedModule(ModuleWrapper):
         Returns:
             The tensors of the output, with their values.
         """
-        # Wire n connects the positions n and n + 1, which have the first stages n and n + 1.
+        # The ranks at the positions n and n + 1 of the pipeline are connected by output wire n.
         position = self.place.position
         if not self.has_last_stage:
             source = self.place.rank_of_stage(position + 1)

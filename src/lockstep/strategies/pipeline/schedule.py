@@ -20,6 +20,7 @@ costs more than interleaving saves.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class _Finished(NamedTuple):
 
     tick: int
     meeting_point: int
-    """The next meeting point that the rank reaches after it (see `_interleaved_orders`)."""
+    """The next meeting point that the rank reaches after it (`_SimulatedRank.meeting_point_of`)."""
 
 
 class _SimulatedRank:
@@ -142,11 +143,11 @@ class _SimulatedRank:
             candidates.append(self.forward_passes[0])
         if schedule == "1f1b" or not self.forward_passes:
             for action in self.backward_passes:
-                if self._has_its_gradient_next(action):
+                if self._gradient_arrives_next(action):
                     candidates.append(action)
         return candidates
 
-    def _has_its_gradient_next(self, action: Action) -> bool:
+    def _gradient_arrives_next(self, action: Action) -> bool:
         """Returns True if the next gradient that the rank receives is for this backward pass.
 
         The gradients of several stages come from the same rank. NCCL delivers them in the order in
@@ -174,13 +175,15 @@ class _SimulatedRank:
     def do(self, action: Action, tick: int) -> _Finished:
         """Does an action that begins at the given tick.
 
-        A forward pass takes one tick, a backward pass two.
+        A forward pass takes one tick, a backward pass two. A *meeting point* is a place in the
+        training loop at which all ranks may wait for each other, such as the place after the call
+        of the model for a micro-batch (`meeting_point_of`).
 
         Returns:
             The tick at which the action ends, and the next meeting point that the rank reaches
             after it.
         """
-        meeting_point = self.meeting_point_of(action)
+        meeting_point_after_action = self.meeting_point_of(action)
         self.actions.append(action)
         if action.forward:
             self.forward_passes.popleft()
@@ -189,12 +192,13 @@ class _SimulatedRank:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
 
-        self.meeting_point = meeting_point
+        # After the forward pass through its highest stage, the rank returns from the call of the
+        # model, and goes past the meeting point after the call.
+        self.meeting_point = meeting_point_after_action
         if action.forward and action.stage == self.highest_stage:
-            # The call of the model returns now, and the rank passes the meeting point after it.
             self.meeting_point += 1
 
-        return _Finished(self.busy_until, meeting_point)
+        return _Finished(self.busy_until, meeting_point_after_action)
 
 
 def _interleaved_orders(
@@ -226,44 +230,58 @@ def _interleaved_orders(
                 continue
 
             for action in rank.candidates(schedule):
+                # What the action requires must be finished by now, and must not come after a
+                # meeting point that the rank only reaches after the action.
                 required = _requirements(action, positions, last_stage, max_under_way)
-                in_time = _Finished(tick, rank.meeting_point_of(action))
-                if not _are_finished(required, finished, in_time):
-                    continue
-
-                finished[action] = rank.do(action, tick)
-
-                # A backward pass uses a received gradient, and sends one to the previous stage.
-                if not action.forward and action.stage < last_stage:
-                    rank.received_gradients.popleft()
-
-                if not action.forward and action.stage > 0:
-                    next_pass = action._replace(stage=action.stage - 1)
-                    ranks[next_pass.stage % positions].received_gradients.append(next_pass)
-
-                break
+                latest_allowed = _Finished(tick, rank.meeting_point_of(action))
+                if _are_finished(required, finished, latest_allowed):
+                    finished[action] = rank.do(action, tick)
+                    if not action.forward:
+                        _pass_gradient_on(action, ranks, last_stage)
+                    break
 
         tick += 1
 
     return [rank.actions for rank in ranks]
 
 
+def _pass_gradient_on(
+    backward_pass: Action, ranks: Sequence[_SimulatedRank], last_stage: int
+) -> None:
+    """Simulates the messages of a backward pass: it has used one gradient, and sends another.
+
+    Args:
+        backward_pass: the backward pass, which was done.
+        ranks: the ranks of the pipeline, by position.
+        last_stage: the number of the model's last stage, which starts from the loss instead.
+    """
+    stage = backward_pass.stage
+    if stage < last_stage:
+        ranks[stage % len(ranks)].received_gradients.popleft()
+
+    if stage > 0:
+        next_pass = backward_pass._replace(stage=stage - 1)
+        ranks[next_pass.stage % len(ranks)].received_gradients.append(next_pass)
+
+
 def _are_finished(
-    required: list[Action], finished: dict[Action, _Finished], in_time: _Finished
+    required: list[Action], finished: dict[Action, _Finished], latest_allowed: _Finished
 ) -> bool:
     """Returns True if all required actions are finished in time.
 
     Args:
         required: the actions that another action requires.
         finished: when each action that is done was finished.
-        in_time: the latest tick and the latest meeting point at which they may be finished.
+        latest_allowed: the latest tick at which they may be finished, and the latest *meeting
+            point*. At a meeting point all ranks wait for each other, so a rank that has to go past
+            it first could not finish them.
     """
     for action in required:
         if action not in finished:
             return False
-        if finished[action].tick > in_time.tick:
+        if finished[action].tick > latest_allowed.tick:
             return False
-        if finished[action].meeting_point > in_time.meeting_point:
+        if finished[action].meeting_point > latest_allowed.meeting_point:
             return False
     return True
 
@@ -292,7 +310,8 @@ def _requirements(
         required.append(action._replace(stage=stage - 1))
 
     if micro_batch >= max_under_way:
-        # A rank finishes a micro-batch with the backward pass of its lowest stage.
+        # A rank finishes a micro-batch with the backward pass of its lowest stage. For example, on
+        # 2 positions, stages 1 and 3 are on one rank, whose lowest stage is 3 % 2 = 1.
         lowest_stage = stage % positions
         earlier = micro_batch - max_under_way
         required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))

@@ -132,14 +132,17 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             f"in the model's order: {sorted(set(cuts), key=names.index)}",
         )
 
-    result = Split(tuple(cuts), {}, {})
-    _assign_stages("", module, 0, result)
+    result = Split(tuple(cuts), pieces={}, loose_parameters={})
+    _assign_stages("", module, stage=0, result=result)  # fills both dictionaries
     _check_shared_parameters(module, result)
     return result
 
 
 def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> int:
     """Adds a module and everything in it to `result`, in the order of registration.
+
+    A module without cuts inside becomes a *piece*. A module with cuts inside is divided over
+    several stages. Its own parameters, which are in no submodule, become *loose parameters*.
 
     Args:
         name: the name of the module in the model.
@@ -197,8 +200,10 @@ def _has_state(module: nn.Module) -> bool:
     """Returns True if a module has parameters or the statistics of a BatchNorm."""
     if next(module.parameters(), None) is not None:
         return True
+
+    # A BatchNorm counts even if it keeps no running statistics. Other layers with statistics, such
+    # as InstanceNorm, are recognised by their `running_mean`.
     for part in module.modules():
-        # Other layers with statistics, such as InstanceNorm, have a `running_mean`.
         if isinstance(part, BatchNorm) or getattr(part, "running_mean", None) is not None:
             return True
     return False

@@ -115,6 +115,8 @@ class StagedModel:
         if was_replaced:  # the same piece is registered under another name
             return
 
+        # Where only shapes are computed, normalisation layers must not read their statistics, which
+        # have no values, or wait for other ranks.
         stage_is_here = stage in stages
         shape_forward = None
         if not stage_is_here:  # this process only computes shapes with the piece
@@ -150,13 +152,15 @@ class StagedModel:
         Raises:
             UsageError: the model cannot be cut there.
         """
+        # The submodules of the model are called below. Those that belong to a single stage (pieces)
+        # find this object in `self.stage_run`, and tell it when the stage begins and ends.
         stage_run = StageRun(stage, received, seed, self._device)
-
-        # The calls of pieces use it to begin and end the stage (`_PieceForward.before`).
         self.stage_run = stage_run
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
+            # `shape_contexts` holds the context in which shapes are computed instead of values. The
+            # context is entered and left several times, and left for good at the end.
             with torch.random.fork_rng(gpus), stage_run.shape_contexts:
                 seed_streams(seed, self._device)
                 if stage > 0:  # only stage 0 computes values from the start of the forward pass
@@ -182,9 +186,11 @@ class StagedModel:
             stage_run: the forward pass through the stage.
             output: what the model's forward returned.
         """
+        # Stage n begins at `self._cuts[n - 1]`; stage 0 begins with the model.
         stage = stage_run.stage
         if stage < self._last_stage:
-            if stage_run.sent is None:  # the next stage was not reached
+            next_stage_was_reached = stage_run.has_ended
+            if not next_stage_was_reached:
                 raise _not_called_error(self._cuts[stage], stage + 1)
             return
 
@@ -222,17 +228,23 @@ class StageRun:
     device: torch.device
     sent: list[Tensor] | None = None
     """The tensors for the next stage; None until its first piece is called."""
-    has_begun: bool = False
-    """True if a piece of the stage was called."""
+    has_own_seed: bool = False
+    """True if a piece of the stage was called, from which on the stage has its own random numbers.
+    """
     computes_values: bool = True
     """True while values are computed, False while shapes are computed."""
     shape_contexts: ExitStack = field(default_factory=ExitStack)
     """Holds the context in which shapes are computed, while it is entered."""
 
-    def begin(self) -> None:
-        """Gives the stage its own random numbers, when its first piece is called."""
-        if not self.has_begun:
-            self.has_begun = True
+    @property
+    def has_ended(self) -> bool:
+        """True if the next stage's first piece was called, and what it is given is in `sent`."""
+        return self.sent is not None
+
+    def use_own_seed(self) -> None:
+        """Gives the stage its own random numbers, when one of its pieces is called first."""
+        if not self.has_own_seed:
+            self.has_own_seed = True
             seed_streams(mix_seed(self.seed, self.stage, STAGE_SEED_TAG), self.device)
 
     def begin_values(self, arguments: Arguments) -> Arguments:
@@ -333,7 +345,8 @@ class _PieceForward:
         """Begins or ends the running stage if the call of this piece is where it begins or ends.
 
         It is called before the piece runs: as a forward pre-hook if the piece is the first of its
-        stage, and by `__call__`.
+        stage, and by `__call__`. A stage computes values from the call of its own first piece to
+        the call of the next stage's first piece. Before and after that, it computes shapes.
 
         Returns:
             The arguments for the piece.
@@ -342,20 +355,22 @@ class _PieceForward:
         if stage_run is None:  # no stage is running, for example in the backward pass
             return args, kwargs
 
-        is_of_this_stage = self.stage == stage_run.stage
-        if is_of_this_stage:
-            stage_run.begin()
-            if stage_run.computes_values:  # the stage goes on
+        # The piece belongs to the running stage. Values are computed already if the stage goes on,
+        # or if it is stage 0. Otherwise, this must be the piece with which the stage begins.
+        if self.stage == stage_run.stage:
+            stage_run.use_own_seed()
+            if stage_run.computes_values:
                 return args, kwargs
-            has_ended = stage_run.sent is not None
-            if self.is_first_of_stage and not has_ended:
+            if self.is_first_of_stage and not stage_run.has_ended:
                 return stage_run.begin_values((args, kwargs))
             raise _out_of_order_error(self.name, self.stage)
 
-        # The piece belongs to another stage.
+        # The piece belongs to another stage, and the running one has not begun or has ended.
         if not stage_run.computes_values:
             return args, kwargs
 
+        # The piece belongs to another stage while values are computed. It must be the one with
+        # which the next stage begins; the running stage ends here.
         is_of_next_stage = self.stage == stage_run.stage + 1
         if self.is_first_of_stage and is_of_next_stage:
             stage_run.end((args, kwargs))
@@ -371,7 +386,7 @@ class _PieceForward:
         with DisableTorchFunctionSubclass():
             kind = signature(arguments)  # None if unknown: then nothing is remembered
 
-        if kind in self.output_of_kind:
+        if kind is not None and kind in self.output_of_kind:
             return self.output_of_kind[kind]
 
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
@@ -427,12 +442,14 @@ def _move_to_stages(
                 parameter.data = parameter.data.to(device)
                 continue
 
+            # The parameter is on another rank. Here a parameter on the meta device takes its place,
+            # unless it is on this device already.
             gone.append(parameter)
-            if not parameter.is_meta:  # otherwise it has no values and can stay
-                shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
+            if not parameter.is_meta:
+                meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 _, _, attribute = path.rpartition(".")
-                part.register_parameter(attribute, shape)
-                gone.append(shape)
+                part.register_parameter(attribute, meta_parameter)
+                gone.append(meta_parameter)
 
         # A module that a cut goes through belongs to no stage, and all ranks need its buffers.
         stage = split.stage_of(name)

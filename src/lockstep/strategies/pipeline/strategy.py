@@ -293,10 +293,10 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
+        # `micro_batch_size` decides the number later, from the number of samples, so here 1 is the
+        # least. One process has no stages to keep busy with several micro-batches.
         num_positions = self._num_positions(run.topology)
-        if num_positions == 1:  # one process has nothing to keep busy
-            number = 1
-        elif run.settings.micro_batch_size:  # this setting decides the number
+        if run.settings.micro_batch_size or num_positions == 1:
             number = 1
         else:
             number = MICRO_BATCHES_PER_STAGE * num_positions
@@ -319,23 +319,27 @@ class Pipeline(Strategy):
 
         Every model has its own groups, because NCCL cannot tell messages of two models apart.
         """
-        ranks = _table_of_ranks(run, place)
-        model = len(run.prepared)
+        model_number = len(run.prepared)
 
-        # A row of `ranks.T` has the ranks of one pipeline, which form a group.
-        activations = open_group(run, f"activations of model {model}", ranks.T)
+        # One row for each pipeline, with its ranks: `open_group` opens a group for each row.
+        ranks_of_pipelines = _table_of_ranks(run, place).T
+        activations = open_group(run, f"activations of model {model_number}", ranks_of_pipelines)
 
         gradients: list[dist.ProcessGroup] = []
         for number in range(place.num_gradient_groups):
-            gradients.append(open_group(run, f"gradients {number} of model {model}", ranks.T))
+            name = f"gradients {number} of model {model_number}"
+            gradients.append(open_group(run, name, ranks_of_pipelines))
 
+        # Over Gloo receives are posted early, so tags must tell the messages of a group apart.
+        # Activations and outputs have one group: with `n` cuts, activations have the tags 0 to
+        # n - 1, and outputs have the tags n to 2 n - 1.
+        num_cuts = place.last_stage
         wires = Wires([], [], [])
-        for cut in range(place.last_stage):
-            # Over Gloo receives are posted early, so tags must tell the messages of cuts apart.
+        for cut in range(num_cuts):
             group = gradients[place.gradient_group(cut)]
             wires.activations.append(Wire(activations, run.device, tag=cut))
             wires.gradients.append(Wire(group, run.device, tag=cut))
-            wires.outputs.append(Wire(activations, run.device, tag=place.last_stage + cut))
+            wires.outputs.append(Wire(activations, run.device, tag=num_cuts + cut))
 
         return wires
 
@@ -345,14 +349,20 @@ class Pipeline(Strategy):
         Other ranks do not run these layers. With a single pipeline, each rank computes them alone.
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
+
+        # With several pipelines, the ranks with the same stages. With one, a group of this rank
+        # alone: `open_group` opens a group for each row of a table, [[0], [1], [2], ...].
         group = run.groups.get("replicas")
         if layers and group is None:
-            each_rank_alone = torch.arange(run.topology.size)[:, None]  # shape (ranks, 1)
-            group = open_group(run, "alone", each_rank_alone)
+            one_rank_per_row = torch.arange(run.topology.size)[:, None]
+            group = open_group(run, "alone", one_rank_per_row)
 
         for layer in layers:
-            if isinstance(layer, nn.SyncBatchNorm):  # torch's works neither on CPUs nor on shapes
+            # Torch's own SyncBatchNorm works neither on CPUs nor on tensors without values (on the
+            # meta device), which the pipeline uses for the shapes of other stages.
+            if isinstance(layer, nn.SyncBatchNorm):
                 convert(layer, group)
+
             if layer.process_group is None:  # the user has set none
                 layer.process_group = group
 
@@ -403,6 +413,7 @@ class Pipeline(Strategy):
         if run.topology.is_main:
             measured = measure(module, names, run.examples)
 
+        # The exchange turns the named tuple into a list.
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
 
@@ -453,10 +464,12 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
             "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
         )
 
-    # Put each of these units into a group with the units after it that are not called.
+    # Put each of these units into a group with the units after it that are not called. Then divide
+    # the groups among the stages, and find the group with which each stage but the first begins.
     costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
-    first_groups = balanced(costs_of_groups, num_stages)
-    return [possible_units[group] for group in first_groups]
+    groups_at_cuts = balanced(costs_of_groups, num_stages)
+
+    return [possible_units[group] for group in groups_at_cuts]
 
 
 def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
@@ -472,8 +485,8 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
         cuts: where the model is cut, and which stage each submodule belongs to.
     """
     for name, part in module.named_modules():
-        is_cut = cuts.stage_of(name) is None
-        if is_cut and is_compiled(part):
+        spans_several_stages = cuts.stage_of(name) is None
+        if spans_several_stages and is_compiled(part):
             raise _compiled_around_cuts_error(name)
 
         # The pipeline replaces the forward of a piece. A module returned by torch.compile(block)

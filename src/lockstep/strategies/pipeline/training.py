@@ -41,7 +41,7 @@ class PipelineSteps(Extension):
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Makes the buffers that forward passes change equal in all pipelines."""
         if self._module in modules:
-            self._module.follow_moving_buffers()
+            self._module.make_moving_buffers_equal()
 
     def clear_gradients(self) -> None:
         """Drops the gradients of a global batch that the loop has left early."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ class UnitCosts(NamedTuple):
     costs: list[float]
     """The cost of each unit."""
     reason: str
-    """How the costs were determined, as text to print."""
+    """How the costs were determined. It is printed after the share of each stage, for example "48%
+    + 52% of time and memory, measured on an example"."""
     called: list[bool]
     """For each unit, True if the forward pass of the example called it; all True without one."""
 
@@ -72,7 +73,7 @@ def measure(
         reason = "of parameters: no example to measure with"
         if any(parameter.is_meta for parameter in module.parameters()):
             reason = "of parameters: the model has no values yet to measure with"
-        return UnitCosts(parameter_bytes, reason, all_called)
+        return UnitCosts(costs=parameter_bytes, reason=reason, called=all_called)
 
     seconds, activation_bytes = measured
 
@@ -106,21 +107,38 @@ def _measure_on_examples(
 
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
-        for args, kwargs in _possible_arguments(batch):
-            # If the model cannot be called with these arguments, try others.
-            with suppress(Exception):
-                # The bytes of each storage that a unit keeps for the backward pass, by the number
-                # of the unit. Units that were not called are missing.
-                kept = saved_activations.measure(module, units, args, kwargs).inside
-                activation_bytes: list[int] = []
-                for number in range(len(units)):
-                    bytes_of_storages = kept.get(number, {})
-                    activation_bytes.append(sum(bytes_of_storages.values()))
-
-                seconds = _time_units(module, units, (args, kwargs), device)
-                return seconds, activation_bytes
+        for arguments in _possible_arguments(batch):
+            try:
+                return _measure_call(module, units, arguments, device)
+            except Exception:  # the model cannot be called with these arguments
+                continue
 
     return None
+
+
+def _measure_call(
+    module: nn.Module, units: Sequence[nn.Module], arguments: Arguments, device: torch.device
+) -> tuple[list[float], list[int]]:
+    """Measures units in calls of the model with the given arguments.
+
+    Returns:
+        The seconds of each unit, and the bytes of its activations; both are 0 for units that the
+        model does not call.
+
+    Raises:
+        Exception: the model cannot be called with these arguments.
+    """
+    # The bytes of each storage that a unit keeps for the backward pass, by the number of the unit.
+    # Units that were not called are missing.
+    args, kwargs = arguments
+    kept = saved_activations.measure(module, units, args, kwargs).inside
+    activation_bytes: list[int] = []
+    for number in range(len(units)):
+        bytes_of_storages = kept.get(number, {})
+        activation_bytes.append(sum(bytes_of_storages.values()))
+
+    seconds = _time_units(module, units, arguments, device)
+    return seconds, activation_bytes
 
 
 def _possible_arguments(batch: Any) -> list[Arguments]:

@@ -113,8 +113,8 @@ class Wire:
         self._group = group
         self._device = device
         self._tag = tag
-        self._carrier = carrier_device(device, group)
-        """The device of the tensors that are sent."""
+        self._carrier_device = carrier_device(device, group)
+        """The device of the tensors that are sent: the CPU over Gloo, the GPU over NCCL."""
         self._sends: list[tuple[dist.Work, list[Tensor]]] = []
         """Sends that may still be running, with the data that they send."""
         self._specs_of_kind: dict[Hashable, tuple[TensorSpec, ...]] = {}
@@ -133,7 +133,7 @@ class Wire:
         to: int,
         kind: InputKind | None = None,
         *,
-        more: bool = False,
+        another_follows: bool = False,
     ) -> None:
         """Starts sending a message. Its specs are sent first, unless the receiver knows them.
 
@@ -141,7 +141,8 @@ class Wire:
             tensors: any number of tensors.
             to: the rank that calls `receive`.
             kind: the kind of the input; None if unknown.
-            more: True if another message will follow. Both sides must pass the same value.
+            another_follows: True if another message is certain to follow, so that the receiver may
+                start receiving it early. Both sides must pass the same value.
 
         Raises:
             UsageError: the specs differ from those of the previous message of this kind, and the
@@ -176,15 +177,17 @@ class Wire:
                 "freeze or unfreeze parameters between two global batches",
             )
 
-        self.send_known(tensors, to, marks)
+        self.send_with_known_specs(tensors, to, marks)
 
         self._posted_by_receiver = None
-        if self._posts_next_message(specs, more):
+        if self._posts_next_message(specs, another_follows):
             self._posted_by_receiver = _spec_of_known_kind(specs, kind)
 
         self._previous_specs = specs
 
-    def send_known(self, tensors: Sequence[Tensor], to: int, marks: Sequence[bool] = ()) -> None:
+    def send_with_known_specs(
+        self, tensors: Sequence[Tensor], to: int, marks: Sequence[bool] = ()
+    ) -> None:
         """Starts sending a message whose specs and number of marks the receiver knows.
 
         Args:
@@ -194,13 +197,13 @@ class Wire:
         """
         self._send_from_cpu(torch.tensor(marks, dtype=torch.uint8), to)
         self._send_batch(
-            [tensor_bytes.to_bytes(tensor).to(self._carrier) for tensor in tensors], to
+            [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors], to
         )
         # Free the data of the sends that are done.
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
-        self, source: int, kind: InputKind | None = None, *, more: bool = False
+        self, source: int, kind: InputKind | None = None, *, another_follows: bool = False
     ) -> list[Tensor]:
         """Receives the message that `send` sends.
 
@@ -209,17 +212,20 @@ class Wire:
         Args:
             source: the rank that calls `send`.
             kind: the same kind that is passed to `send`.
-            more: the same value that is passed to `send`.
+            another_follows: True if another message is certain to follow, as it is passed to
+                `send`. Its receives may then be started now.
         """
         known_specs = self._specs_of_kind.get(kind)
-        if known_specs is None:  # the first message of this kind
+        if known_specs is None:
+            # The first message of a kind begins with its specs. Receives that were started early
+            # are for a message of the previous kind, so the sender completes them with zeros.
             self._drop_posted()
             specs, tensors = self._receive_with_specs(source, kind)
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
         # The next message will most likely have the same specs, so its receives are started now.
-        if self._posts_next_message(specs, more):
+        if self._posts_next_message(specs, another_follows):
             self._posted = self.post_receives(source, _spec_of_known_kind(specs, kind))
 
         self._previous_specs = specs
@@ -234,7 +240,8 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        They are the known specs, unless the mark of the message says otherwise.
+        If the kind depends on values, the message has a mark. It is True if the message has the
+        known specs, and False if new specs follow.
 
         Args:
             source: the sending rank.
@@ -249,10 +256,11 @@ class Wire:
         posted = self._posted
         self._posted = None
         message = self.take(posted)
-        if all(message.marks):  # the mark is True, or the message has no mark
+        has_known_specs = all(message.marks)  # also if there is no mark
+        if has_known_specs:
             return known_specs, message.tensors
 
-        # These tensors are zeros. The new specs and the real tensors follow.
+        # The tensors received so far are zeros. The new specs and the real tensors follow.
         return self._receive_with_specs(source, kind)
 
     def _receive_with_specs(
@@ -273,7 +281,7 @@ class Wire:
         if posted is not None:
             self.take(posted)
 
-    def _posts_next_message(self, specs: tuple[TensorSpec, ...], more: bool) -> bool:
+    def _posts_next_message(self, specs: tuple[TensorSpec, ...], another_follows: bool) -> bool:
         """Returns True if the receiver posts the receives of the next message now.
 
         It does so if two messages in a row had the same specs, because the next one will most
@@ -281,9 +289,9 @@ class Wire:
 
         Args:
             specs: the specs of the present message.
-            more: True if another message will follow.
+            another_follows: True if another message is certain to follow.
         """
-        return specs == self._previous_specs and more and self.posts_early
+        return specs == self._previous_specs and another_follows and self.posts_early
 
     @property
     def posts_early(self) -> bool:
@@ -292,14 +300,16 @@ class Wire:
         Gloo sends nothing before a receive is posted. With NCCL, a posted receive would keep the
         GPU busy until the message arrives.
         """
-        return self._carrier.type == "cpu"
+        return self._carrier_device.type == "cpu"
 
     def post_receives(self, source: int, spec: MessageSpec) -> PostedMessage:
         """Starts receiving a message, given its specs and its number of marks."""
         marks = torch.empty(spec.num_marks, dtype=torch.uint8)
         data: list[Tensor] = []
         for tensor_spec in spec.tensors:
-            data.append(torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier))
+            data.append(
+                torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier_device)
+            )
 
         works: list[dist.Work] = []
         if spec.num_marks:
@@ -317,6 +327,7 @@ class Wire:
         """
         for work in posted.works:
             work.wait()
+
         marks = [bool(mark) for mark in posted.marks.tolist()]
         tensors: list[Tensor] = []
         for spec, data in zip(posted.spec.tensors, posted.data, strict=True):
@@ -341,7 +352,12 @@ class Wire:
         remember(self._specs_of_kind, kind, specs)
 
     def _receive_specs(self, source: int, kind: InputKind | None) -> tuple[TensorSpec, ...]:
-        """Receives the specs that `_send_specs` sends."""
+        """Receives the specs that `_send_specs` sends, and remembers them.
+
+        Args:
+            source: the sending rank.
+            kind: the kind of the input. None if unknown; then nothing is remembered.
+        """
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, source, self._group, self._tag)
         text = torch.empty(int(length), dtype=torch.uint8)
@@ -359,7 +375,7 @@ class Wire:
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
             zeros.append(
-                torch.zeros(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier)
+                torch.zeros(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier_device)
             )
         self._send_from_cpu(torch.zeros(spec.num_marks, dtype=torch.uint8), to)
         self._send_batch(zeros, to)
