@@ -182,7 +182,7 @@ def test_a_flipped_bit_is_named(size: int, on_one_process: Path, tmp_path: Path)
     found = comparison.first_difference
     assert found is not None
     assert (found.step, found.step_before) == (4, 3)
-    assert found.parted_first == "gradient"
+    assert found.differed_first == "gradient"
     assert found.gradients == {2: ["head.bias"]}
     assert found.state == ["head.bias"]
     assert comparison.weights_at_beginning == []

@@ -55,7 +55,7 @@ class StepDifferences:
         return not (self.losses or self.gradients or self.state or self.weights)
 
     @property
-    def parted_first(self) -> str:
+    def differed_first(self) -> str:
         """What differed first within the step, for example "loss" or "weights"."""
         if self.losses:
             return "loss"
@@ -75,8 +75,8 @@ class JournalComparison:
     journals: list[Journal]
     num_compared: int = 0
     """Number of steps whose hashes were compared."""
-    num_compared_losses: int = 0
-    """Number of other steps, of which only the losses were compared."""
+    num_only_losses_compared: int = 0
+    """Number of other steps, of which only the losses were compared: not both runs have hashes."""
     weights_at_beginning: list[str] = field(default_factory=list)
     """The names of the weights that differ before the first step."""
     first_difference: StepDifferences | None = None
@@ -116,20 +116,22 @@ class JournalComparison:
 
     def _describe_equal_steps(self) -> str:
         """Describes how many steps were compared, if all of them are equal."""
-        others = count_noun(self.num_compared_losses, "step")
+        # Of these steps, at least one of the runs has no hashes.
+        others = count_noun(self.num_only_losses_compared, "step")
         if not self.num_compared:
             return f"equal losses: {others}, of which not both have hashes"
+
         text = f"equal in every bit: {count_noun(self.num_compared, 'step')}"
-        if self.num_compared_losses:
+        if self.num_only_losses_compared:
             text += f"; equal losses: {others} between them, of which not both have hashes"
         return text
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
         """Describes the first step that differs, as lines of text."""
         if self.weights_at_beginning:
-            first_line = f"step {found.step}: the {found.parted_first} differs, too"
+            first_line = f"step {found.step}: the {found.differed_first} differs, too"
         else:
-            first_line = f"step {found.step}: the {found.parted_first} parted first"
+            first_line = f"step {found.step}: the {found.differed_first} parted first"
         lines = [first_line + _describe_equal_before(found)]
 
         has_virtual_ranks = self.journals[0].virtual_ranks is not None
@@ -155,6 +157,8 @@ class JournalComparison:
         if found.weights:
             lines.append(f"  weights after the step: {_some_names(found.weights)}")
 
+        # If hashes of this step or of the step before are missing, gradients or weights may have
+        # differed before the losses did.
         step_before_has_hashes = found.hashes_before == found.step_before
         if not (found.has_hashes and step_before_has_hashes):
             lines.append(
@@ -169,9 +173,9 @@ class JournalComparison:
         return {
             "equal": not self.differs,
             "compared_steps": self.num_compared,
-            "steps_with_compared_losses": self.num_compared_losses,
+            "steps_with_compared_losses": self.num_only_losses_compared,
             "weights_at_beginning": self.weights_at_beginning,
-            "parted_first": None if found is None else found.parted_first,
+            "parted_first": None if found is None else found.differed_first,
             "first_difference": None if found is None else asdict(found),
             "manifest": self.manifest,
             "notes": self.notes,
@@ -184,18 +188,22 @@ def _describe_equal_before(found: StepDifferences) -> str:
     For example "; equal up to step 3, and losses up to step 5", if only losses were written for the
     steps 4 and 5. Returns "" if no step before it was compared.
     """
-    if found.step_before is None:
+    # The last equal step, and the last one of which both runs have hashes. In the example, these
+    # are the steps 5 and 3.
+    last_equal_step = found.step_before
+    last_step_with_hashes = found.hashes_before
+    if last_equal_step is None:
         return ""
 
-    if found.hashes_before == found.step_before:
-        text = f"; equal up to step {found.step_before}"
-    elif found.hashes_before is None:
-        text = f"; equal losses up to step {found.step_before}"
+    if last_step_with_hashes is None:
+        text = f"; equal losses up to step {last_equal_step}"
+    elif last_step_with_hashes == last_equal_step:
+        text = f"; equal up to step {last_equal_step}"
     else:
-        text = f"; equal up to step {found.hashes_before}"
-        text += f", and losses up to step {found.step_before}"
+        text = f"; equal up to step {last_step_with_hashes}"
+        text += f", and losses up to step {last_equal_step}"
 
-    if found.step_before < found.step - 1:
+    if last_equal_step < found.step - 1:
         text += ", the steps between were not written down by both"
     return text
 
@@ -228,7 +236,7 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
 
     comparison.notes += _notes_on_comparison(journal_a, journal_b)
     _compare_steps(comparison, common_steps)
-    if not comparison.num_compared and not comparison.num_compared_losses:
+    if not comparison.num_compared and not comparison.num_only_losses_compared:
         raise CheckpointError(
             f"the journals {journal_a.folder} and {journal_b.folder}",
             "of no step both have hashes, and their losses are of other parts of the batch",
@@ -247,7 +255,7 @@ def _notes_on_comparison(journal_a: Journal, journal_b: Journal) -> list[str]:
 
     if journal_a.virtual_ranks != journal_b.virtual_ranks:
         notes.append("the runs have other virtual ranks, so losses and gradients are not compared")
-    elif journal_a.virtual_ranks is None:
+    elif journal_a.virtual_ranks is None:  # and so has B none
         notes.append(
             "without virtual ranks gradients are not written down, only losses, weights and "
             "optimizer state"
@@ -268,7 +276,7 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
         if differences.has_hashes:
             comparison.num_compared += 1
         elif differences.has_losses:
-            comparison.num_compared_losses += 1
+            comparison.num_only_losses_compared += 1
         else:  # nothing in this step can be compared
             continue
 
@@ -290,15 +298,9 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     differences = StepDifferences(step)
     differences.has_hashes = a.has_hashes and b.has_hashes
 
-    # Losses and gradients belong to parts of the global batch. They can only be compared if both
-    # runs divided it into the same parts.
-    has_virtual_ranks = journal_a.virtual_ranks is not None
-    has_same_parts = journal_a.virtual_ranks == journal_b.virtual_ranks
-    if not has_virtual_ranks:  # the parts are ranks
-        has_same_parts = has_same_parts and set(a.losses) == set(b.losses)
-
-    differences.has_losses = has_same_parts
-    if has_same_parts:
+    have_same_parts = _have_same_parts(journal_a, journal_b, a, b)
+    differences.has_losses = have_same_parts
+    if have_same_parts:
         for part in sorted(set(a.losses) | set(b.losses)):
             loss_a = a.losses.get(part, 0.0)
             loss_b = b.losses.get(part, 0.0)
@@ -307,10 +309,11 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     if not differences.has_hashes:
         return differences
 
+    # Without virtual ranks, `gradients` is empty on both sides.
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
-    if has_same_parts:
-        differences.gradients_are_known = has_virtual_ranks
+    if have_same_parts:
+        differences.gradients_are_known = journal_a.virtual_ranks is not None
         for virtual_rank in sorted(set(a.gradients) | set(b.gradients)):
             gradients_a = _gradient_hashes(a, virtual_rank)
             gradients_b = _gradient_hashes(b, virtual_rank)
@@ -321,6 +324,24 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     differences.state = _differing_names(parameters_a, a.state, parameters_b, b.state)
     differences.weights = _differing_names(a.names, a.weights, b.names, b.weights)
     return differences
+
+
+def _have_same_parts(
+    journal_a: Journal, journal_b: Journal, step_a: JournalStep, step_b: JournalStep
+) -> bool:
+    """Returns True if two runs divided the global batch of a step into the same parts.
+
+    Only then can the losses and gradients be compared, which belong to these parts.
+    """
+    if journal_a.virtual_ranks != journal_b.virtual_ranks:
+        return False
+
+    # With equally many virtual ranks, the parts are the same on any number of ranks.
+    if journal_a.virtual_ranks is not None:
+        return True
+
+    # Without virtual ranks, the parts are those of the ranks.
+    return set(step_a.losses) == set(step_b.losses)
 
 
 def _gradient_hashes(step: JournalStep, virtual_rank: int) -> npt.NDArray[np.uint64]:

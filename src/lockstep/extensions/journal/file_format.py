@@ -62,10 +62,14 @@ class TensorTable(NamedTuple):
     names: tuple[str, ...]
     """The names of the trained parameters, then those of the buffers."""
     num_parameters: int
-    weights: tuple[int, ...]
-    """Indices of the tensors of which the file has a hash."""
-    state: tuple[int, ...]
-    """Indices of the parameters for whose optimizer state the file has a hash."""
+    hashed_weights: tuple[int, ...]
+    """Indices in `names` of the tensors that this rank has hashed."""
+    hashed_states: tuple[int, ...]
+    """Indices in `names` of the parameters whose optimizer state this rank has hashed."""
+
+
+NO_TENSORS = TensorTable(names=(), num_parameters=0, hashed_weights=(), hashed_states=())
+"""A table without any tensors."""
 
 
 class RankStep(NamedTuple):
@@ -78,9 +82,9 @@ class RankStep(NamedTuple):
     gradients: dict[int, Hashes]
     """One hash for each parameter, by the number of the part."""
     weights: Hashes
-    """One hash for each element of `table.weights`."""
+    """One hash for each element of `table.hashed_weights`."""
     state: Hashes
-    """One hash for each element of `table.state`."""
+    """One hash for each element of `table.hashed_states`."""
 
 
 class StepLocation(NamedTuple):
@@ -155,7 +159,7 @@ def read_file(path: Path) -> RankFile:
         CheckpointError: if the file cannot be opened, or has another version of the format.
     """
     file = _open_file(path)
-    table = TensorTable((), 0, (), ())
+    table = NO_TENSORS  # the table that applies to the next steps
     for begin, end in _find_records(file):
         kind = file.data[begin : begin + 1]
         if kind == STEP_RECORD:
@@ -165,6 +169,7 @@ def read_file(path: Path) -> RankFile:
             _add_step(file, StepLocation(begin + 1, end, table=None))
             continue
 
+        # A JSON object is known by its first key.
         values = json.loads(file.data[begin + 1 : end])
         if "journal" in values:
             file.header = values
@@ -180,12 +185,12 @@ def read_file(path: Path) -> RankFile:
         elif "begins_at" in values:
             file.begins_at = values["begins_at"]
             file.weights_at_beginning = values["weights"]
-        else:
+        else:  # "tensors": the tensors to which the hashes of the following steps belong
             table = TensorTable(
                 names=tuple(values["tensors"]),
                 num_parameters=values["parameters"],
-                weights=tuple(values["weights"]),
-                state=tuple(values["state"]),
+                hashed_weights=tuple(values["weights"]),
+                hashed_states=tuple(values["state"]),
             )
     return file
 
@@ -214,7 +219,8 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
     frame_begin = 0
     while frame_begin < len(file.data):
         begin = frame_begin + FRAME.size
-        if begin >= len(file.data):
+        has_content = begin < len(file.data)  # the content of a record is never empty
+        if not has_content:
             file.is_cut_off = True
             return
 
@@ -237,7 +243,8 @@ def _add_step(file: RankFile, location: StepLocation) -> None:
     """Adds a step to the last attempt in a file, or to a new one if the run went back."""
     number, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
     steps = file.steps_by_attempt[-1]
-    went_back = bool(steps) and number <= next(reversed(steps))
+    latest_number = next(reversed(steps), None)  # a dict keeps the order of insertion
+    went_back = latest_number is not None and number <= latest_number
     if went_back:
         steps = {}
         file.steps_by_attempt.append(steps)
@@ -246,6 +253,10 @@ def _add_step(file: RankFile, location: StepLocation) -> None:
 
 def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) -> RankStep:
     """Parses the content of a step.
+
+    A *part* of the step is a virtual rank, or this rank if there are no virtual ranks. The fields
+    of `STEP_FIELDS` are followed by numbers of 8 bytes. For 2 parts and 3 parameters: the numbers
+    of the 2 parts, 2 losses, 2 * 3 hashes of gradients, then hashes of weights and of states.
 
     Args:
         content: content of the record, without the letter that it begins with.
@@ -261,7 +272,7 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         num_weights = 0
     else:
         num_gradients = table.num_parameters if has_gradients else 0
-        num_weights = len(table.weights)
+        num_weights = len(table.hashed_weights)
 
     # The state is what remains after these lengths.
     lengths = [num_parts, num_parts, num_parts * num_gradients, num_weights]
@@ -284,11 +295,14 @@ def json_record(values: dict[str, Any]) -> bytes:
 
 
 def table_record(table: TensorTable) -> bytes:
-    """Returns the content of a record that holds a table of tensors."""
+    """Returns the content of a record that holds a table of tensors.
+
+    `weights` and `state` hold the indices of the tensors of which the file has hashes.
+    """
     values: dict[str, Sequence[str] | Sequence[int] | int] = {
         "tensors": table.names,
         "parameters": table.num_parameters,
-        "weights": table.weights,
-        "state": table.state,
+        "weights": table.hashed_weights,
+        "state": table.hashed_states,
     }
     return json_record(values)

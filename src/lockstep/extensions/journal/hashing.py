@@ -83,8 +83,8 @@ class TensorPart(NamedTuple):
     shape: tuple[int, ...]
     """The shape of the part."""
     dtype: torch.dtype
-    result: int
-    """The number of the result that the hash is added to."""
+    hash_index: int
+    """The index, among the hashes that are returned, of the one that the hash is added to."""
     first_byte: int = 0
     """The byte of the whole tensor at which the part begins."""
     factor: int = 1
@@ -115,8 +115,8 @@ class _LargePiece(NamedTuple):
     """The whole blocks of a large tensor, which are hashed in place."""
 
     tensor_index: int
-    result: int
-    """The number of the result that their hash is added to."""
+    hash_index: int
+    """As in `TensorPart`."""
     elements: tuple[int, int]
     """The first element of the piece within its tensor, and the one after its last."""
     factors: Any
@@ -131,8 +131,8 @@ class TensorHasher:
     hashed together.
 
     Args:
-        parts: descriptions of the tensors, in ascending order of their results.
-        num_results: number of hashes to compute. The hashes of all parts with the same `result`
+        parts: descriptions of the tensors, in ascending order of `hash_index`.
+        num_hashes: number of hashes to compute. The hashes of all parts with the same `hash_index`
             are added up.
         device: device of the tensors.
         with_numpy: True to compute with numpy, whose calls take less time than those of torch. Only
@@ -142,37 +142,39 @@ class TensorHasher:
     def __init__(
         self,
         parts: Sequence[TensorPart],
-        num_results: int,
+        num_hashes: int,
         device: torch.device,
         *,
         with_numpy: bool | None = None,
     ) -> None:
-        self._num_results = num_results
+        self._num_hashes = num_hashes
         self._device = device
         self._with_numpy = device.type == "cpu" if with_numpy is None else with_numpy
-        self._copied: list[_CopiedPiece] = []
-        self._large: list[_LargePiece] = []
+        self._copied_pieces: list[_CopiedPiece] = []
+        self._large_pieces: list[_LargePiece] = []
         self._word_factors = self._to_device(WORD_FACTORS)
         if self._with_numpy:
             self._folded = np.empty((BLOCKS_AT_ONCE_ON_CPU, WORDS_OF_BLOCK), np.int64)
 
         max_copied_bytes = MAX_COPIED_BYTES if device.type == "cpu" else MAX_COPIED_BYTES_ON_GPU
-        small: list[_SmallPiece] = []
+        small_pieces: list[_SmallPiece] = []
         for index, part in enumerate(parts):
             num_bytes = math.prod(part.shape) * part.dtype.itemsize
             if num_bytes > max_copied_bytes:
-                small += self._cut(index, part)
+                small_pieces += self._cut(index, part)
             elif num_bytes:
-                small.append(_SmallPiece(index, None, num_bytes))
-        self._lay_out(parts, small)
+                small_pieces.append(_SmallPiece(index, None, num_bytes))
+        self._lay_out(parts, small_pieces)
 
     def _cut(self, tensor_index: int, part: TensorPart) -> list[_SmallPiece]:
         """Cuts a large tensor into its whole blocks and its ends.
 
-        Adds the whole blocks to `self._large`, and returns the ends, which fill no block. Blocks
-        are those of the whole tensor. For example, if blocks had 4 elements, and this part were the
-        elements 3 to 12 of the whole tensor, its whole blocks would be the elements 4 to 11, and
-        its ends the elements 3 and 12.
+        Adds the whole blocks to `self._large_pieces`, and returns the ends, which fill no block.
+        Blocks are those of the whole tensor. For example, if blocks had 4 elements, and this part
+        were the elements 3 to 12 of the whole tensor, its whole blocks would be the elements 4 to
+        11, and its ends the elements 3 and 12.
+
+        A large tensor has many whole blocks, since it has more than `MAX_COPIED_BYTES` bytes.
         """
         itemsize = part.dtype.itemsize
         numel = math.prod(part.shape)
@@ -183,16 +185,19 @@ class TensorHasher:
         begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
         end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
 
-        factors = mixed_numbers(first_block, end_block - first_block) * np.int64(part.factor)
-        self._large.append(
-            _LargePiece(tensor_index, part.result, (begin, end), self._to_device(factors))
+        # The factors M(b) of these blocks, multiplied by the factor of the part.
+        block_factors = mixed_numbers(first_block, end_block - first_block) * np.int64(part.factor)
+        whole_blocks = _LargePiece(
+            tensor_index, part.hash_index, (begin, end), self._to_device(block_factors)
         )
+        self._large_pieces.append(whole_blocks)
 
+        # The elements before and after the whole blocks.
         ends: list[_SmallPiece] = []
-        for end_begin, end_end in ((0, begin), (end, numel)):
-            if end_begin < end_end:
-                num_bytes = (end_end - end_begin) * itemsize
-                ends.append(_SmallPiece(tensor_index, (end_begin, end_end), num_bytes))
+        for piece_begin, piece_end in ((0, begin), (end, numel)):
+            if piece_begin < piece_end:
+                num_bytes = (piece_end - piece_begin) * itemsize
+                ends.append(_SmallPiece(tensor_index, (piece_begin, piece_end), num_bytes))
         return ends
 
     def _lay_out(self, parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> None:
@@ -228,21 +233,26 @@ class TensorHasher:
             destination = memory[begin : begin + piece.num_bytes].view(part.dtype)
             if piece.elements is None:
                 destination = destination.view(part.shape)
-            self._copied.append(_CopiedPiece(piece.tensor_index, piece.elements, destination))
+            self._copied_pieces.append(
+                _CopiedPiece(piece.tensor_index, piece.elements, destination)
+            )
 
-        # The pieces of a result are next to each other, so their blocks can be summed as one range.
-        self._results: list[int] = []
-        first_blocks: list[int] = []  # for each result, where its range begins
+        # The pieces that are added to the same hash are next to each other, so their blocks are one
+        # range of blocks.
+        self._hash_indices: list[int] = []
+        first_blocks: list[int] = []  # for each of these hashes, where its range begins
         for piece, first_block in zip(pieces, first_block_of_piece, strict=True):
-            result = parts[piece.tensor_index].result
-            if not self._results or self._results[-1] != result:
-                self._results.append(result)
+            hash_index = parts[piece.tensor_index].hash_index
+            if not self._hash_indices or self._hash_indices[-1] != hash_index:
+                self._hash_indices.append(hash_index)
                 first_blocks.append(first_block)
         self._first_blocks = np.array(first_blocks, dtype=np.int64)
+
+        # numpy adds up ranges of blocks, and torch needs the index of the hash for each block.
         if not self._with_numpy:
-            sizes = np.diff(np.append(self._first_blocks, num_blocks))
-            results = np.array(self._results, dtype=np.int64)
-            self._result_of_block = self._to_device(np.repeat(results, sizes))
+            sizes_of_ranges = np.diff(np.append(self._first_blocks, num_blocks))
+            hash_indices = np.array(self._hash_indices, dtype=np.int64)
+            self._hash_index_of_block = self._to_device(np.repeat(hash_indices, sizes_of_ranges))
 
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Hashes tensors, without waiting for a GPU.
@@ -251,29 +261,34 @@ class TensorHasher:
             tensors: tensors as described by `parts`; the hash of None is 0.
 
         Returns:
-            The hashes, shape `(num_results,)`: a numpy array, or a tensor on the device.
+            The hashes, shape `(num_hashes,)`: a numpy array, or a tensor on the device.
         """
         with torch.no_grad():
+            # Small tensors, and the ends of large ones, are copied into one memory, and their
+            # blocks are hashed together.
             self._copy(tensors)
-            sums = self._block_sums(self._copied_words) * self._copied_factors
-            hashes = self._add_up(sums)
+            block_sums = self._block_sums(self._copied_words)
+            hashes = self._add_up_copied_blocks(block_sums * self._copied_factors)
 
-            for piece in self._large:
+            # The whole blocks of large tensors are hashed in place, one tensor after the other.
+            for piece in self._large_pieces:
                 tensor = tensors[piece.tensor_index]
                 if tensor is None:
                     continue
                 begin, end = piece.elements
                 blocks = tensor.detach().reshape(-1)[begin:end]
-                sums_of_blocks = self._block_sums(self._words(blocks))
-                products = (sums_of_blocks * piece.factors).reshape(1, -1)
-                hashes[piece.result : piece.result + 1] += products.sum(1)
+                block_sums = self._block_sums(self._words(blocks))
+
+                # Arrays of one element are added, because numpy warns if single numbers overflow.
+                products = (block_sums * piece.factors).reshape(1, -1)
+                hashes[piece.hash_index : piece.hash_index + 1] += products.sum(1)
         return hashes
 
     def _copy(self, tensors: Sequence[Tensor | None]) -> None:
         """Copies the small tensors, and the ends of the large ones, into the common memory."""
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece in self._copied:
+        for piece in self._copied_pieces:
             tensor = tensors[piece.tensor_index]
             if tensor is None:
                 piece.destination.zero_()
@@ -308,7 +323,8 @@ class TensorHasher:
         """
         if self._with_numpy:
             return self._block_sums_with_numpy(words)
-        sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
+
+        sums = [torch.empty(0, dtype=torch.int64, device=self._device)]  # if there are no blocks
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
             folded = (blocks >> 32).add_(blocks)
             sums.append(folded.mul_(self._word_factors).sum(1))
@@ -326,19 +342,28 @@ class TensorHasher:
             np.einsum("bw,w->b", folded, self._word_factors, out=sums_of_blocks)
         return sums
 
-    def _add_up(self, sums: Any) -> Any:
-        """Computes the outer sum of the hash: adds up the copied blocks of each result.
+    def _add_up_copied_blocks(self, sums: Any) -> Any:
+        """Computes the outer sum of the hash: adds up the copied blocks of each hash.
+
+        numpy and torch compute the same, each in the way that is fast with it. Example: the first
+        three blocks belong to hash 0 and the others to hash 2. numpy adds up the ranges that begin
+        at the blocks 0 and 3. torch adds the block sums to the hashes `[0, 0, 0, 2, 2]`.
 
         Args:
             sums: the sum of each copied block, multiplied by its factor.
+
+        Returns:
+            All hashes. Those of which no block was copied are 0.
         """
-        if not self._with_numpy:
-            hashes = torch.zeros(self._num_results, dtype=torch.int64, device=self._device)
-            return hashes.index_add_(0, self._result_of_block, sums)
-        hashes_in_numpy = np.zeros(self._num_results, np.int64)
-        if self._results:
-            hashes_in_numpy[self._results] = np.add.reduceat(sums, self._first_blocks)
-        return hashes_in_numpy
+        if self._with_numpy:
+            hashes_in_numpy = np.zeros(self._num_hashes, np.int64)
+            if self._hash_indices:
+                sums_of_ranges = np.add.reduceat(sums, self._first_blocks)
+                hashes_in_numpy[self._hash_indices] = sums_of_ranges
+            return hashes_in_numpy
+
+        hashes = torch.zeros(self._num_hashes, dtype=torch.int64, device=self._device)
+        return hashes.index_add_(0, self._hash_index_of_block, sums)
 
     def _to_device(self, numbers: Numbers) -> Any:
         """Returns the numbers unchanged for numpy, or else as a tensor on the device."""

@@ -17,10 +17,10 @@ import numpy as np
 from lockstep.errors import CheckpointError
 from lockstep.extensions.journal.file_format import (
     JOURNAL_SUFFIX,
+    NO_TENSORS,
     RANK_INFIX,
     Hashes,
     RankFile,
-    TensorTable,
     read_file,
 )
 from lockstep.wording import count_noun, format_ranks, group_by_key
@@ -90,12 +90,13 @@ class Journal:
             file.read_step(attempt.number_in_files, number) for file in attempt.files.values()
         ]
 
-        table = steps_of_ranks[0].table
-        has_hashes = table is not None
-        if table is None:
-            table = TensorTable((), 0, (), ())
+        # All ranks have the same tensors. Without hashes, the step is read as one without tensors.
+        first_table = steps_of_ranks[0].table
+        has_hashes = first_table is not None
+        table = NO_TENSORS if first_table is None else first_table
 
-        # Each rank has hashed its part of a tensor. The sum is the hash of the whole tensor.
+        # A rank has hashes of only some of the tensors, whose indices its table has. If a tensor is
+        # sharded, each rank has hashed its shard, and the sum is the hash of the whole tensor.
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
         weights = np.zeros(len(table.names), np.uint64)
@@ -104,8 +105,8 @@ class Journal:
             losses.update(step.losses)
             gradients.update(step.gradients)
             if step.table is not None:
-                weights[list(step.table.weights)] += step.weights
-                state[list(step.table.state)] += step.state
+                weights[list(step.table.hashed_weights)] += step.weights
+                state[list(step.table.hashed_states)] += step.state
 
         return JournalStep(
             has_hashes=has_hashes,
@@ -129,7 +130,7 @@ def read_journal(folder: Path) -> Journal:
     complete_starts: list[dict[int, RankFile]] = []
     for number, files in enumerate(files_of_start.values(), 1):
         notes += _notes_on_files(number, files)
-        if _has_begun_on_all_ranks(folder, number, files):
+        if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
     if not complete_starts:
         raise CheckpointError(
@@ -149,7 +150,7 @@ def read_journal(folder: Path) -> Journal:
         every=header["every"],
         manifest=_join_manifests(last),
         begins_at=first[0].begins_at,
-        weights_at_beginning=_add_weights(first),
+        weights_at_beginning=_sum_weight_hashes(first),
         notes=notes,
     )
     for files in complete_starts:
@@ -202,7 +203,7 @@ def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
     return notes
 
 
-def _has_begun_on_all_ranks(folder: Path, number: int, files: Mapping[int, RankFile]) -> bool:
+def _all_ranks_have_first_step(folder: Path, number: int, files: Mapping[int, RankFile]) -> bool:
     """Returns True if every rank of a start got as far as its first step.
 
     Args:
@@ -223,6 +224,8 @@ def _has_begun_on_all_ranks(folder: Path, number: int, files: Mapping[int, RankF
             f"start {number} lacks the file of {format_ranks(missing)}",
             "copy the files of all machines into one folder",
         )
+
+    # `begins_at` is written when the first step begins.
     return all(file.begins_at is not None for file in files.values())
 
 
@@ -242,15 +245,19 @@ def _join_manifests(files: Mapping[int, RankFile]) -> dict[str, str]:
         ]
         ranks_of_value = group_by_key(values_and_ranks)
         if len(ranks_of_value) == 1:
-            (joined[name],) = ranks_of_value
+            only_value = next(iter(ranks_of_value))
+            joined[name] = only_value
         else:
             texts = [f"{value} ({format_ranks(ranks)})" for value, ranks in ranks_of_value.items()]
             joined[name] = "; ".join(texts)
     return joined
 
 
-def _add_weights(files: Mapping[int, RankFile]) -> dict[str, int]:
-    """Returns the hashes of the weights that a start began with, summed over its ranks."""
+def _sum_weight_hashes(files: Mapping[int, RankFile]) -> dict[str, int]:
+    """Returns the hashes of the weights that a start began with, summed over its ranks.
+
+    Each rank has hashed some of the weights, or its shards of them.
+    """
     hash_of_weight: dict[str, int] = {}
     for file in files.values():
         for name, partial_hash in file.weights_at_beginning.items():
@@ -280,8 +287,8 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
         if first_step is None:
             continue
 
-        # The run went back to `first_step`, so everything after it was replaced, even steps that
-        # this attempt did not reach again.
+        # The run began at `first_step`, or went back to it. So everything after it was replaced,
+        # even steps that this attempt did not reach again.
         replaced = [step for step in journal.attempt_of_step if step >= first_step]
         for step in replaced:
             del journal.attempt_of_step[step]

@@ -36,7 +36,7 @@ class NamedParameters(NamedTuple):
 
 def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
     """Returns the tensors of modules, by names that are the same under every strategy."""
-    found = NamedParameters({}, {}, {})
+    found = NamedParameters(trained={}, frozen={}, buffers={})
     for number, module in enumerate(modules):
         to_plain_name = plain_names(module)
         prefix = f"model{number}." if len(modules) > 1 else ""
@@ -52,6 +52,8 @@ def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
                 if buffer.numel() == 0 or buffer.is_meta or id(buffer) in known_ids:
                     continue
                 known_ids.add(id(buffer))
+
+                # The buffer is looked up in its module each time, since it may be replaced.
                 full_name = f"{module_name}.{name}" if module_name else name
                 found.buffers[prefix + to_plain_name(full_name)] = (submodule, name)
     return found
@@ -82,8 +84,8 @@ class _OwnPart(NamedTuple):
     """A tensor or shard that this rank has to hash."""
 
     tensor: Tensor
-    result: int
-    """The result that its hash is added to."""
+    entry: int
+    """The journal entry that its hash is added to."""
     first_byte: int
     """The byte of the whole tensor with which it begins."""
     factor: int
@@ -107,36 +109,46 @@ class HashedTensors:
         """The tensors of the last call."""
         self._hashers: list[tuple[TensorHasher, list[Tensor]]] = []
         """For each device that holds parts of this rank: a hasher, and the parts that it hashes."""
-        self.results: tuple[int, ...] = ()
-        """The results to which this rank contributes hashes, in ascending order."""
+        self.entries: tuple[int, ...] = ()
+        """The journal entries to which this rank contributes a hash, in ascending order. They are
+        known after the first call of `hashes`."""
 
     def hashes(
-        self, tensors: list[Tensor], results: Sequence[int], owners: Sequence[int], keys: list[str]
+        self,
+        tensors: list[Tensor],
+        *,
+        entries: Sequence[int],
+        owners: Sequence[int],
+        keys: Sequence[str] = (),
     ) -> Any:
         """Hashes the tensors or shards that this rank has to hash.
 
-        Sets the attribute `results`, which says to which results the returned hashes belong.
+        A journal has numbered entries with one hash each: an entry for each parameter, for example.
+        The hashes of all tensors of an entry are added up. The attribute `entries` says to which
+        entries the returned hashes belong: usually this rank hashes only some of the tensors.
 
         Args:
             tensors: whole tensors or DTensors.
-            results: for each tensor, the number of the result that its hash is added to; ascending.
+            entries: for each tensor, the number of its entry; ascending.
             owners: for each tensor, the rank that hashes it if all ranks have it.
             keys: for each tensor, a name that distinguishes it from the other tensors of the same
-                result; empty if every result has one tensor only.
+                entry; empty if every entry has one tensor only.
 
         Returns:
-            One hash for each element of `self.results`, as `TensorHasher.hashes` returns them.
+            One hash for each element of `self.entries`, as `TensorHasher.hashes` returns them.
         """
         is_known = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         if not is_known:
-            self._prepare(tensors, results, owners, keys)
+            self._prepare(tensors, entries, owners, keys)  # sets `self.entries` and the hashers
 
+        # Each hasher returns a hash for all of `self.entries`: 0 if the entry has no tensor on the
+        # hasher's device. So the hashes of all devices can be added up.
         total: Any = None
         for hasher, parts in self._hashers:
-            hashes = hasher.hashes(parts)
-            if isinstance(hashes, np.ndarray) and self._device.type != "cpu":
-                hashes = torch.from_numpy(hashes).to(self._device)
-            total = hashes if total is None else total + hashes
+            hashes_of_device = hasher.hashes(parts)
+            if isinstance(hashes_of_device, np.ndarray) and self._device.type != "cpu":
+                hashes_of_device = torch.from_numpy(hashes_of_device).to(self._device)
+            total = hashes_of_device if total is None else total + hashes_of_device
         if total is not None:
             return total
 
@@ -146,11 +158,15 @@ class HashedTensors:
         return torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _prepare(
-        self, tensors: list[Tensor], results: Sequence[int], owners: Sequence[int], keys: list[str]
+        self,
+        tensors: list[Tensor],
+        entries: Sequence[int],
+        owners: Sequence[int],
+        keys: Sequence[str],
     ) -> None:
         """Finds the parts that this rank has to hash, and builds a hasher for each device.
 
-        Takes the arguments of `hashes`.
+        Takes the arguments of `hashes`, and sets `self.entries`.
         """
         self._tensors = tensors
 
@@ -169,11 +185,12 @@ class HashedTensors:
             factor = 1
             if keys:
                 factor = int(mixed_numbers(zlib.crc32(keys[index].encode()), 1)[0])
-            own_parts.append(_OwnPart(part, results[index], first_byte, factor))
+            own_parts.append(_OwnPart(part, entries[index], first_byte, factor))
 
-        # The hashers number their results without gaps: with results (2, 5), result 5 is number 1.
-        self.results = tuple(sorted({part.result for part in own_parts}))
-        number_of_result = {result: number for number, result in enumerate(self.results)}
+        # The hashers number their hashes without gaps: with entries (2, 5), that of entry 5 is
+        # number 1.
+        self.entries = tuple(sorted({part.entry for part in own_parts}))
+        index_of_entry = {entry: index for index, entry in enumerate(self.entries)}
 
         self._hashers = []
         for device in sorted({part.tensor.device for part in own_parts}, key=str):
@@ -182,13 +199,13 @@ class HashedTensors:
                 TensorPart(
                     shape=tuple(part.tensor.shape),
                     dtype=part.tensor.dtype,
-                    result=number_of_result[part.result],
+                    hash_index=index_of_entry[part.entry],
                     first_byte=part.first_byte,
                     factor=part.factor,
                 )
                 for part in on_device
             ]
-            hasher = TensorHasher(descriptions, len(self.results), device)
+            hasher = TensorHasher(descriptions, len(self.entries), device)
             self._hashers.append((hasher, [part.tensor for part in on_device]))
 
 
@@ -223,7 +240,7 @@ def state_tensors(
     optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
 ) -> StateTensors:
     """Returns the tensors that the optimizers keep for the given parameters."""
-    state = StateTensors([], [], [])
+    state = StateTensors(tensors=[], parameters=[], keys=[])
     for index, parameter in enumerate(parameters):
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():

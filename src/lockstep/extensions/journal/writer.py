@@ -74,10 +74,10 @@ class _GradientHasher(NamedTuple):
     """Hashes a group of gradients that a virtual rank computes together."""
 
     hasher: TensorHasher
-    hashed: list[int]
+    indices_in_group: list[int]
     """Indices, within the group, of the gradients that are hashed. Those of parameters that the
     journal does not know are left out."""
-    columns: Any
+    indices_in_model: Any
     """For each hashed gradient, the index of its parameter among all trained parameters. A list, or
     a tensor on the GPU."""
 
@@ -87,7 +87,7 @@ class _PendingRecord(NamedTuple):
 
     head: bytes
     numbers: Tensor
-    copied: Any
+    copy_event: Any
     """A CUDA event that completes when the numbers have been copied to the host."""
 
 
@@ -116,7 +116,7 @@ class Journal(Extension):
         self._has_virtual_ranks = run.settings.virtual_ranks is not None
 
         # The tensors of the modules. They are looked up once at the beginning of each pass.
-        self._tensors = NamedParameters({}, {}, {})
+        self._tensors = NamedParameters(trained={}, frozen={}, buffers={})
         self._are_tensors_known = False
         self._parameters: list[nn.Parameter] = []
         """The trained parameters."""
@@ -124,9 +124,9 @@ class Journal(Extension):
         """Names of the trained parameters, then of the buffers."""
         self._owners: list[int] = []
         """For each of these tensors, the rank that hashes it if all ranks have it."""
-        self._column_of_parameter: dict[int, int] = {}
+        self._index_of_parameter: dict[int, int] = {}
         """The index of each trained parameter in `_parameters`, by its id."""
-        self._gradient_hashers: dict[tuple[int, ...], _GradientHasher] = {}
+        self._hasher_of_group: dict[tuple[int, ...], _GradientHasher] = {}
         """The hasher of each group of gradients, by the ids of the parameters in the group."""
         rank = run.topology.rank
         self._weights = HashedTensors(rank, run.device)
@@ -140,7 +140,7 @@ class Journal(Extension):
         """The losses of `_finished_step`, by virtual rank, or by rank without virtual ranks."""
         self._finished_step: int | None = None
         """The number of a step that has finished and must still be written."""
-        self._stepped: set[int] = set()
+        self._stepped_optimizers: set[int] = set()
         """The ids of the optimizers that have stepped in `_finished_step`."""
 
         # The file.
@@ -195,16 +195,16 @@ class Journal(Extension):
 
         # The same groups come again in every step, so their hashers are kept.
         group = tuple([id(parameter) for parameter in parameters])
-        if group not in self._gradient_hashers:
-            self._gradient_hashers[group] = self._make_gradient_hasher(parameters)
-        hasher, hashed, columns = self._gradient_hashers[group]
-        new_hashes = hasher.hashes([gradients[index] for index in hashed])
+        if group not in self._hasher_of_group:
+            self._hasher_of_group[group] = self._make_gradient_hasher(parameters)
+        hasher, indices_in_group, indices_in_model = self._hasher_of_group[group]
+        new_hashes = hasher.hashes([gradients[index] for index in indices_in_group])
 
         assert micro_batch.virtual_rank is not None
         virtual_rank = micro_batch.virtual_rank.number
         if virtual_rank not in self._gradient_hashes:
             self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
-        self._gradient_hashes[virtual_rank][columns] += new_hashes
+        self._gradient_hashes[virtual_rank][indices_in_model] += new_hashes
 
     def clear_gradients(self) -> None:
         """Discards the hashes of the gradients of a global batch that was abandoned."""
@@ -216,14 +216,15 @@ class Journal(Extension):
         In that case the optimizer begins a new step, and the previous one was made without some
         of the other optimizers.
         """
-        if id(optimizer) in self._stepped:
+        if id(optimizer) in self._stepped_optimizers:
             self._finish_step()
         self._find_tensors()  # needed if no loader has begun a micro-batch
 
     def step_finished(self, number: int) -> None:
         """Writes the losses of a step, or keeps them until its hashes are written, too.
 
-        Called when the first optimizer steps, before the next step replaces the losses.
+        Called when the first optimizer steps, before the next step replaces the losses. The hashes
+        of weights can only be computed when all optimizers have stepped, in `after_step`.
         """
         training_pass = self._step.training_pass
         if self._has_virtual_ranks:
@@ -233,15 +234,15 @@ class Journal(Extension):
 
         if self._is_hashed(number):
             self._finished_step = number
-            self._stepped.clear()
+            self._stepped_optimizers.clear()  # none of them has finished its step yet
             self._losses = losses
         else:
             self._write_losses(number, losses)
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Writes the step once all optimizers have stepped."""
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
+        self._stepped_optimizers.add(id(optimizer))
+        if len(self._stepped_optimizers) == len(self._optimizers):
             self._finish_step()
 
     def pass_ended(self) -> None:
@@ -285,14 +286,19 @@ class Journal(Extension):
         self._are_tensors_known = True
 
         self._tensors = collect_tensors(self._modules)
+
+        # Hashes of gradients, which the present step may have already, are in the order of the
+        # trained parameters. If other parameters are trained now, they cannot be used.
         if len(self._tensors.trained) != len(self._parameters):
             self._gradient_hashes.clear()
+
         self._parameters = list(self._tensors.trained.values())
         self._names = (*self._tensors.trained, *self._tensors.buffers)
-        self._column_of_parameter = {
-            id(parameter): column for column, parameter in enumerate(self._parameters)
+        self._index_of_parameter = {
+            id(parameter): index for index, parameter in enumerate(self._parameters)
         }
-        self._gradient_hashers.clear()
+        # The hashers are made again for the new parameters, because they know the old indices.
+        self._hasher_of_group.clear()
 
         sizes = [parameter.nbytes for parameter in self._parameters]
         for module, name in self._tensors.buffers.values():
@@ -306,21 +312,24 @@ class Journal(Extension):
     def _make_gradient_hasher(self, parameters: Sequence[Tensor]) -> _GradientHasher:
         """Builds the hasher for the gradients of a group of parameters."""
         parts: list[TensorPart] = []
-        hashed: list[int] = []
-        columns: list[int] = []
-        for index, parameter in enumerate(parameters):
-            column = self._column_of_parameter.get(id(parameter))
-            if column is None:  # the parameter is not trained
+        indices_in_group: list[int] = []
+        indices_in_model: list[int] = []
+        for index_in_group, parameter in enumerate(parameters):
+            index_in_model = self._index_of_parameter.get(id(parameter))
+            if index_in_model is None:  # the parameter is not trained
                 continue
-            parts.append(TensorPart(tuple(parameter.shape), parameter.dtype, result=len(parts)))
-            hashed.append(index)
-            columns.append(column)
+
+            # Each gradient has a hash of its own: the first one, the second one and so on.
+            part = TensorPart(tuple(parameter.shape), parameter.dtype, hash_index=len(parts))
+            parts.append(part)
+            indices_in_group.append(index_in_group)
+            indices_in_model.append(index_in_model)
 
         hasher = TensorHasher(parts, len(parts), self._device)
         if self._device.type == "cpu":
-            return _GradientHasher(hasher, hashed, columns)
-        columns_on_device = copy_to_device(torch.tensor(columns), self._device)
-        return _GradientHasher(hasher, hashed, columns_on_device)
+            return _GradientHasher(hasher, indices_in_group, indices_in_model)
+        indices_on_device = copy_to_device(torch.tensor(indices_in_model), self._device)
+        return _GradientHasher(hasher, indices_in_group, indices_on_device)
 
     # Records
 
@@ -332,13 +341,14 @@ class Journal(Extension):
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
 
-        # This rank only hashes a part of the tensors: `results` holds the indices of that part.
+        # Each tensor is an entry of its own. This rank only hashes a part of them: `entries` holds
+        # the indices of that part.
         names = list(tensors)
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
-        hashes = hasher.hashes(list(tensors.values()), range(len(names)), owners, [])
+        hashes = hasher.hashes(list(tensors.values()), entries=range(len(names)), owners=owners)
         hash_of_weight = {}
-        for index, signed_hash in zip(hasher.results, hashes.tolist(), strict=True):
+        for index, signed_hash in zip(hasher.entries, hashes.tolist(), strict=True):
             hash_of_weight[names[index]] = signed_hash % 2**64
 
         self._write(json_record({"begins_at": self._step.number, "weights": hash_of_weight}))
@@ -350,17 +360,22 @@ class Journal(Extension):
         number = self._finished_step
         self._finished_step = None
 
+        # The weights: parameters, then buffers. Each is an entry of its own.
         weights: list[Tensor] = [*self._parameters]
         for module, name in self._tensors.buffers.values():
             weights.append(getattr(module, name))
-        weight_hashes = self._weights.hashes(weights, range(len(weights)), self._owners, [])
+        weight_hashes = self._weights.hashes(
+            weights, entries=range(len(weights)), owners=self._owners
+        )
 
-        # The state of a parameter is hashed by the rank that hashes the parameter itself.
+        # The state of the optimizers: one entry for all tensors that belong to a parameter. They
+        # are hashed by the rank that hashes the parameter itself.
         state = state_tensors(self._optimizers, self._parameters)
-        owners = [self._owners[parameter] for parameter in state.parameters]
-        state_hashes = self._state.hashes(state.tensors, state.parameters, owners, state.keys)
-
-        self._write_table()
+        owners = [self._owners[index] for index in state.parameters]
+        state_hashes = self._state.hashes(
+            state.tensors, entries=state.parameters, owners=owners, keys=state.keys
+        )
+        self._write_table_if_changed()
 
         # The order of the numbers is that of `file_format`.
         parts = sorted(self._losses)  # virtual ranks, or this rank
@@ -384,16 +399,20 @@ class Journal(Extension):
         if self._device.type == "cpu":
             # Numpy is avoided here: its calls take a noticeable part of a short step.
             values = [float(losses[part]) for part in parts]
-            self._write(loss_content(number, parts, values), may_delay=True)
+            self._write(loss_content(number, parts, values), may_write_later=True)
             return
 
+        # On a GPU, the record is written when the losses have been copied to the host.
         head = loss_content(number, parts, [])
         self._write_numbers(head, [self._bits_of_losses([losses[part] for part in parts])])
 
-    def _write_table(self) -> None:
+    def _write_table_if_changed(self) -> None:
         """Writes which tensors the hashes of the next steps belong to, if that has changed."""
         table = TensorTable(
-            self._names, len(self._parameters), self._weights.results, self._state.results
+            names=self._names,
+            num_parameters=len(self._parameters),
+            hashed_weights=self._weights.entries,
+            hashed_states=self._state.entries,
         )
         if table != self._written_table:
             self._write_pending(wait=True)  # earlier steps belong to the previous table
@@ -422,13 +441,17 @@ class Journal(Extension):
 
         On a GPU, this only starts to copy the integers to the host. The record is written by a
         later call, when they have arrived.
+
+        Args:
+            head: the beginning of the record, before the integers.
+            numbers: the integers, as arrays or tensors that are joined.
         """
         if self._device.type == "cpu":
-            self._write(head + np.concatenate(numbers).tobytes(), may_delay=True)
+            self._write(head + np.concatenate(numbers).tobytes(), may_write_later=True)
             return
 
-        on_host, copied = start_copy_to_host(torch.cat(list(numbers)))
-        self._pending.append(_PendingRecord(head, on_host, copied))
+        on_host, copy_event = start_copy_to_host(torch.cat(list(numbers)))
+        self._pending.append(_PendingRecord(head, on_host, copy_event))
         self._write_pending(wait=False)
 
     def _write_pending(self, *, wait: bool) -> None:
@@ -439,25 +462,26 @@ class Journal(Extension):
         """
         while self._pending:
             record = self._pending[0]
-            if not wait and not record.copied.query():
+            has_arrived = record.copy_event.query()
+            if not has_arrived and not wait:
                 return
-            record.copied.synchronize()
+            record.copy_event.synchronize()
             self._pending.pop(0)
-            self._write(record.head + record.numbers.numpy().tobytes(), may_delay=True)
+            self._write(record.head + record.numbers.numpy().tobytes(), may_write_later=True)
 
-    def _write(self, content: bytes, *, may_delay: bool = False) -> None:
+    def _write(self, content: bytes, *, may_write_later: bool = False) -> None:
         """Appends a record to the file.
 
         Args:
             content: content of the record, without its frame.
-            may_delay: True to write the record together with later ones if the file was written to
-                within the last `WRITE_INTERVAL_S`. With short steps, a system call for each of them
-                would be noticeable.
+            may_write_later: True to write the record together with later ones if the file was
+                written to within the last `WRITE_INTERVAL_S`. With short steps, a system call for
+                each of them would be noticeable.
         """
         self._unwritten.append(record_bytes(content))
         now_s = time.monotonic()
         was_just_written = now_s - self._written_at_s < WRITE_INTERVAL_S
-        if may_delay and was_just_written:
+        if may_write_later and was_just_written:
             return
         self._written_at_s = now_s
         self._flush()
