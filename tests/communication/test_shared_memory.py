@@ -311,8 +311,8 @@ def waiting_for_the_first(victim: int) -> None:
         if world.rank == 2 and victim == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if world.rank == 2:
-            at = shared._memory, shared._barriers_at[0]
-            until(lambda: shared_memory.BARRIER_NUMBER.unpack_from(*at)[0] > shared._barriers)
+            at = shared._memory, shared._barrier_number_offsets[0]
+            until(lambda: shared_memory.BARRIER_NUMBER.unpack_from(*at)[0] > shared._num_barriers)
             os.kill(shared._pids[victim], signal.SIGKILL)
         try:
             if world.rank != 2:

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.communication.summation_tree import Node, count_merges, largest_nodes, plan_sums
+from lockstep.communication.summation_tree import (
+    Node,
+    largest_nodes,
+    merges_after_pushes,
+    plan_sums,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +24,7 @@ def sum_as_ranks(present: tuple[bool, ...], bounds: tuple[int, ...]) -> Any:
     nodes: list[Any] = []
     for rank, leaves in enumerate(sums.leaves_of_rank):
         nodes_of_rank = stacked(list(leaves), sums.merges_of_rank[rank])
-        assert len(nodes_of_rank) == sums.nodes_of_rank[rank]
+        assert len(nodes_of_rank) == sums.num_nodes_of_rank[rank]
         nodes += nodes_of_rank
     (total,) = stacked(nodes, sums.merges)
     return total
@@ -69,4 +74,4 @@ def test_a_range_has_few_nodes() -> None:
 
 def test_only_nodes_below_the_root_are_counted() -> None:
     leaves = [Node(leaf, leaf + 1) for leaf in range(4)]
-    assert count_merges(Node(2, 4), leaves) == [0, 1]
+    assert merges_after_pushes(Node(2, 4), leaves) == [0, 1]

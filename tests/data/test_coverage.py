@@ -40,13 +40,13 @@ def settle(ranks: list[Coverage], counting: int | None = None) -> list[LockstepE
     for rank in ranks:  # a copy brings what the rank will bring
         collect = SimpleNamespace(exchange=brought.append, num_contributing_ranks=None)
         with contextlib.suppress(TypeError):
-            copy.deepcopy(rank).settle(collect)
+            copy.deepcopy(rank).compare_if_due(collect)
     for rank in ranks:
         present = SimpleNamespace(
             exchange=lambda _: brought, num_contributing_ranks=counting or len(ranks)
         )
         try:
-            rank.settle(present)
+            rank.compare_if_due(present)
             found.append(None)
         except LockstepError as error:
             found.append(error)
@@ -179,9 +179,9 @@ def test_long_passes_are_compared_each_short_ones_now_and_then():
     )
     for epoch in range(52):
         hand_out(ranks, plan_epoch(160, 4, epoch=epoch), epoch)  # 40 steps
-        rank.settle(counting)
+        rank.compare_if_due(counting)
     assert [row[1][0] for row in exchanges] == [160, 160, 25 * 160, 25 * 160]
     for epoch in range(52, 54):
         hand_out(ranks, plan_epoch(4000, 4, epoch=epoch), epoch)
-        rank.settle(counting)
+        rank.compare_if_due(counting)
     assert [row[1][0] for row in exchanges[4:]] == [4000, 4000]

@@ -184,8 +184,8 @@ def test_a_micro_batch_of_a_virtual_rank_opens_and_closes_the_part_of_that_rank(
             number=1,
             begins=begins,
             ends=ends,
-            number_on_process=2,
-            mean_number_on_process=2.0,
+            num_on_process=2,
+            mean_num_on_process=2.0,
             has_own_step=True,
         )
         return MicroBatch(first=False, last=False, scale=3.0, virtual_rank=virtual_rank)

@@ -68,7 +68,8 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     # Read once more: a sample that differs from its own first reading is random, and no error.
     second_reading = _read_on_all_ranks(source, seed, indices, collectives)
     for place in differing_samples:
-        was_read_again = place < len(second_reading)  # False if some rank was too slow
+        # A reading ends early when time runs out on some rank, so the second one may be shorter.
+        was_read_again = place < len(second_reading)
         if not was_read_again:
             continue
 

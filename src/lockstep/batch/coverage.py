@@ -104,8 +104,8 @@ class _OpenPass:
         """
         self._delivered_samples.append(samples)
 
-        # A global batch that comes twice or out of order is delivered, but not planned, again. The
-        # tallies then differ, which the comparison with the other ranks detects.
+        # The samples of a global batch that comes twice are counted as delivered twice, but as
+        # planned only once. The tallies then differ, which the comparison of the ranks detects.
         if micro_batch.last and position == self.next_position:
             self._planned_samples.append(global_batch)
             self.next_position += 1
@@ -141,11 +141,12 @@ class Coverage:
     ) -> None:
         custom_order = sampler if batch_sampler is None else batch_sampler
         # A list of indices as a sampler, and a SequentialSampler, are meant to repeat their order.
-        self._may_repeat = (
-            custom_order is None
-            or hasattr(custom_order, "__getitem__")
-            or type(custom_order) is SequentialSampler
+        is_meant_to_repeat = (
+            hasattr(custom_order, "__getitem__") or type(custom_order) is SequentialSampler
         )
+        self._warns_of_repetition = custom_order is not None and not is_meant_to_repeat
+        """True to compare the order of each epoch with that of the epoch before, and to warn if
+        they are the same. False after the warning, which is given once."""
         self._planned = _Tally()
         """The tally of the planned samples in all passes that have not been compared yet."""
         self._delivered = _Tally()
@@ -171,7 +172,9 @@ class Coverage:
         """
         self._open_pass = _OpenPass(epoch, start, plan)
 
-        if not self._may_repeat and isinstance(plan, CustomPlan):
+        # Lockstep's own order is another one in each epoch. Only the order of the user's sampler,
+        # which is a `CustomPlan`, can be the same again.
+        if self._warns_of_repetition and isinstance(plan, CustomPlan):
             order_checksum = zlib.crc32(np.ascontiguousarray(plan.order).data)
             if self._last_order == (epoch - 1, order_checksum):
                 self._warn_of_repetition(epoch, plan.order)
@@ -210,15 +213,16 @@ class Coverage:
     def _end(self, ended_pass: _OpenPass) -> None:
         """Adds a completed pass to those that will be compared.
 
-        It also decides whether `settle` compares in the next optimizer step.
+        It also decides whether `compare_if_due` compares in the next optimizer step.
         """
         self._open_pass = None
         ended_pass.tally_samples()
 
-        # The tally only contains the global batches that came. With the number of samples in the
-        # whole plan instead, the comparison also detects a global batch that was left out.
-        ended_pass.planned.count = ended_pass.plan.num_samples_from(ended_pass.start)
-        self._planned.add(ended_pass.planned)
+        # A global batch that never came is missing in both tallies, which would look right. So the
+        # planned tally gets the number of samples in the whole plan. Its checksum needs no such
+        # correction: different numbers are enough to detect the mistake.
+        num_planned = ended_pass.plan.num_samples_from(ended_pass.start)
+        self._planned.add(_Tally(num_planned, ended_pass.planned.checksum))
         self._delivered.add(ended_pass.delivered)
 
         # Passes that are compared together have one common checksum of their orders.
@@ -231,7 +235,7 @@ class Coverage:
         has_many_steps = self._steps_since_comparison >= STEPS_BETWEEN_COMPARISONS
         self._comparison_is_due = is_first_pass or has_many_steps
 
-    def settle(self, collectives: Collectives) -> None:
+    def compare_if_due(self, collectives: Collectives) -> None:
         """Compares the tallies with those of the other ranks, if a comparison is due.
 
         It is called in every optimizer step. A comparison becomes due on all ranks in the same
@@ -250,6 +254,7 @@ class Coverage:
         planned = self._planned
         delivered = self._delivered
         order = [self._orders_checksum, planned.count, planned.checksum]
+        # The values to compare are in the variables above, so the tallies can start again at 0.
         self._forget_compared_passes()
 
         # Each rank reports the checksums of its order, and the tally of what it was handed.
@@ -281,7 +286,7 @@ class Coverage:
         )
 
     def _forget_compared_passes(self) -> None:
-        """Resets the tallies for the next comparison."""
+        """Sets the tallies back to 0, for the passes of the next comparison."""
         self._planned = _Tally()
         self._delivered = _Tally()
         self._orders_checksum = 0
@@ -291,13 +296,13 @@ class Coverage:
     def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
         """Warns that a sampler has returned the same random order as in the previous epoch.
 
-        This happens at most once, as orders are not compared again afterwards.
+        It is called for the first repetition only: the orders of later epochs are not compared.
 
         Args:
             epoch: number of the epoch whose order is that of the previous one.
             order: the indices of its samples.
         """
-        self._may_repeat = True
+        self._warns_of_repetition = False  # so that `begin` does not compare orders any more
         is_sorted = bool((order[:-1] <= order[1:]).all())
         if is_sorted:  # it is not a random order, so it is meant to repeat
             return

@@ -23,10 +23,10 @@ the number of samples, so that even the first few are spread over the dataset.""
 
 
 def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
-    """Reads the fingerprint of a dataset with an index; None for a stream.
+    """Reads the fingerprint of a dataset with an index; returns None for a stream.
 
-    The *parts* of a sample, such as image and label, each have a name and a digest. Parts that are
-    drawn at random are left out of the fingerprint.
+    It consists of checksums over the indices of subsets, the fingerprint of a Hugging Face dataset,
+    and digests of some samples.
     """
     if isinstance(source, IterableSource):
         return None
@@ -35,19 +35,27 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     subset_checksums: list[int] = []
     for indices_of_subset in subset_indices(source.dataset):
         subset_checksums.append(zlib.crc32(index_bytes(indices_of_subset)))
+
     hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
     if not isinstance(hugging_face, str):
         hugging_face = None
 
-    return Fingerprint(subset_checksums, hugging_face, _read_fixed_parts(source, seed))
+    samples = _read_repeatable_parts(source, seed)
+    return Fingerprint(subset_checksums, hugging_face, samples)
 
 
-def _read_fixed_parts(source: Source, seed: int) -> dict[int, Parts]:
-    """Reads some samples twice, and returns their parts that are not random, by index.
+def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
+    """Reads some samples twice, and returns the parts that are the same in both readings.
+
+    The *parts* of a sample are its components, such as an image and a label; each has a name and a
+    digest. A part that differs was drawn at random, so it cannot identify the sample.
 
     Args:
         source: the dataset and its loader options.
         seed: seed of the run.
+
+    Returns:
+        The parts of each sample, by its index.
     """
     # Read each sample twice in a row.
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]

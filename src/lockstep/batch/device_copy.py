@@ -66,13 +66,14 @@ def _copy_one_ahead(
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
             # Start to copy this batch, then let the caller use the previous one.
-            wait_until_pinned = copier.start(batch)
+            wait_for_started_copy = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
                 yield previous_description, copier.finish(previous_copy)
 
-            # Wait before the next batch is read, because it may reuse the memory of this one.
-            previous = description, wait_until_pinned()
+            # Wait until this batch is pinned before the next one is read, because the next one may
+            # reuse its memory.
+            previous = description, wait_for_started_copy()
 
         if previous is not None:
             previous_description, previous_copy = previous
@@ -111,7 +112,8 @@ class _Copier:
         """Starts to pin and copy a batch, in a thread if it is large.
 
         Returns:
-            A function that waits until the batch is pinned, and raises any error of pinning.
+            A function that waits until the batch is pinned, and returns the copy, which then has
+            been started. It raises any error of pinning.
         """
         if bytes_to_pin(batch) < MIN_BYTES_FOR_THREAD:
             started = self._pin_and_copy(batch)

@@ -50,7 +50,8 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
 
     Args:
         value: the sample.
-        max_numbers: about how many numbers of an array are used.
+        max_numbers: the digest of an array is made of about this many of its numbers, evenly
+            spread, so that a large array does not take long.
         file_names: True to include the file name of a path. Its folders are never included, because
             they differ between machines.
     """
@@ -96,7 +97,7 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
 
     Args:
         array: the array.
-        max_numbers: about how many of its numbers are used, evenly spread.
+        max_numbers: the digest is made of about this many numbers, evenly spread.
     """
     dtype_and_shape = [str(array.dtype), list(array.shape)]
     is_numeric = array.dtype.kind in "biufc"  # bool, integers, float, complex
@@ -116,9 +117,12 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     if is_small:
         return [*dtype_and_shape, *numbers.tolist()]
 
+    # The first mean shows other magnitudes, the second another order of the numbers, and the third
+    # other signs. Magnitudes are used because numbers with both signs could have a mean near 0, for
+    # which a relative tolerance is too strict.
     magnitudes = np.abs(numbers)
-    weights = np.linspace(0.5, 1.5, len(numbers))  # to notice a different order of the numbers
     mean = float(magnitudes.mean())
+    weights = np.linspace(0.5, 1.5, len(numbers))
     weighted_mean = float((magnitudes * weights).mean())
     mean_of_positive = float(np.maximum(numbers, 0.0).mean())
     return [*dtype_and_shape, mean, weighted_mean, mean_of_positive]

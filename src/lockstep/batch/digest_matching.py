@@ -57,6 +57,9 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
 
+    # Look for a part, such as the label, that is the same in both readings of every sample. It
+    # shows that these are the same samples, of which only other parts have changed, e.g. images
+    # that are augmented differently.
     first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]
@@ -109,8 +112,10 @@ def first_differing_sample(before: Sequence[Any], now: Sequence[Any]) -> int | N
 def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     """Divides the digest of a sample into the digests of its parts.
 
-    For example, `[["image", ...], ["label", 3]]` gives the parts `sample['image']` and
-    `sample['label']`, and `[..., 3]` gives `sample[0]` and `sample[1]`.
+    The digest of a mapping is a list of pairs of a key and a digest. From
+    `[["image", 0.5], ["label", 3]]` follow the parts `sample['image']: 0.5` and
+    `sample['label']: 3`. An item of any other list has its place in its name: from `[0.5, 3]`
+    follow `sample[0]: 0.5` and `sample[1]: 3`.
 
     Args:
         digest: result of `batch.digest.digest`.
@@ -137,7 +142,8 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
 def _is_pair_of_mapping(digest: Any) -> bool:
     """Returns True for `[key, value]`, an item in the digest of a mapping.
 
-    The digest of an array may have two items too: `["float32", [3, 4]]`, its dtype and its shape.
+    It is recognised by its first item, a text. The digest of an array begins with a text, too:
+    `["float32", [3, 4]]`, its dtype and its shape.
     """
     if not isinstance(digest, list) or len(digest) != 2:
         return False

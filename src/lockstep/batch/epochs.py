@@ -25,13 +25,14 @@ class Epochs:
         """The current epoch."""
         self._loaders = loaders
         self._step = step
-        self._passes_at_begin: dict[Loader, int] | None = None
-        """For each loader, how many training passes it had before the current epoch; None outside
-        of a loop over epochs."""
+        self._passes_before_epoch: dict[Loader, int] | None = None
+        """For each loader, how many training passes it had before the current epoch; None while no
+        loop over epochs runs."""
         self._step_at_begin = 0
         """The number of optimizer steps before the current epoch."""
-        self._loaders_of_every_epoch: list[Loader] = []
-        """Loaders that were trained on in the previous epoch, and must be in the current one."""
+        self._loaders_of_previous_epoch: list[Loader] = []
+        """Loaders that were trained on in the previous epoch. The current epoch is not done before
+        they have been trained on again."""
 
     def run(self, total: int) -> Iterator[int]:
         """Yields the epochs from the current one to `total` - 1."""
@@ -43,12 +44,12 @@ class Epochs:
                 # The loop was left with `break`. Another loop will continue with this epoch if it
                 # is not done, and otherwise with the next one.
                 self.present = self.next
-                self._passes_at_begin = None
+                self._passes_before_epoch = None  # no loop runs any more
                 raise
 
             self.present += 1
 
-        self._passes_at_begin = None
+        self._passes_before_epoch = None
 
     @property
     def next(self) -> int:
@@ -56,41 +57,43 @@ class Epochs:
         return self.present + 1 if self._is_done() else self.present
 
     def _begin(self) -> None:
-        """Records the state at the beginning of an epoch.
+        """Records the state at the beginning of an epoch, by which `_is_done` recognises its end.
 
-        A loader that was trained on in the previous epoch must be trained on in the new one, too,
-        before that is done. `loader.trained` is the number of its training passes.
+        It also records which loaders were trained on in the previous epoch. The new epoch is done
+        only after each of them has been trained on again.
         """
-        passes_before = self._passes_at_begin or {}  # None before the first epoch
-        self._loaders_of_every_epoch = []
+        passes_before_previous = self._passes_before_epoch or {}  # empty before the first epoch
+        self._loaders_of_previous_epoch = []
         for loader in self._loaders:
-            if loader in passes_before and loader.trained > passes_before[loader]:
-                self._loaders_of_every_epoch.append(loader)
-        self._passes_at_begin = {loader: loader.trained for loader in self._loaders}
+            num_passes_before = passes_before_previous.get(loader)
+            if num_passes_before is not None and loader.num_training_passes > num_passes_before:
+                self._loaders_of_previous_epoch.append(loader)
+
+        self._passes_before_epoch = {loader: loader.num_training_passes for loader in self._loaders}
         self._step_at_begin = self._step.number
 
     def _is_done(self) -> bool:
         """Returns True if the current epoch is done.
 
-        This is so when some loader was trained on in it, and all loaders that were trained on in
-        the previous epoch. `loader.trained` is the number of its training passes.
+        It is done when at least one loader was trained on in this epoch, and no loader of the
+        previous epoch is missing.
         """
-        passes_before = self._passes_at_begin
+        passes_before = self._passes_before_epoch
         if passes_before is None:  # no loop over epochs is running
             return False
         if any(loader.mid_epoch for loader in self._loaders):  # a pass has not ended yet
             return False
-        if not any(loader.trained for loader in self._loaders):
+        if not any(loader.num_training_passes for loader in self._loaders):
             # The training uses no prepared loader. Then a single optimizer step is enough.
             return self._step.number > self._step_at_begin
 
         trained_in_epoch = []
         for loader in self._loaders:
             # A loader that was prepared during the epoch had no passes before it.
-            if loader.trained > passes_before.get(loader, 0):
+            if loader.num_training_passes > passes_before.get(loader, 0):
                 trained_in_epoch.append(loader)
 
         if not trained_in_epoch:
             return False
 
-        return all(loader in trained_in_epoch for loader in self._loaders_of_every_epoch)
+        return all(loader in trained_in_epoch for loader in self._loaders_of_previous_epoch)

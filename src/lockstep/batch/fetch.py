@@ -50,7 +50,7 @@ class Fetch(Dataset[Any]):
         if self.tensor_rows is not None:  # a batch is a selection of rows
             return self.tensor_rows.select(indices)
         if not self.sample_rng:
-            return self._read_undrawn(indices.tolist())
+            return self._read_without_seeding(indices.tolist())
 
         # In a worker the random streams are used for nothing else, so they need not be preserved.
         in_worker = get_worker_info() is not None
@@ -62,8 +62,8 @@ class Fetch(Dataset[Any]):
                 samples.append(self.dataset[index])
             return call_collate(self.collate, samples)
 
-    def _read_undrawn(self, indices: list[int]) -> Any:
-        """Reads a batch of a dataset that draws no random numbers, without seeding."""
+    def _read_without_seeding(self, indices: list[int]) -> Any:
+        """Reads a batch of a dataset that draws no random numbers."""
         # With `__getitems__`, which torch's DataLoader uses too, a dataset reads several samples at
         # once.
         get_items = getattr(self.dataset, "__getitems__", None)
@@ -107,15 +107,18 @@ def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
     Datasets of a subclass are excluded, because they may augment samples.
     """
     if type(dataset) is Subset:
-        # The dataset inside may be a Subset as well. Then the indices of this Subset are those of
-        # samples of the other one, whose `row_of_sample` gives the rows.
-        whole = find_tensor_rows(dataset.dataset)
-        if whole is None:
+        inner = find_tensor_rows(dataset.dataset)
+        if inner is None:
             return None
-        rows = np.asarray(dataset.indices, dtype=np.int64)
-        if whole.row_of_sample is not None:
-            rows = whole.row_of_sample[rows]
-        return TensorRows(whole.tensors, rows)
+
+        # If the dataset inside is a TensorDataset, its sample i is row i. If it is a Subset as
+        # well, its `row_of_sample` says which row each of its samples is.
+        samples_of_inner = np.asarray(dataset.indices, dtype=np.int64)
+        if inner.row_of_sample is None:
+            rows = samples_of_inner
+        else:
+            rows = inner.row_of_sample[samples_of_inner]
+        return TensorRows(inner.tensors, rows)
 
     if type(dataset) is TensorDataset:
         if all(tensor.device.type == "cpu" for tensor in dataset.tensors):

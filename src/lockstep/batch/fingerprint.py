@@ -93,6 +93,9 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         if not samples_match(parts_before, parts_now):
             differing.append(str(index))
 
+    # Each sample was compared by itself above, for the message. Only all samples together show
+    # whether they are the same (SAME), the same with some part changed, such as augmented images
+    # beside equal labels (CHANGED), or other samples (OTHER).
     match = match_parts(samples_before, samples_now)
     if match is Match.SAME:
         return None
@@ -119,8 +122,10 @@ def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, P
     names = sample_before.keys() & sample_now.keys()
 
     # Without common parts these are different samples. All parts are compared then: each is None in
-    # one of the readings, so that they differ.
-    if not names and sample_before:
+    # one of the readings, so that they differ. If the earlier reading has no parts at all, because
+    # all of them are random, nothing can be compared, and no parts are returned.
+    has_common_parts = bool(names)
+    if sample_before and not has_common_parts:
         names = sample_before.keys() | sample_now.keys()
 
     parts_before = {name: sample_before.get(name) for name in sorted(names)}

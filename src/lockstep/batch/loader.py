@@ -40,7 +40,7 @@ from lockstep.batch.no_rows import mark_no_rows
 from lockstep.batch.plan import CustomPlan, Plan, split_sizes
 from lockstep.batch.pytree import cut_to_rows, map_tensors, storages
 from lockstep.batch.rows import RowCounter
-from lockstep.batch.shuffling import is_permuted
+from lockstep.batch.shuffling import is_shuffled_in_slices
 from lockstep.batch.source import SHARDING, Source
 from lockstep.batch.weighing import Weighing, Weight, scale_by_weight
 from lockstep.batch.workers import Workers
@@ -70,7 +70,7 @@ class _HandedOut:
     training_pass: TrainingPass
     planned: PlannedMicroBatch
     batch: Any
-    """The batch on the device; `()` after `Loader._hand_out` has returned."""
+    """The batch on the device. It is only present while `Loader._hand_out` runs."""
 
 
 class EpochSetter:
@@ -132,20 +132,23 @@ class Loader:
         self._collectives = collectives
         self._step = step
         self._evaluates_together = evaluates_together
+        """True if all ranks must take part in each forward pass of an evaluation."""
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self._workers = Workers(source.options, seed)
         self._rows: RowCounter | None = None
+        """Counts the rows of batches that a collate function of the user's has made; None with
+        torch's `default_collate`, which makes one row of each sample."""
         if source.collate is not default_collate:
             self._rows = RowCounter()
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self.current = MicroBatch()
         """The micro-batch that was handed out last."""
-        self.trained = 0
-        """Number of passes in which an optimizer has stepped."""
+        self.num_training_passes = 0
+        """Number of ended passes in which an optimizer has stepped."""
         self.passes_begun = 0
         """Number of passes that have begun on this rank, with and without gradients."""
         self.evaluated = 0
-        """Number of finished passes in which no optimizer has stepped."""
+        """Number of completed passes in which no optimizer has stepped."""
         self.evaluated_at: Location | None = None
         """The user's line that started the latest of these passes."""
         self.lines_that_asked_length: dict[Location, None] = {}
@@ -156,6 +159,7 @@ class Loader:
         """The global batch with which the next training pass begins. It is 0 unless a checkpoint
         was resumed in the middle of an epoch."""
         self._epochs_begun = 0
+        """Number of training passes that have begun. The next one gets this epoch number."""
         self._is_resumed = False
         """True after `load_state_dict`, until the next training pass begins."""
         self._evaluations_begun = 0
@@ -274,7 +278,7 @@ class Loader:
 
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
-        if self._plan.request.is_open:
+        if self._plan.request.is_open:  # autotuning has not divided a global batch yet
             how += "; how to divide it is measured in the first that is trained on"
         if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
@@ -343,18 +347,22 @@ class Loader:
             UsageError: the loader is in the middle of another epoch, or has resumed another epoch
                 from a checkpoint.
         """
-        was_set = f"set_epoch({epoch!r}) of a prepared loader"
-        check_whole_number(was_set, epoch, 0, UsageError)
-        is_another_epoch = epoch not in (self.epoch, self._epochs_begun)
+        call = f"set_epoch({epoch!r}) of a prepared loader"
+        check_whole_number(call, epoch, 0, UsageError)
+
+        # Between epochs, `self.epoch` is the next epoch. During a training pass it is the epoch of
+        # that pass, and the number of epochs that have begun is the next epoch.
+        is_current_or_next = epoch == self.epoch or epoch == self._epochs_begun
+        is_another_epoch = not is_current_or_next
         if is_another_epoch and self._is_training:
             raise UsageError(
-                was_set,
+                call,
                 f"a loop over the loader is in epoch {self.epoch}",
                 "call it before the loop, or leave it out: the loader counts its epochs itself",
             )
         if is_another_epoch and self._is_resumed:
             raise UsageError(
-                was_set,
+                call,
                 f"in the checkpoint that was resumed the loader is in epoch {self.epoch}",
                 "loop over world.epochs(n), which continues there, or leave set_epoch out: the "
                 "loader counts its epochs itself",
@@ -378,10 +386,15 @@ class Loader:
         """
         training_pass = self._training_pass
         if training_pass is None or not self._is_training:
+            # Between two epochs: the position is the beginning of the next one.
             epoch = self._epochs_begun
             step = self.start
         else:
-            epoch = self._epochs_begun - 1  # the current epoch, which was counted when it began
+            # Within an epoch, which was counted when it began. If the optimizer has stepped for the
+            # current global batch, the position is the next one. It steps after the last
+            # micro-batch. `stepped` alone would be True during an earlier micro-batch of the next
+            # global batch as well.
+            epoch = self._epochs_begun - 1
             step = self._position
             global_batch_is_trained = training_pass.micro_batch.last and training_pass.stepped
             if global_batch_is_trained:
@@ -396,6 +409,7 @@ class Loader:
         if self._fingerprint_text is not None:
             state["data"] = self._fingerprint_text
         if self.mid_epoch and self._custom_plan is not None:
+            # Global batch t of the epoch has the samples order[bounds[t] : bounds[t + 1]].
             state["order"] = torch.from_numpy(self._custom_plan.order)
             state["bounds"] = torch.from_numpy(self._custom_plan.bounds)
         return state
@@ -425,7 +439,8 @@ class Loader:
         self.start = state["step"]
         self._is_resumed = True
         self._training_pass = None
-        # Checkpoints of older versions count epochs and evaluations together.
+        # Older versions had one counter for training passes and evaluations, which the state calls
+        # "epoch". Then both counters continue from it.
         self._evaluations_begun = state.get("evaluations", state["epoch"])
 
         self._custom_plan = None
@@ -443,7 +458,7 @@ class Loader:
             "seed": self.seed,
             "shuffle": int(self.source.shuffle),
         }
-        if self.source.shuffle and is_permuted(self.source.length):
+        if self.source.shuffle and is_shuffled_in_slices(self.source.length):
             identity["version of the order"] = SHUFFLE_VERSION
         return identity
 
@@ -475,8 +490,9 @@ class Loader:
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
 
-        # Under DiLoCo every replica of the model needs samples of each global batch, otherwise
-        # training is refused. So empty batches only occur elsewhere.
+        # Under DiLoCo, training is refused if a replica of the model would have no samples of some
+        # global batch, so no rank ever needs an empty batch. In any other training, a rank needs
+        # one for each micro-batch in which it has no samples.
         virtual_ranks = self._plan.virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
         self._needs_empty_batches = False
@@ -500,11 +516,12 @@ class Loader:
 
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
         if self._evaluates_together:
-            # Every rank gets every micro-batch. A rank without samples gets an empty batch.
+            # The model needs all ranks in each forward pass, as FSDP does. So every rank gets every
+            # micro-batch, and a rank without samples gets an empty batch.
             some_ranks_skip = False
             self._needs_empty_batches = some_ranks_lack_samples
         else:
-            # Each rank skips the micro-batches in which it has no samples.
+            # Each rank skips the micro-batches in which it has no samples (no local rows).
             some_ranks_skip = some_ranks_lack_samples
             self._needs_empty_batches = False
             planned = (item for item in planned if item.micro_batch.local_rows > 0)
@@ -580,7 +597,7 @@ class Loader:
             if self._training_pass is training_pass:
                 self._training_pass = None
             if training_pass.ever_stepped:
-                self.trained += 1
+                self.num_training_passes += 1
             step.end_pass(training_pass, exhausted=exhausted)
             step.micro_batch_in_use = micro_batch_before
             step.enter_phase(phase_before)
@@ -601,7 +618,7 @@ class Loader:
         if batch is None:  # the collate function left out the whole global batch
             return None
         self._step.note_empty_part(batch)
-        return map_tensors(cut_to_rows(batch, 1, share=True), mark_no_rows)
+        return map_tensors(cut_to_rows(batch, num_samples=1, share=True), mark_no_rows)
 
     def _hand_out(
         self, epoch: int, training_pass: TrainingPass, planned: PlannedMicroBatch, batch: Any
@@ -624,13 +641,16 @@ class Loader:
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
 
+        # If the loop has finished all earlier batches, training on this one begins inside of
+        # `hand_out`, which calls `on_begin`. Extensions then get the batch.
         handed_out = _HandedOut(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, handed_out)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
 
-        # The step detects that the script has dropped a batch by the release of its tensors. So
-        # `handed_out`, which the step holds on to, must not keep the batch alive.
+        # Otherwise `on_begin` is called later, without the batch: the step detects that the script
+        # has dropped a batch by the release of its tensors, so `handed_out`, which the step holds
+        # on to, must not keep them alive.
         handed_out.batch = ()
 
     def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
@@ -643,7 +663,11 @@ class Loader:
         position = handed_out.planned.position
         self._set_current(micro_batch)
 
+        # Extensions count the samples of a batch as trained on once: not on the later stages of a
+        # pipeline, which get the same batch, and not if the micro-batch is repeated to check a
+        # device.
         extensions = self._step.extensions
+        samples_count = self._collectives.contributes and not micro_batch.is_repeat
         if extensions.listeners["delivered"]:
             extensions.delivered(
                 DeliveredBatch(
@@ -653,7 +677,7 @@ class Loader:
                     samples=handed_out.planned.indices,
                     micro_batch=micro_batch,
                     batch=handed_out.batch,
-                    counts=self._collectives.contributes and not micro_batch.is_repeat,
+                    counts=samples_count,
                 )
             )
 
@@ -671,9 +695,10 @@ class Loader:
     ) -> Generator[ReadMicroBatch, None, None]:
         """Yields the micro-batches of a pass, and inserts repeats where devices disagree.
 
-        In a checked global batch (`repeats`), each virtual rank is computed by two ranks, and their
-        results are compared. If two ranks disagree, all ranks compute that virtual rank again, and
-        the majority shows which device is wrong.
+        In a checked global batch (`repeats`), some virtual ranks are computed by two ranks. When
+        this is done, before the micro-batch that is marked with `compare_before`, the ranks compare
+        the results. If two ranks disagree, all ranks compute that virtual rank again, and the
+        majority shows which device is wrong.
 
         Args:
             epoch: number of the epoch.
@@ -681,12 +706,27 @@ class Loader:
         """
         with closing(on_device):
             for planned, batch in on_device:
-                # If the loop fetches batches ahead, the results to compare do not exist yet.
-                if planned.compared_before and not self._has_untrained_batches:
-                    dispute = self._step.find_dispute()
-                    if dispute is not None:
-                        yield from self._read_repeat(epoch, planned, dispute)
+                if planned.compare_before:
+                    yield from self._compare_and_repeat(epoch, planned)
                 yield planned, batch
+
+    def _compare_and_repeat(
+        self, epoch: int, planned: PlannedMicroBatch
+    ) -> Iterator[ReadMicroBatch]:
+        """Compares the results of the devices, and yields repeats of a disputed virtual rank.
+
+        Args:
+            epoch: number of the epoch.
+            planned: the micro-batch before which the results are compared.
+        """
+        # A loop that fetches batches ahead asks for this micro-batch before it has computed the
+        # results to compare. The comparison of this global batch is then left out.
+        if self._has_untrained_batches:
+            return
+
+        dispute = self._step.find_dispute()
+        if dispute is not None:
+            yield from self._read_repeat(epoch, planned, dispute)
 
     @property
     def _has_untrained_batches(self) -> bool:
@@ -710,11 +750,13 @@ class Loader:
         )
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
-            batch = self._fetch[epoch, repeat.indices]
-            counted = weighing.count_rows(repeat, batch)
+            collated_batch = self._fetch[epoch, repeat.indices]
+            counted = weighing.count_rows(repeat, collated_batch)
+
+            # The loss gets the factor that it had when the two ranks computed it.
             micro_batch = replace(counted.planned.micro_batch, scale=scale)
-            read = [(counted.planned._replace(micro_batch=micro_batch), counted.batch)]
-            yield from to_device(read, self._collectives.device)
+            repeat_with_scale = counted.planned._replace(micro_batch=micro_batch)
+            yield from to_device([(repeat_with_scale, counted.batch)], self._collectives.device)
 
     # Reading the data
 
@@ -776,9 +818,10 @@ class Loader:
         """Yields planned micro-batches, each with its batch on the CPU.
 
         A micro-batch in which this rank has no samples comes with a batch of one sample; see
-        `_make_empty_batch`.
+        `_make_empty_batch`. One sample of the first batch is kept for that purpose.
         """
-        # Loader workers prefetch, so their requests are generated ahead of the loop below.
+        # The plan is read twice: by the loader workers, which prefetch and so are ahead, and by the
+        # loop below.
         planned, planned_for_workers = tee(planned)
 
         def batches_to_read() -> Iterator[tuple[int, Indices]]:
@@ -821,11 +864,12 @@ class Loader:
             rows=self._rows,
             make_empty_batch=lambda: self._make_empty_batch(epoch),
         )
+        # `counted.collated` is what the collate function returned. `counted.batch` is the same,
+        # except if the collate function has dropped all samples of this rank: then it is an empty
+        # batch, with which this rank can take part in a forward pass that needs all ranks.
         for planned, batch in read:
             counted = weighing.count_rows(planned, batch)
             if self._evaluates_together:
-                # All ranks must run the forward pass. If the collate function has dropped all
-                # samples of this rank, `counted.batch` is an empty batch for that purpose.
                 yield counted.planned, counted.batch
             else:
                 yield counted.planned, counted.collated
@@ -849,8 +893,9 @@ class Loader:
             return
 
         try:
-            self._one_sample_batch = cut_to_rows(batch, num_samples, rows=1)
+            self._one_sample_batch = cut_to_rows(batch, num_samples, keep=1)
         except DataError as error:
+            # If no rank needs an empty batch in this pass, no template is needed either.
             if self._needs_empty_batches:
                 raise DataError(
                     error.was_set,
@@ -869,11 +914,12 @@ class Loader:
             epoch: number of the epoch.
         """
         if self._one_sample_batch is None:
-            # A collate function of the user's may drop the first sample, so it gets several.
+            # A collate function of the user's may drop the first sample, so it gets several. Only
+            # batches of such a function have a counter of rows.
             has_default_collate = self._rows is None
             num_samples = 1 if has_default_collate else self.batch_size
             first_batch = self._read_first(epoch, num_samples)
-            self._one_sample_batch = cut_to_rows(first_batch, num_samples, rows=1)
+            self._one_sample_batch = cut_to_rows(first_batch, num_samples, keep=1)
 
         # The user may modify the batch in place, so each call returns a copy.
         return map_tensors(self._one_sample_batch, Tensor.clone)

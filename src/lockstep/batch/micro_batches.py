@@ -9,7 +9,8 @@ DDP averages gradients over the ranks, and successive backward passes of a rank 
 loss is a mean over the `n` samples of a micro-batch, it must be multiplied by the *scale*
 `n * ranks / N` to give the mean over the `N` samples of the global batch.
 
-With `check_devices`, some virtual ranks of some global batches are computed twice (`repeats`).
+With `check_devices`, some virtual ranks of some global batches are *repeated*: a second rank
+computes the same samples, and the two ranks compare their results, which must be equal (`repeats`).
 
 Autotuning cuts a global batch into two *segments*: one micro-batch, during which the devices are
 measured, and the rest, which is divided according to the result.
@@ -51,8 +52,9 @@ class PlannedMicroBatch(NamedTuple):
     """True if every rank has samples in this micro-batch."""
     global_batch: Indices | None = None
     """The indices of all samples of the global batch; None for a stream."""
-    compared_before: bool = False
-    """True if the ranks compare the results of their devices before this micro-batch starts."""
+    compare_before: bool = False
+    """True if the ranks compare the results of their devices before this micro-batch starts. By
+    then each repeated virtual rank has been computed by both of its ranks."""
 
 
 ReadMicroBatch = tuple[PlannedMicroBatch, Any]
@@ -69,15 +71,19 @@ class Segment(NamedTuple):
     the measurement may change how they are divided."""
 
 
-class _RankPart(NamedTuple):
-    """A micro-batch of this rank in every global batch that has a certain number of samples."""
+class _MicroBatchTemplate(NamedTuple):
+    """A micro-batch of this rank in every global batch that has a certain number of samples.
+
+    All global batches of the same size are divided alike. So each size is divided once, and the
+    result is applied to each global batch of that size (`_planned`).
+    """
 
     micro_batch: MicroBatch
     samples: slice
     """The positions of its samples within the global batch."""
     on_all_ranks: bool
     """True if every rank has samples in this micro-batch."""
-    compared_before: bool = False
+    compare_before: bool = False
     """True if the ranks compare the results of their devices before this micro-batch starts."""
 
 
@@ -153,9 +159,9 @@ class MicroBatchPlan:
             The first sample of each part, and the one after its last, as an array of shape
             `(micro-batches, ranks, 2)`.
         """
-        return split_batch(count, self.shares, self.num_pieces(count), self.virtual_ranks)
+        return split_batch(count, self.shares, self.micro_batches_of(count), self.virtual_ranks)
 
-    def num_pieces(self, count: int) -> int:
+    def micro_batches_of(self, count: int) -> int:
         """Returns the number of micro-batches into which a global batch is divided.
 
         With virtual ranks, it is the number for each virtual rank's part of the global batch.
@@ -166,39 +172,57 @@ class MicroBatchPlan:
         if self.sizes_vary:
             return self._num_micro_batches(count)
 
-        number_of_full_batch = self._num_micro_batches(self.batch_size)
+        micro_batches_of_full = self._num_micro_batches(self.batch_size)
         is_short = count < self.batch_size
         if is_short and self.virtual_ranks is None:
-            return self._num_micro_batches_of_short(count, number_of_full_batch)
-        return number_of_full_batch
+            return self._num_micro_batches_of_short(count, micro_batches_of_full)
+        return micro_batches_of_full
 
     def _num_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches are needed for `count` samples.
 
-        With virtual ranks, it is the number for each virtual rank's part of these samples.
+        With virtual ranks, it is the number for each virtual rank's part of these samples. There
+        are at least `min_micro_batches`, and so many that none is larger than `micro_batch_size`.
         """
         if self.virtual_ranks is None:
-            needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-            # Each micro-batch must have at least one sample.
-            minimum = min(self.min_micro_batches, count)
-            return max(needed, minimum)
+            return self._num_micro_batches_of_ranks(count)
+        if self.virtual_ranks.train_copies:
+            return self._num_micro_batches_of_replica(count, self.virtual_ranks.count)
 
+        # All virtual ranks train one model, and each is processed by a single rank. The minimum may
+        # be larger than the number of samples: `split_over_virtual_ranks` then makes one
+        # micro-batch for each sample.
         largest_part = ceil_div(count, self.virtual_ranks.count)
-        if not self.virtual_ranks.train_copies:
-            # All virtual ranks train the same model, and each is processed by a single rank.
-            needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
-            return max(needed, self.min_micro_batches)
+        needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
+        return max(needed, self.min_micro_batches)
 
-        # Under DiLoCo each virtual rank trains a replica of its own. If there are more ranks than
-        # replicas, several ranks process one replica together, with equal shares.
-        smallest_part = count // self.virtual_ranks.count
-        ranks_per_replica = max(1, len(self.shares) // self.virtual_ranks.count)
+    def _num_micro_batches_of_ranks(self, count: int) -> int:
+        """Returns how many micro-batches are needed without virtual ranks; none may be empty."""
+        needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
+        minimum = min(self.min_micro_batches, count)
+        return max(needed, minimum)
+
+    def _num_micro_batches_of_replica(self, count: int, num_replicas: int) -> int:
+        """Returns how many micro-batches each replica needs for its part under DiLoCo.
+
+        Each virtual rank trains a replica of its own. If there are more ranks than replicas,
+        several ranks process one replica together, with equal shares.
+
+        Args:
+            count: number of samples in the global batch.
+            num_replicas: number of virtual ranks, and so of replicas.
+        """
+        ranks_per_replica = max(1, len(self.shares) // num_replicas)
         equal_shares = (1,) * ranks_per_replica
+        largest_part = ceil_div(count, num_replicas)
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
+
+        # Each micro-batch of the smallest replica must have a sample, too.
+        smallest_part = count // num_replicas
         minimum = min(self.min_micro_batches, smallest_part)
         return max(needed, minimum)
 
-    def _num_micro_batches_of_short(self, count: int, number_of_full: int) -> int:
+    def _num_micro_batches_of_short(self, count: int, micro_batches_of_full: int) -> int:
         """Returns the number of micro-batches of the short global batch at the end of an epoch.
 
         Its micro-batches are about as large as those of a full global batch, so there are fewer of
@@ -210,9 +234,9 @@ class MicroBatchPlan:
 
         Args:
             count: number of samples in the short global batch.
-            number_of_full: number of micro-batches in a full global batch.
+            micro_batches_of_full: number of micro-batches in a full global batch.
         """
-        in_proportion = ceil_div(number_of_full * count, self.batch_size)
+        in_proportion = ceil_div(micro_batches_of_full * count, self.batch_size)
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(in_proportion, needed)
 
@@ -224,7 +248,7 @@ class MicroBatchPlan:
                 return False
         return True
 
-    def check_trained(self, smallest: int) -> None:
+    def check_every_replica_has_samples(self, smallest: int) -> None:
         """Checks that under DiLoCo each replica of the model has samples in each global batch.
 
         Args:
@@ -234,7 +258,8 @@ class MicroBatchPlan:
             DataError: some replica would have no samples, and so no gradient for its step.
         """
         virtual_ranks = self.virtual_ranks
-        if virtual_ranks is None or not virtual_ranks.train_copies:
+        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
+        if virtual_ranks is None or not trains_replicas:
             return
         if smallest < virtual_ranks.count:
             raise DataError(
@@ -250,17 +275,17 @@ class MicroBatchPlan:
             plan: the global batches of the epoch.
             start: number of the first global batch to plan.
         """
-        return _plan_batches(plan, start, self._parts_by_size(plan, start))
+        return _plan_batches(plan, start, self._templates_by_size(plan, start))
 
-    def _parts_by_size(self, plan: Plan, start: int) -> dict[int, list[_RankPart]]:
+    def _templates_by_size(self, plan: Plan, start: int) -> dict[int, list[_MicroBatchTemplate]]:
         """Divides a global batch of each size that occurs in an epoch from `start` on.
 
         Usually there are only two sizes, full and short, so few global batches need be divided.
         """
-        parts_by_size = {}
+        templates_by_size = {}
         for count in plan.sizes(start):
-            parts_by_size[count] = self._parts_of_rank(count, self.split(count))
-        return parts_by_size
+            templates_by_size[count] = self._templates_of_rank(count, self.split(count))
+        return templates_by_size
 
     def plan_training(
         self, plan: Plan, start: int, steps_before: int = 0
@@ -273,12 +298,13 @@ class MicroBatchPlan:
         Args:
             plan: the global batches of the epoch.
             start: number of the first global batch to plan.
-            steps_before: number of optimizer steps that the run has made before this pass, on which
-                it depends in which global batches the devices are checked.
+            steps_before: number of optimizer steps that the run has made before this pass. It
+                decides in which global batches the devices are checked.
         """
         smallest = min(plan.sizes(start), default=self.batch_size)
-        self.check_trained(smallest)
+        self.check_every_replica_has_samples(smallest)
 
+        # The request is open until autotuning has measured all that this loader asked for.
         while self.request.is_open and start < len(plan):
             yield from self.plan_autotuning(start, plan[start])
             start += 1
@@ -293,25 +319,28 @@ class MicroBatchPlan:
     ) -> Iterator[PlannedMicroBatch]:
         """Plans this rank's micro-batches of an epoch in which devices are checked.
 
+        In the global batches that are checked, this rank also repeats a virtual rank of another
+        rank, so that the two can compare their results.
+
         Args:
             plan: the global batches of the epoch.
             start: number of the first global batch to plan.
             steps_before: number of optimizer steps that the run has made before this pass.
         """
-        parts_by_size = self._parts_by_size(plan, start)
+        templates_by_size = self._templates_by_size(plan, start)
 
         for position, global_batch in enumerate(plan.batches(start), start):
             count = len(global_batch)
-            step = steps_before + position - start
+            steps_before_batch = steps_before + position - start
 
-            check_number = self.check_number(step)
-            if check_number is None:
-                parts = parts_by_size[count]
+            check_number = self.check_number(steps_before_batch)
+            if check_number is None:  # devices are not checked in this global batch
+                templates = templates_by_size[count]
             else:
-                parts = self._parts_with_repeats(count, check_number)
+                templates = self._templates_with_repeats(count, check_number)
 
-            for part in parts:
-                yield _planned(position, part, global_batch)
+            for template in templates:
+                yield _planned(position, template, global_batch)
 
     def check_number(self, steps_before: int) -> int | None:
         """Returns the number of a global batch among those in which devices are checked.
@@ -332,33 +361,38 @@ class MicroBatchPlan:
             return None
         return step // self.check_devices - 1
 
-    def _parts_with_repeats(self, count: int, check_number: int) -> list[_RankPart]:
+    def _templates_with_repeats(self, count: int, check_number: int) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch in which devices are checked.
+
+        To find a broken device, each rank repeats a virtual rank of another rank: it computes the
+        same samples. When all repeats are done, before the micro-batch with the index
+        `checked.compare_before`, the ranks compare the two results of each repeated virtual rank.
 
         Args:
             count: number of samples in the global batch.
-            check_number: number of this global batch among those that are checked.
+            check_number: number of this global batch among those that are checked. It decides which
+                rank repeats which virtual rank.
         """
         checked = add_repeats(self._pieces_of_ranks(count), check_number)
         pieces = checked.pieces_of_ranks[self.data_parallel.rank]
+        micro_batches = self._micro_batches_of_pieces(pieces, count)
 
-        parts = []
-        for index, micro_batch in enumerate(self._micro_batches_of_pieces(pieces, count)):
-            micro_batch = replace(micro_batch, checks_devices=True)
-            piece = pieces[index].piece
+        templates = []
+        for index, micro_batch in enumerate(micro_batches):
             # A piece is padding on a rank that has no samples left for this micro-batch.
             on_all_ranks = not any(
                 pieces_of_rank[index].piece.is_padding for pieces_of_rank in checked.pieces_of_ranks
             )
-            parts.append(
-                _RankPart(
-                    micro_batch,
-                    slice(piece.begin, piece.end),
-                    on_all_ranks,
-                    compared_before=index == checked.compared_before,
-                )
+
+            piece = pieces[index].piece
+            template = _MicroBatchTemplate(
+                micro_batch=replace(micro_batch, checks_devices=True),
+                samples=slice(piece.begin, piece.end),
+                on_all_ranks=on_all_ranks,
+                compare_before=index == checked.compare_before,
             )
-        return parts
+            templates.append(template)
+        return templates
 
     def plan_repeat(
         self, position: int, global_batch: Indices, virtual_rank: int
@@ -377,12 +411,20 @@ class MicroBatchPlan:
         micro_batches = self._micro_batches_of_pieces(pieces, count)
 
         planned = []
-        for checked, micro_batch in zip(pieces, micro_batches, strict=True):
-            indices = global_batch[checked.piece.begin : checked.piece.end]
+        for checked_piece, micro_batch in zip(pieces, micro_batches, strict=True):
+            piece = checked_piece.piece
             # Repeats are inserted in the middle of the global batch, so they are neither the first
             # nor the last micro-batch of an optimizer step.
-            micro_batch = replace(micro_batch, first=False, last=False, checks_devices=True)
-            planned.append(PlannedMicroBatch(position, micro_batch, indices, True, global_batch))
+            repeat = replace(micro_batch, first=False, last=False, checks_devices=True)
+            planned.append(
+                PlannedMicroBatch(
+                    position=position,
+                    micro_batch=repeat,
+                    indices=global_batch[piece.begin : piece.end],
+                    on_all_ranks=True,
+                    global_batch=global_batch,
+                )
+            )
         return planned
 
     def _pieces_of_ranks(self, count: int) -> list[list[VirtualRankPiece]]:
@@ -396,7 +438,7 @@ class MicroBatchPlan:
         """
         assert self.virtual_ranks is not None
         return split_over_virtual_ranks(
-            count, self.shares, self.num_pieces(count), self.virtual_ranks.count
+            count, self.shares, self.micro_batches_of(count), self.virtual_ranks.count
         )
 
     def _micro_batches_of_pieces(
@@ -436,34 +478,43 @@ class MicroBatchPlan:
             yield Segment(self._plan_parts(position, batch, self.split(count)))
             return
 
-        # The first micro-batch has the first samples of the global batch. Its part that ends last
-        # shows how many.
-        ends_of_parts = first_split[..., 1]
+        # `first_split` has the shape (1, ranks, 2): where the part of each rank begins and ends.
+        # The parts are the first samples of the global batch; the part that ends last shows how
+        # many these are.
+        ends_of_parts = first_split[0, :, 1]
         num_measured = int(ends_of_parts.max())
         measured = self._plan_parts(position, batch, first_split)
-        rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
-        with self.request.profile(self, measured[0].micro_batch.local_rows):
-            yield Segment(measured, rest_of_global_batch=rest)
 
+        # The loader needs the rest of the global batch already now if it has to know the weight of
+        # all its samples. This division of the rest, with the shares before the measurement, is
+        # provisional.
+        split_before_measurement = self._split_rest(count, num_measured)
+        provisional_rest = self._plan_parts(position, batch, split_before_measurement)
+        with self.request.profile(self, measured[0].micro_batch.local_rows):
+            yield Segment(measured, rest_of_global_batch=provisional_rest)
+
+        # When the loop has processed the first segment, `self.shares` and `self.micro_batch_size`
+        # are the measured ones. The rest is divided again with them.
         if num_measured < count:
-            # `self.shares` and the micro-batch size are those measured just now, so the rest is
-            # divided again.
-            rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
-            yield Segment(rest)
+            split_after_measurement = self._split_rest(count, num_measured)
+            yield Segment(self._plan_parts(position, batch, split_after_measurement))
 
     def _split_rest(self, count: int, num_done: int) -> Indices:
         """Divides the samples of a global batch that remain after its first `num_done` samples.
 
         Returns:
             The first sample of each part, and the one after its last, counted from the beginning of
-            the global batch. The shape is `(micro-batches, ranks, 2)`.
+            the global batch. The shape is `(micro-batches, ranks, 2)`; it has no micro-batches if
+            no samples remain.
         """
         planned_split = self.split(count)
-        # The first sample of a micro-batch is that of its first part, which rank 0 has.
-        first_samples = planned_split[:, 0, 0]
+        if num_done == count:
+            return planned_split[:0]  # no micro-batches
 
-        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan.
-        plan_can_continue = num_done == count or bool((first_samples == num_done).any())
+        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. Rank 0
+        # has the first part of a micro-batch, so its part begins where the micro-batch begins.
+        first_samples = planned_split[:, 0, 0]
+        plan_can_continue = bool((first_samples == num_done).any())
         if plan_can_continue:
             return planned_split[first_samples >= num_done]
 
@@ -480,11 +531,11 @@ class MicroBatchPlan:
             split: where each part begins and ends, shape `(micro-batches, ranks, 2)`.
         """
         planned = []
-        for part in self._parts_of_rank(len(batch), split):
-            planned.append(_planned(position, part, batch))
+        for template in self._templates_of_rank(len(batch), split):
+            planned.append(_planned(position, template, batch))
         return planned
 
-    def _parts_of_rank(self, count: int, split: Indices) -> list[_RankPart]:
+    def _templates_of_rank(self, count: int, split: Indices) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch, or of consecutive samples of it.
 
         Args:
@@ -509,12 +560,13 @@ class MicroBatchPlan:
         # With virtual ranks, another rank may have more micro-batches than this one. The last rows
         # of `bounds_of_rank` are then unused.
         bounds_of_rank = split[:, rank].tolist()
-        parts = []
+        templates = []
         for index, micro_batch in enumerate(micro_batches):
             begin, end = bounds_of_rank[index]
-            on_all_ranks = bool(sizes[index].all())
-            parts.append(_RankPart(micro_batch, slice(begin, end), on_all_ranks))
-        return parts
+            sizes_on_ranks = sizes[index]
+            on_all_ranks = bool((sizes_on_ranks > 0).all())
+            templates.append(_MicroBatchTemplate(micro_batch, slice(begin, end), on_all_ranks))
+        return templates
 
     def make_micro_batches(
         self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
@@ -523,7 +575,8 @@ class MicroBatchPlan:
 
         Args:
             sizes: number of samples in each part, shape `(micro-batches, ranks)`. With virtual
-                ranks it must cover the whole global batch.
+                ranks it must cover the whole global batch. If these train one model, it is not
+                used, because `count` already determines how the global batch is divided.
             count: number of samples in the whole global batch.
             has_first: True if `sizes` begins with the first micro-batch of the global batch.
             has_last: True if `sizes` ends with the last micro-batch of the global batch.
@@ -533,40 +586,44 @@ class MicroBatchPlan:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
         if self.virtual_ranks.train_copies:
             return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
+        # `CheckedPiece` can mark a piece as repeated or compared; without marks it is an ordinary
+        # piece.
         pieces = [CheckedPiece(piece) for piece in self._pieces_of_ranks(count)[rank]]
         return self._micro_batches_of_pieces(pieces, count)
 
 
 def _plan_batches(
-    plan: Plan, start: int, parts_by_size: dict[int, list[_RankPart]]
+    plan: Plan, start: int, templates_by_size: dict[int, list[_MicroBatchTemplate]]
 ) -> Iterator[PlannedMicroBatch]:
     """Yields this rank's micro-batches of an epoch.
 
     Args:
         plan: the global batches of the epoch.
         start: number of the first global batch to plan.
-        parts_by_size: maps the size of a global batch to this rank's micro-batches of it.
+        templates_by_size: maps the size of a global batch to this rank's micro-batches of it.
     """
     for position, global_batch in enumerate(plan.batches(start), start):
-        for part in parts_by_size[len(global_batch)]:
-            yield _planned(position, part, global_batch)
+        for template in templates_by_size[len(global_batch)]:
+            yield _planned(position, template, global_batch)
 
 
-def _planned(position: int, part: _RankPart, global_batch: Indices) -> PlannedMicroBatch:
-    """Turns the micro-batch of any global batch into that of a particular one.
+def _planned(
+    position: int, template: _MicroBatchTemplate, global_batch: Indices
+) -> PlannedMicroBatch:
+    """Applies a template to a global batch: adds the position and the indices of its samples.
 
     Args:
         position: number of the global batch in the epoch.
-        part: the micro-batch of any global batch of this size.
+        template: a micro-batch of any global batch of this size.
         global_batch: the indices of all samples of the global batch.
     """
     return PlannedMicroBatch(
-        position,
-        part.micro_batch,
-        global_batch[part.samples],
-        part.on_all_ranks,
-        global_batch,
-        part.compared_before,
+        position=position,
+        micro_batch=template.micro_batch,
+        indices=global_batch[template.samples],
+        on_all_ranks=template.on_all_ranks,
+        global_batch=global_batch,
+        compare_before=template.compare_before,
     )
 
 
@@ -620,29 +677,33 @@ def _micro_batches_of_virtual_ranks(
     Args:
         pieces: the pieces of a global batch that the rank processes, in this order. Repeated pieces
             do not contribute to the gradient.
-        count: number of samples in the whole global batch.
+        count: number of samples in the whole global batch, over all ranks.
         num_virtual_ranks: number of virtual ranks in the run.
         num_ranks: number of ranks that process them.
     """
     virtual_ranks_of_this_rank = set()
-    for checked in pieces:
-        if not checked.piece.is_padding and not checked.is_repeat:
-            virtual_ranks_of_this_rank.add(checked.piece.virtual_rank)
+    for checked_piece in pieces:
+        if not checked_piece.piece.is_padding and not checked_piece.is_repeat:
+            virtual_ranks_of_this_rank.add(checked_piece.piece.virtual_rank)
+
+    # A loss that a rank reports is divided by this number: the sum over the virtual ranks becomes a
+    # mean over them when the ranks take their mean.
+    virtual_ranks_per_rank = num_virtual_ranks / num_ranks
 
     micro_batches = []
-    for index, checked in enumerate(pieces):
-        piece = checked.piece
+    for index, checked_piece in enumerate(pieces):
+        piece = checked_piece.piece
         virtual_rank = VirtualRank(
             number=piece.virtual_rank,
             begins=piece.piece == 0,
             ends=piece.piece == piece.num_pieces - 1,
             piece=piece.piece,
-            number_on_process=len(virtual_ranks_of_this_rank),
-            mean_number_on_process=num_virtual_ranks / num_ranks,
+            num_on_process=len(virtual_ranks_of_this_rank),
+            mean_num_on_process=virtual_ranks_per_rank,
             has_own_step=False,
             is_padding=piece.is_padding,
-            is_repeat=checked.is_repeat,
-            is_compared=checked.is_compared,
+            is_repeat=checked_piece.is_repeat,
+            is_compared=checked_piece.is_compared,
         )
         local_rows = piece.end - piece.begin
         micro_batch = MicroBatch(
@@ -654,6 +715,7 @@ def _micro_batches_of_virtual_ranks(
             # As in the module's docstring, with virtual ranks in the place of ranks: the gradient
             # is the mean over the virtual ranks.
             scale=local_rows * num_virtual_ranks / max(1, count),
+            # The loss needs `world.backward`, even where its factor happens to be 1.
             plain=False,
             virtual_rank=virtual_rank,
         )
@@ -698,8 +760,8 @@ def _micro_batches_of_copies(
                 number=replica,
                 begins=piece == 0,
                 ends=piece == pieces_per_replica - 1,
-                number_on_process=len(replicas),
-                mean_number_on_process=max(1.0, num_virtual_ranks / num_ranks),
+                num_on_process=len(replicas),
+                mean_num_on_process=max(1.0, num_virtual_ranks / num_ranks),
                 has_own_step=True,
             )
             position = first_piece + piece

@@ -91,8 +91,12 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    placeholder = Placeholder(())
+    # There are no samples here to take rows from; `placeholder_of` then finds or makes up the row.
+    placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
+
+    # The function may draw random numbers for the placeholder. Ranks with samples do not make this
+    # call, so it must not advance the random state.
     with preserve_rng_state():
         try:
             result = func(*args_with_row, **kwargs_with_row)
@@ -137,11 +141,11 @@ class Placeholder:
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._possible_lengths: set[int] = {1}
-        """The numbers of rows that a placeholder may have in a result. A function may flatten the
-        first dimensions, so these are the products of the first sizes of a row."""
+        self._lengths_in_result: set[int] = {1}
+        """The lengths that a placeholder may have in the first dimension of a result. A function
+        may flatten the first dimensions, so these are the products of the first sizes of a row."""
         self._empty_dimensions: set[int] = set()
-        """The dimensions in which some argument has size 0."""
+        """The dimensions in which some argument has size 0, and so a placeholder size 1."""
 
     def add_to(self, arguments: Any) -> Any:
         """Replaces each tensor without rows in a pytree by a tensor with one row."""
@@ -159,17 +163,18 @@ class Placeholder:
         self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
 
-        # A tensor of shape (1, 3, 4) has 1 row, 3 rows after `flatten(0, 1)`, 12 after `flatten()`.
-        length = 1
-        for size in row.shape:
-            length *= size
-            self._possible_lengths.add(length)
+        # A function may flatten the first dimensions of the row. Of a row of shape (1, 3, 4), the
+        # first dimension then has length 1, 3 (`flatten(0, 1)`) or 12 (`flatten()`).
+        for num_flattened in range(1, row.dim() + 1):
+            self._lengths_in_result.add(row.shape[:num_flattened].numel())
 
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
+        # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
+        # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        if not needs_gradient:
             return row
-
-        with_row: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
-        return with_row
+        connected_row: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
+        return connected_row
 
     def cut_off(self, result: Tensor) -> Tensor:
         """Removes the placeholder's rows from a result; no gradient flows back through them."""
@@ -179,12 +184,14 @@ class Placeholder:
 
     def _dimension_of_rows(self, result: Tensor) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None."""
+        # If an argument had no rows in its first dimension, these are looked for in the first
+        # dimension of the result. A function may have made several rows of the placeholder, as
+        # `x.flatten(0, 1)` does.
         if 0 in self._empty_dimensions and result.dim() > 0:
-            # A function may make several rows of the placeholder, like `x.flatten(0, 1)`.
-            if result.shape[0] in self._possible_lengths:
+            if result.shape[0] in self._lengths_in_result:
                 return 0
 
-        # Otherwise the placeholder is still one row, in the same dimension as in an argument.
+        # Otherwise the placeholder still has size 1, in the same dimension as in an argument.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension
@@ -195,9 +202,9 @@ class Placeholder:
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     """Returns one row to replace a tensor without rows.
 
-    The batch of a rank without samples is an empty view of a real sample, as are views of it: then
-    the row is that of the sample. For any other tensor, it is a row of `samples` with the same
-    shape, or else made-up numbers.
+    The batch of a rank without samples is an empty view of a real sample. If the tensor is such a
+    batch, or a view of one, the row is that sample. For any other tensor, it is a row of `samples`
+    with the same shape, or else made-up numbers.
 
     Args:
         tensor: the tensor, which has no elements.
@@ -261,8 +268,8 @@ class _CutRows(torch.autograd.Function):
         shape[dimension] = 0
 
         # The result keeps the memory, so that `placeholder_of` finds the row there if a later
-        # function refuses the result. `tensor[:0]` would do so too, but as a view in the eyes of
-        # autograd, which forbids changing a view that was made here in place.
+        # function refuses the result. `tensor[:0]` would keep it too, but autograd would know that
+        # it is a view. Autograd forbids in-place changes of a view that such a function returns.
         without_rows = tensor.new_empty(0)
         without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
         return without_rows

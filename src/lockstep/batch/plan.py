@@ -28,7 +28,7 @@ import numpy as np
 from lockstep.batch.indices import Indices, ceil_div
 from lockstep.batch.shuffling import (
     NUM_ROUNDS,
-    is_permuted,
+    is_shuffled_in_slices,
     permuted_indices,
     random_words,
     shuffled_indices,
@@ -154,11 +154,12 @@ def plan_epoch(
         return EpochPlan(num_samples, batch_size, partial(np.arange, dtype=np.int64))
 
     # The order of a dataset of usual size is drawn as a whole.
-    if not is_permuted(length):
+    if not is_shuffled_in_slices(length):
         order = shuffled_indices(length, seed=seed, epoch=epoch)
         return EpochPlan(num_samples, batch_size, lambda begin, end: order[begin:end])
 
-    # That of a huge one would take too much memory, so any slice of it is computed when needed.
+    # The order of a huge dataset would take too much memory. So slices of it are computed when they
+    # are needed.
     keys = random_words(seed, epoch, NUM_ROUNDS)
     return EpochPlan(
         num_samples, batch_size, lambda begin, end: permuted_indices(begin, end, length, keys)
@@ -217,8 +218,10 @@ def split_batch(
 
     num_micro_batches = max(1, min(micro_batches, count))
 
-    # Deal the samples out to the ranks so evenly that each rank has its share of any section. How
-    # many it was dealt in the section of a micro-batch is the size of its part.
+    # First choose the size of each part. Deal the samples out to the ranks, evenly mixed, and count
+    # what each rank was dealt between the bounds of a micro-batch. With 6 samples, the shares
+    # (2, 1) and 2 micro-batches, the ranks are dealt [0, 1, 0, 0, 1, 0]: each micro-batch has
+    # 2 samples of rank 0 and 1 sample of rank 1.
     rank_of_sample = _deal_out_samples(part_sizes(count, shares))
 
     # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
@@ -228,6 +231,8 @@ def split_batch(
         begin = bounds[index]
         end = bounds[index + 1]
         sizes_of_parts = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)
+
+        # Then place the parts of the ranks one after the other, so each rank's samples adjoin.
         ends_of_parts = begin + np.cumsum(sizes_of_parts)
         split[index, :, 0] = ends_of_parts - sizes_of_parts
         split[index, :, 1] = ends_of_parts
@@ -262,7 +267,8 @@ def _deal_out_samples(sizes: Sequence[int]) -> Indices:
     """
     # Place the samples of each rank at equal distances between 0 and 1, then read off the ranks
     # from left to right.
-    positions = [np.empty(0)]
+    no_positions = np.empty(0)  # np.concatenate needs at least one array
+    positions = [no_positions]
     for size in sizes:
         if size > 0:
             centers_of_equal_intervals = (np.arange(size) + 0.5) / size
@@ -312,23 +318,24 @@ def split_over_virtual_ranks(
         user's loop may communicate in each micro-batch. Shorter lists are padded with pieces
         without samples.
     """
+    # Virtual rank v has the samples begins[v] to begins[v + 1] - 1 of the global batch.
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
-    begins = np.cumsum([0, *sizes]).tolist()  # virtual rank v has begins[v] to begins[v + 1] - 1
-    bounds_of_ranks = virtual_rank_bounds(shares, num_virtual_ranks)
+    begins = np.cumsum([0, *sizes]).tolist()
 
+    # Rank r processes the virtual ranks bounds_of_ranks[r] to bounds_of_ranks[r + 1] - 1.
+    bounds_of_ranks = virtual_rank_bounds(shares, num_virtual_ranks)
     pieces_of_ranks = []
-    for first, end in itertools.pairwise(bounds_of_ranks):
+    for first_virtual_rank, end_virtual_rank in itertools.pairwise(bounds_of_ranks):
         pieces = []
-        for number in range(first, end):
-            num_pieces = min(micro_batches, sizes[number])
-            for piece in range(num_pieces):
-                begin = begins[number] + ceil_div(sizes[number] * piece, num_pieces)
-                piece_end = begins[number] + ceil_div(sizes[number] * (piece + 1), num_pieces)
-                pieces.append(VirtualRankPiece(number, piece, num_pieces, begin, piece_end))
+        for virtual_rank in range(first_virtual_rank, end_virtual_rank):
+            begin = begins[virtual_rank]
+            pieces += _cut_into_pieces(virtual_rank, begin, sizes[virtual_rank], micro_batches)
         pieces_of_ranks.append(pieces)
 
-    # Pad all lists to the same length with empty pieces that stand where the rank's samples end.
-    max_pieces = max(1, *(len(pieces) for pieces in pieces_of_ranks))
+    # Pad all lists to the same length, at least 1, with empty pieces that stand where the rank's
+    # samples end.
+    longest_list = max(len(pieces) for pieces in pieces_of_ranks)
+    max_pieces = max(1, longest_list)
     for rank, pieces in enumerate(pieces_of_ranks):
         end_of_virtual_ranks = bounds_of_ranks[rank + 1]
         end_of_samples = begins[end_of_virtual_ranks]
@@ -343,6 +350,28 @@ def split_over_virtual_ranks(
         pieces += [padding] * (max_pieces - len(pieces))
 
     return pieces_of_ranks
+
+
+def _cut_into_pieces(
+    virtual_rank: int, begin: int, size: int, micro_batches: int
+) -> list[VirtualRankPiece]:
+    """Cuts the part of a virtual rank into pieces whose sizes differ by at most one.
+
+    A part of 5 samples that begins at 10 becomes, in 2 pieces, the samples 10 to 12 and 13 to 14.
+
+    Args:
+        virtual_rank: number of the virtual rank.
+        begin: position of its first sample in the global batch.
+        size: number of its samples.
+        micro_batches: number of pieces, unless there are fewer samples.
+    """
+    num_pieces = min(micro_batches, size)
+    pieces = []
+    for number in range(num_pieces):
+        piece_begin = begin + ceil_div(size * number, num_pieces)
+        piece_end = begin + ceil_div(size * (number + 1), num_pieces)
+        pieces.append(VirtualRankPiece(virtual_rank, number, num_pieces, piece_begin, piece_end))
+    return pieces
 
 
 def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tuple[int, ...]:
@@ -400,13 +429,18 @@ def _split_over_replicas(
     begins = np.cumsum([0, *sizes])
     num_pieces = max(1, min(micro_batches, *sizes))
 
+    # A rank that processes fewer replicas than another one has no samples in its last micro-batches
+    # (0, 0).
     split = np.zeros((max_replicas_per_rank * num_pieces, num_ranks, 2), dtype=np.int64)
     for first_rank in range(0, num_ranks, ranks_per_replica):
         # Fill in the columns of the ranks that process the same replicas.
         columns = slice(first_rank, first_rank + ranks_per_replica)
         replicas = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
         for index, replica in enumerate(replicas):
+            # The pieces of a rank's replicas lie one below the other.
             rows = slice(index * num_pieces, (index + 1) * num_pieces)
+
+            # Both sides have the shape (pieces of a replica, ranks of a replica, 2).
             split_of_replica = split_batch(sizes[replica], (1,) * ranks_per_replica, num_pieces)
             split[rows, columns] = begins[replica] + split_of_replica
 
@@ -417,9 +451,11 @@ def _split_over_replicas(
 def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
     """Returns the numbers of the replicas that a rank processes under DiLoCo.
 
-    Each virtual rank trains a replica. All ranks process the same number of replicas, or one more.
-    If there are more ranks than replicas, each rank processes a single one together with its
-    neighbours.
+    Each virtual rank trains a replica. If there are more ranks than replicas, their number is a
+    multiple of the number of replicas, and neighbouring ranks process one replica together: with 4
+    ranks and 2 replicas, the ranks 0 and 1 process replica 0. Otherwise a rank processes one or
+    more replicas: with 2 ranks and 5 replicas, rank 0 has the replicas 0 to 2 and rank 1 has 3 and
+    4.
     """
     if num_ranks > num_virtual_ranks:
         ranks_per_replica = num_ranks // num_virtual_ranks
@@ -474,7 +510,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
 
 def check_batch_size(batch_size: object) -> int:
     """Returns the batch size, or raises DataError if it is not a whole number of at least 1."""
-    if not is_whole_number(batch_size):
+    if not is_whole_number(batch_size, least=1):
         raise DataError(
             f"batch_size={batch_size!r}",
             "a global batch holds a whole number of samples, at least 1",

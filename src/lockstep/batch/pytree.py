@@ -151,16 +151,19 @@ def all_dense(batch: Any) -> bool:
     return True
 
 
-def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: bool = False) -> Any:
-    """Returns a batch with no samples, or with only the first one.
+def cut_to_rows(
+    batch: Any, num_samples: int | None = None, *, keep: int = 0, share: bool = False
+) -> Any:
+    """Removes all samples from a batch, or all but the first one.
 
-    Tensors of shape `(n, *)` become `(rows, *)`. Lists of text, and sequences with one item for
-    each sample, are cut too. *Opaque* objects, which move themselves with `.to`, cannot be cut.
+    With `keep=1`, a tensor of shape `(n, *)` becomes `(1, *)`, a list of texts gets 1 text, and of
+    a sequence with one item for each sample 1 item remains. *Opaque* objects, which move themselves
+    with `.to`, cannot be cut.
 
     Args:
-        batch: the batch.
-        count: number of samples in the batch, if it is known.
-        rows: how many samples are kept, 0 or 1.
+        batch: the batch, which is not modified.
+        num_samples: number of samples in the batch; None if it is not known.
+        keep: how many samples remain, 0 or 1.
         share: True to return views of the dense tensors. Otherwise the result shares no memory with
             the batch.
 
@@ -168,46 +171,49 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
     """
     if isinstance(batch, Tensor):
-        return _cut_tensor(batch, rows, share)
+        return _cut_tensor(batch, keep, share)
     if isinstance(batch, np.ndarray) and batch.ndim:
-        return batch[:rows].copy()
+        return batch[:keep].copy()
     if is_opaque(batch):
         raise _cannot_be_cut_error(type(batch).__name__)
 
     children = children_of(batch)
-    if children is None:
+    if children is None:  # a leaf that is no array, e.g. one text
         return batch
 
-    child_per_sample = is_list_of_plain_data(batch)
-    if not child_per_sample and isinstance(batch, list | tuple):
-        child_per_sample = has_item_per_sample(batch, count)
-    if child_per_sample:
-        first_children = dict(list(children.items())[:rows])
+    # First case: a list or tuple with one item for each sample. A list of texts or numbers always
+    # counts as one, e.g. the file names of the samples.
+    has_one_item_per_sample = is_list_of_plain_data(batch)
+    if isinstance(batch, list | tuple) and not has_one_item_per_sample:
+        has_one_item_per_sample = has_item_per_sample(batch, num_samples)
+    if has_one_item_per_sample:
+        first_children = dict(list(children.items())[:keep])
         return _rebuild(batch, first_children)
 
-    # Otherwise the children are fields of the batch, each of which has all samples.
+    # Second case: the children are fields of the batch, e.g. images and labels. Each of them holds
+    # all samples and is cut by itself.
     cut_children = {}
     for key, child in children.items():
-        cut_children[key] = cut_to_rows(child, count, rows=rows, share=share)
+        cut_children[key] = cut_to_rows(child, num_samples, keep=keep, share=share)
     return _rebuild(batch, cut_children)
 
 
-def _cut_tensor(tensor: Tensor, rows: int, share: bool) -> Tensor:
+def _cut_tensor(tensor: Tensor, keep: int, share: bool) -> Tensor:
     """Returns the first rows of a tensor. A tensor without dimensions is returned whole.
 
     Args:
         tensor: the tensor.
-        rows: how many rows are kept.
+        keep: how many rows remain.
         share: True to return a view if the tensor is dense.
 
     Raises:
         DataError: the tensor has a layout that cannot be cut.
     """
     if _is_dense(tensor):
-        first_rows = tensor[:rows] if tensor.dim() else tensor
+        first_rows = tensor[:keep] if tensor.dim() else tensor
         return first_rows if share else first_rows.clone()
     if tensor.layout is torch.sparse_coo:
-        return tensor.index_select(0, torch.arange(rows, device=tensor.device))
+        return tensor.index_select(0, torch.arange(keep, device=tensor.device))
     raise _cannot_be_cut_error(f"{type(tensor).__name__} of layout {tensor.layout}")
 
 
@@ -328,8 +334,9 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
             return False
 
-    # The tensor of a field has a row for each sample. A tensor with another number of rows belongs
-    # to a single sample, so the items are samples. Without such a tensor they are taken for fields.
+    # If the items are fields, each tensor has one row for each sample. So a single tensor with
+    # another number of rows shows that the items are samples. Without such a tensor, the items are
+    # taken for fields.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True

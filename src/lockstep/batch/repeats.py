@@ -39,7 +39,7 @@ class CheckedGlobalBatch(NamedTuple):
 
     pieces_of_ranks: list[list[CheckedPiece]]
     """For each rank, its micro-batches in order. All ranks have the same number of them."""
-    compared_before: int
+    compare_before: int
     """The index of the micro-batch before which the ranks compare their results."""
 
 
@@ -58,53 +58,95 @@ def add_repeats(
     num_ranks = len(pieces_of_ranks)
     num_pieces_before = _num_pieces_before_repeats(pieces_of_ranks)
 
-    # Rank r checks rank r + 1, in the next check rank r + 2, and so on. When it has checked all
-    # other ranks, each of these presents its next virtual rank.
-    distance = 1 + check_number % (num_ranks - 1)
-    num_rounds_before = check_number // (num_ranks - 1)
-    compared_of_rank: list[int | None] = []  # the virtual rank of each rank that another repeats
+    # Rank r repeats a virtual rank of rank r + 1, in the next check one of rank r + 2, and so on.
+    # When it has checked all other ranks, a round is over, and each of these presents its next
+    # virtual rank. With 3 ranks, the checks 0 and 1 are round 0, and the checks 2 and 3 round 1.
+    distance_to_owner = 1 + check_number % (num_ranks - 1)
+    round_number = check_number // (num_ranks - 1)
+    presented_virtual_ranks = []
     for pieces in pieces_of_ranks:
         completed = completed_virtual_ranks(pieces, num_pieces_before)
-        number = completed[num_rounds_before % len(completed)] if completed else None
-        compared_of_rank.append(number)
+        presented_virtual_ranks.append(_choose_in_turn(completed, round_number))
 
-    repeats_of_rank: list[list[CheckedPiece]] = []
+    repeats_of_ranks = []
     for rank in range(num_ranks):
-        owner = (rank + distance) % num_ranks
-        repeats = []
-        for piece in pieces_of_ranks[owner]:
-            if piece.virtual_rank == compared_of_rank[owner] and not piece.is_padding:
-                repeats.append(CheckedPiece(piece, is_repeat=True, is_compared=True))
-        repeats_of_rank.append(repeats)
+        owner = (rank + distance_to_owner) % num_ranks
+        presented = presented_virtual_ranks[owner]
+        repeats_of_ranks.append(_repeats_of(pieces_of_ranks[owner], presented))
 
-    # All ranks must have the same number of micro-batches, so unused ones fill the gaps.
-    max_repeats = max(len(repeats) for repeats in repeats_of_rank)
+    # All ranks must have the same number of micro-batches. A rank that repeats fewer than others
+    # fills the gap with micro-batches whose results are not used.
+    num_repeats = max(len(repeats) for repeats in repeats_of_ranks)
     checked_of_ranks = []
     for rank, pieces in enumerate(pieces_of_ranks):
-        own = []
-        for piece in pieces:
-            is_compared = piece.virtual_rank == compared_of_rank[rank] and not piece.is_padding
-            own.append(CheckedPiece(piece, is_compared=is_compared))
-        repeats = repeats_of_rank[rank]
-        repeats += [_unused_piece(pieces)] * (max_repeats - len(repeats))
-        rest = own[num_pieces_before:] or [_unused_piece(pieces)]
-        checked_of_ranks.append([*own[:num_pieces_before], *repeats, *rest])
+        own = _mark_compared(pieces, presented_virtual_ranks[rank])
+        own_before = own[:num_pieces_before]
+        own_after = own[num_pieces_before:]
 
-    return CheckedGlobalBatch(checked_of_ranks, compared_before=num_pieces_before + max_repeats)
+        repeats = repeats_of_ranks[rank]
+        gap = num_repeats - len(repeats)
+        unused = _unused_piece(pieces)
+        if not own_after:  # the comparison comes before a micro-batch, so one must follow
+            own_after = [unused]
+        checked_of_ranks.append([*own_before, *repeats, *[unused] * gap, *own_after])
+
+    return CheckedGlobalBatch(checked_of_ranks, compare_before=num_pieces_before + num_repeats)
+
+
+def _choose_in_turn(virtual_ranks: Sequence[int], round_number: int) -> int | None:
+    """Returns another virtual rank in each round, from the first again after the last."""
+    if not virtual_ranks:
+        return None
+    return virtual_ranks[round_number % len(virtual_ranks)]
+
+
+def _repeats_of(
+    pieces_of_owner: Sequence[VirtualRankPiece], virtual_rank: int | None
+) -> list[CheckedPiece]:
+    """Returns the micro-batches of a virtual rank, to be computed again by another rank.
+
+    Args:
+        pieces_of_owner: all micro-batches of the rank that owns the virtual rank.
+        virtual_rank: number of the virtual rank. If it is None, the owner has completed none, and
+            nothing is repeated.
+    """
+    repeats = []
+    for piece in pieces_of_owner:
+        if piece.virtual_rank == virtual_rank and not piece.is_padding:
+            repeats.append(CheckedPiece(piece, is_repeat=True, is_compared=True))
+    return repeats
+
+
+def _mark_compared(
+    pieces: Sequence[VirtualRankPiece], virtual_rank: int | None
+) -> list[CheckedPiece]:
+    """Returns a rank's own micro-batches; those that another rank repeats are marked as compared.
+
+    Args:
+        pieces: the micro-batches of the rank.
+        virtual_rank: the virtual rank of this rank that another one repeats, or None.
+    """
+    own = []
+    for piece in pieces:
+        is_compared = piece.virtual_rank == virtual_rank and not piece.is_padding
+        own.append(CheckedPiece(piece, is_compared=is_compared))
+    return own
 
 
 def _num_pieces_before_repeats(pieces_of_ranks: Sequence[Sequence[VirtualRankPiece]]) -> int:
     """Returns how many micro-batches of its own each rank processes before the repeated ones.
 
-    It is the largest number that leaves something for afterwards and does not interrupt a virtual
-    rank on any rank, so every rank that has samples has completed a virtual rank by then. If each
-    number would interrupt one, the repeats come after all other micro-batches.
+    At that point no rank may be in the middle of a virtual rank. So on every rank the next
+    micro-batch must be the first one of a virtual rank (`piece == 0`). Of the points for which this
+    is true, the last one is taken, because most virtual ranks are complete by then and can be
+    repeated. With two virtual ranks of two micro-batches each on every rank, it is 2.
+
+    If there is no such point between two micro-batches, the repeats come after all of them.
     """
     num_micro_batches = len(pieces_of_ranks[0])
     for num_before in range(num_micro_batches - 1, 0, -1):
-        # The piece with number 0 is the first of its virtual rank.
-        interrupts_no_rank = all(pieces[num_before].piece == 0 for pieces in pieces_of_ranks)
-        if interrupts_no_rank:
+        next_pieces = [pieces[num_before] for pieces in pieces_of_ranks]
+        if all(piece.piece == 0 for piece in next_pieces):
             return num_before
     return num_micro_batches
 
@@ -130,11 +172,16 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
     """
     with_samples = [piece for piece in pieces if not piece.is_padding]
     if not with_samples:
-        return CheckedPiece(pieces[-1])
+        # All pieces of this rank are padding. Padding has no samples, so its result is never used
+        # and it need not be marked as a repeat.
+        padding = pieces[-1]
+        return CheckedPiece(padding)
 
-    # It is marked as the only piece of its virtual rank, so that it begins and ends that.
-    repeated = with_samples[-1]._replace(piece=0, num_pieces=1)
-    return CheckedPiece(repeated, is_repeat=True)
+    # A piece with samples has already been counted, so it is marked as a repeat, whose result is
+    # ignored. It is also made the only piece of its virtual rank (number 0 of 1): the virtual rank
+    # begins and ends with it, and does not wait for further pieces.
+    only_piece = with_samples[-1]._replace(piece=0, num_pieces=1)
+    return CheckedPiece(only_piece, is_repeat=True)
 
 
 def pieces_of_virtual_rank(

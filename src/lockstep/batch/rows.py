@@ -9,7 +9,7 @@ turns all samples into one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +110,7 @@ class RowCounter:
             "a collate function that leaves samples out, or adds rows",
             f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
             "the rows that it has",
+            # Printed after "do: ".
             "nothing, if the loss is a mean over rows and each row is made of one sample. If it is "
             "a mean over something else, such as tokens, say how many of these a batch has: "
             "world.loader(..., weight=...). If a row is made of several samples of its batch, the "
@@ -162,18 +163,35 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             yield Shape(len(batch), None)
             return
 
-        lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
-
-        # Tensors without rows are the fields of a batch without samples, even if there happen to be
-        # as many fields as planned samples.
-        all_are_empty = lengths == {0}
-        if not all_are_empty and has_item_per_sample(list(batch), planned):
-            if len(lengths) == 1:
-                # Tensors of the same length may be the samples or the fields of the batch.
-                yield UNKNOWN_SHAPE
-            else:
-                yield Shape(len(batch), None)
+        if _looks_like_samples(batch, planned):
+            # Items of different lengths must be samples, such as sentences: the tensors of two
+            # fields, such as images and labels, have the same number of rows. Items of equal length
+            # may be either.
+            lengths = _tensor_lengths(batch)
+            may_be_fields = len(lengths) == 1
+            yield UNKNOWN_SHAPE if may_be_fields else Shape(len(batch), None)
             return
 
+    # The children are the fields of the batch.
     for child in children.values():
         yield from shapes_in(child, planned)
+
+
+def _looks_like_samples(sequence: Sequence[Any], planned: int) -> bool:
+    """Returns True if the items of a sequence may be samples; False if they are surely fields.
+
+    Args:
+        sequence: a list or tuple of tensors or containers.
+        planned: number of samples that were passed to the collate function.
+    """
+    # Tensors without rows are the fields of a batch without samples, even if there happen to be as
+    # many fields as planned samples.
+    all_tensors_are_empty = _tensor_lengths(sequence) == {0}
+    if all_tensors_are_empty:
+        return False
+    return has_item_per_sample(list(sequence), planned)
+
+
+def _tensor_lengths(sequence: Sequence[Any]) -> set[int]:
+    """Returns the different lengths of the tensors in a sequence, e.g. `{7, 9}`."""
+    return {len(item) for item in sequence if isinstance(item, Tensor) and item.dim()}

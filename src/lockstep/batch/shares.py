@@ -65,7 +65,12 @@ def parse_micro_batch_size(value: Any) -> int | None:
 
 
 def first_micro_batch(
-    count: int, shares: tuple[int, ...], planned: Indices, most: int | None, *, whole: bool
+    count: int,
+    shares: tuple[int, ...],
+    planned: Indices,
+    max_samples_of_rank: int | None,
+    *,
+    whole: bool,
 ) -> Indices | None:
     """Returns the micro-batch of a global batch on which measurements are made.
 
@@ -74,7 +79,8 @@ def first_micro_batch(
         shares: share of each rank.
         planned: the result of `split_batch` for the global batch: begin and end of each part, of
             shape `(micro-batches, ranks, 2)`.
-        most: the largest number of samples that a rank can compute at once; None if not limited.
+        max_samples_of_rank: the largest number of samples that a rank can compute at once; None if
+            not limited.
         whole: True for the first planned micro-batch; False for two samples on each rank.
 
     Returns:
@@ -87,8 +93,8 @@ def first_micro_batch(
         # The same number of samples on each rank that has a share.
         equal_shares = tuple(1 if share > 0 else 0 for share in shares)
         samples_of_rank = SAMPLES_TO_MEASURE
-        if most:
-            samples_of_rank = min(samples_of_rank, most)
+        if max_samples_of_rank:
+            samples_of_rank = min(samples_of_rank, max_samples_of_rank)
         num_samples = min(count, samples_of_rank * sum(equal_shares))
         split = split_batch(num_samples, equal_shares)
 
@@ -180,14 +186,15 @@ def choose_shares_by_times(
         times: for each rank, several measurements of its seconds per sample.
         present: the current shares, which are kept unless others are much better.
         batch_size: number of samples in the global batch.
-        limits: the largest number of these that each rank can take; None if not limited.
+        limits: the largest number of samples that each rank can take; None if not limited.
 
     Raises:
         SettingError: the limits are too low for the batch.
     """
     if are_equally_fast(times):
-        equal = (1,) * len(times)
-        return choose_shares(equal, equal, batch_size, limits)
+        equal_seconds = [1.0] * len(times)
+        equal_shares = (1,) * len(times)
+        return choose_shares(equal_seconds, equal_shares, batch_size, limits)
     shortest = [min(times_of_rank) for times_of_rank in times]
     return choose_shares(shortest, present, batch_size, limits)
 
@@ -203,16 +210,19 @@ def confirm_shares(
     Args:
         seconds: measured seconds of a step for all shares that were tried, in order; infinite if
             they do not fit into memory.
-        last: the shares that were chosen by the last measurement.
+        last: the shares that were chosen after the last measurement. They may be untried.
     """
-    initial = next(iter(seconds))  # the shares with which the search began
-    if last in seconds:  # the search has converged: these shares were measured, and chosen again
-        best = last
-    else:  # the search was given up before that
-        best = min(seconds, key=seconds.__getitem__)
+    # If the last shares had been tried already, they were chosen a second time: the search has
+    # converged. Otherwise it was given up before that, and the fastest shares are taken.
+    has_converged = last in seconds
+    best = last if has_converged else min(seconds, key=seconds.__getitem__)
 
-    if seconds[best] == math.inf:  # none that were tried fit into memory, but `last` may
+    # If none of the shares that were tried fit into memory, the last ones may.
+    if seconds[best] == math.inf:
         return last
+
+    # Keep the shares with which the search began, unless others are measurably faster.
+    initial = next(iter(seconds))
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial
 
@@ -227,12 +237,15 @@ def step_seconds(
 ) -> float:
     """Returns how long a step takes, in seconds: as long as on its slowest rank.
 
+    The shortest of the measurements is used, because other work on the machine can only make a
+    measurement longer.
+
     Args:
         times: for each rank, several measurements of its seconds per sample with these shares.
         shares: share of each rank.
         batch_size: number of samples in the global batch.
-        limits: the largest number of these that each rank can take; None if not limited. If a rank
-            would get more, the result is infinite.
+        limits: the largest number of samples that each rank can take; None if not limited. If a
+            rank would get more, the result is infinite.
     """
     seconds_of_rank = []
     samples_of_rank = part_sizes(batch_size, shares)
@@ -255,7 +268,7 @@ def choose_shares(
         seconds: seconds per sample of each rank.
         present: the current shares, which are kept unless others are much better.
         batch_size: number of samples in the global batch.
-        limits: the largest number of these that each rank can take; None if not limited.
+        limits: the largest number of samples that each rank can take; None if not limited.
 
     Raises:
         SettingError: the limits are too low for the batch.
@@ -301,13 +314,15 @@ def choose_shares(
 def _candidates(
     ideal: Sequence[float], present: tuple[int, ...], room: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the shares to choose from, those with small numbers first.
+    """Returns the shares to choose from.
+
+    They are the current shares, then shares near the ideal proportion, from small to large numbers,
+    and last the shares that use all room.
 
     Args:
         ideal: number of samples of each rank with which all ranks need the same time.
         present: the current shares.
-        room: the largest number of samples that each rank can take. These numbers are candidates
-            too, because shares in this proportion always fit.
+        room: the largest number of samples that each rank can take.
     """
     num_ranks = len(present)
     candidates = [present]
@@ -316,6 +331,8 @@ def _candidates(
     # divides them by their common divisor.
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
+
+    # Shares in the proportion of the room always fit, even if none of the others do.
     candidates.append(parse_shares(room, num_ranks))
     return candidates
 

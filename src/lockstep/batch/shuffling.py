@@ -63,7 +63,7 @@ def shuffled_indices(length: int, *, seed: int, epoch: int) -> Indices:
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
-def is_permuted(length: int) -> bool:
+def is_shuffled_in_slices(length: int) -> bool:
     """Returns True if the order of a dataset of this length comes from `permuted_indices`.
 
     The order of a shorter one is drawn as a whole, since the algorithm of `permuted_indices` cannot

@@ -158,7 +158,9 @@ class Source:
         same order on every rank and after a resume.
         """
         with preserve_rng_state():
-            # The sampler may use global generators (of torch, numpy or Python) or its own.
+            # The sampler may use global generators (of torch, numpy or Python) or its own. The
+            # global ones are seeded by `seed_sample`, with a constant in the place of the sample's
+            # index.
             seed_sample(seed, epoch, _SAMPLER)
             generators = _find_generators(self.batch_sampler, self.sampler)
             for number, generator in enumerate(generators):
@@ -279,9 +281,9 @@ def subset_indices(dataset: object) -> Iterator[Any]:
 def index_bytes(indices: Any) -> bytes:
     """Serializes the indices of a subset so that they can be compared between processes.
 
-    A list, a range, an array and a tensor with the same numbers give the same bytes. Indices that
-    are neither integers nor strings only contribute their number, because there is no text of them
-    that is certain to be the same in another process (`repr` may contain an address).
+    A list, a range, an array and a tensor with the same numbers give the same bytes. Of indices
+    that are neither integers nor strings, only their count is used: no text of them is certain to
+    be the same in another process, as `repr` may contain an address.
     """
     length_as_bytes = str(len(indices)).encode()
     if isinstance(indices, torch.Tensor):
@@ -344,8 +346,7 @@ def make_source(
     if is_iterable:
         _check_iterable(dataset, shuffle=shuffle, shard=shard)
     else:
-        has_stream_arguments = transform is not None or shard is not None
-        _check_map_style(dataset, has_stream_arguments=has_stream_arguments)
+        _check_map_style(dataset, transform=transform, shard=shard)
 
     if is_loader:
         sizes_are_given = batch_size is not None or per_device is not None
@@ -415,7 +416,8 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
     Returns:
         Fields of `Source`. If the DataLoader has a batch sampler of the user's, these are
         `batch_sampler` and `batch_size`. If it has a sampler of the user's, it is `sampler`.
-        Otherwise it is `shuffle`, and Lockstep chooses the order.
+        Otherwise it is `shuffle`, and Lockstep chooses the order. In the last two cases the batch
+        size is that of the DataLoader.
 
     Raises:
         UsageError: the DataLoader has a DistributedSampler.
@@ -593,27 +595,31 @@ def _can_be_read_once(dataset: Any) -> bool:
         return False
 
     method = type(dataset).__iter__
-    if method is Iterator.__iter__:  # it returns the object itself
+    inherits_from_iterator = method is Iterator.__iter__  # which returns the object itself
+    if inherits_from_iterator:
         return True
     is_written_in_python = isinstance(method, FunctionType)
     if is_written_in_python:
         return False
+
+    # A method that is implemented in C, such as that of a generator or a file, has no side effects
+    # and can be tried. It returns the object itself if it is an iterator.
     return iter(dataset) is dataset
 
 
-def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:
-    """Checks a map-style dataset.
+def _check_map_style(dataset: object, *, transform: object, shard: object) -> None:
+    """Checks a map-style dataset and the arguments of its loader.
 
     Args:
         dataset: the dataset.
-        has_stream_arguments: True if `transform` or `shard` was given, which are only for iterable
-            datasets.
+        transform: the argument of `World.loader`, which is only for iterable datasets.
+        shard: the argument of `World.loader`, which is only for iterable datasets.
 
     Raises:
-        UsageError: `has_stream_arguments` is True.
+        UsageError: `transform` or `shard` is given.
         DataError: the dataset has no `__getitem__` or no length.
     """
-    if has_stream_arguments:
+    if transform is not None or shard is not None:
         raise UsageError(
             "transform= or shard= for a map-style dataset",
             "they are for iterable datasets; of this one each rank reads only its own samples",

@@ -64,7 +64,8 @@ class IterableLoader(Loader):
             source, self.seed, sample_rng, self._collectives.data_parallel
         )
         self._autotuning_samples: list[Any] = []
-        """All samples of the global batch on which autotuning measures the devices."""
+        """All samples of the global batch on which autotuning measures the devices, while its
+        micro-batches are handed out."""
         self._first_autotuning_number = 0
         """The number of the first of these samples in the stream."""
         self._had_samples = False
@@ -125,6 +126,8 @@ class IterableLoader(Loader):
             )
         super().load_state_dict(state)
 
+        # A run that resumes in the middle of an epoch will check that the stream still begins with
+        # the same samples; see `_check_beginning`.
         self._first_samples = {}
         self._first_samples_in_checkpoint = None
         resumes_mid_epoch = self.start > 0
@@ -158,7 +161,8 @@ class IterableLoader(Loader):
         A checkpoint contains the digests of rank 0, and a resumed run compares them with its own.
         Until a resumed run has read any sample, this property returns those of the checkpoint.
         """
-        # Only an unbroken sequence from global batch 0 on is comparable.
+        # Join the digests of the global batches 0, 1, 2, ... up to the first that is missing: if
+        # one is missing, it is unknown which sample a later digest belongs to.
         digests_read: list[Any] = []
         for position in itertools.count():
             digests = self._first_samples.get(position)
@@ -169,8 +173,8 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # A callable shard gives rank 0 of n ranks the samples 0, n, 2 n, ... Only the first of them
-        # is the same for any number of ranks.
+        # If `shard` is a function, rank 0 of n ranks reads the samples 0, n, 2 n, ... Only the
+        # first of them is the same for any number of ranks.
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -242,8 +246,9 @@ class IterableLoader(Loader):
         position = start
         try:
             # With shares="auto" or micro_batch_size="auto", training starts with global batches on
-            # which the devices are measured.
-            while training and self._plan.request.is_open:
+            # which the devices are measured, until nothing of this request is open.
+            autotuning_request = self._plan.request
+            while training and autotuning_request.is_open:
                 stream_has_ended = yield from self._read_for_autotuning(epoch, position)
                 if stream_has_ended:
                     return
@@ -275,30 +280,32 @@ class IterableLoader(Loader):
         """Yields the micro-batches of a global batch on which autotuning measures the devices.
 
         The measurements decide which part of the global batch each rank gets, so every rank reads
-        all of its samples. `_read_planned` then picks those of this rank from
-        `_autotuning_samples`.
+        all of its samples. `_read_segments` plans the micro-batches, and calls `_read_planned` for
+        each, which picks its samples from `_autotuning_samples`.
 
         Returns:
-            True if the stream ended before this global batch.
+            True if the pass ends before this global batch, because the stream has no more samples,
+            or too few for a full global batch and `drop_last` is set.
         """
-        self._autotuning_samples = self._iterable.read_whole(epoch, position)
-        count = len(self._autotuning_samples)
-        is_short = count < self.batch_size
-        if count == 0 or (is_short and self.source.drop_last):
+        samples = self._iterable.read_whole(epoch, position)
+        is_short = len(samples) < self.batch_size
+        if not samples or (is_short and self.source.drop_last):
             return True
 
+        self._autotuning_samples = samples
         self._first_autotuning_number = position * self.batch_size
-        sample_numbers = self._first_autotuning_number + np.arange(count, dtype=np.int64)
+        sample_numbers = self._first_autotuning_number + np.arange(len(samples), dtype=np.int64)
         segments = self._plan.plan_autotuning(position, sample_numbers)
         yield from self._read_segments(epoch, segments)
 
+        # The loop has processed the global batch, so its samples are no longer needed.
         self._autotuning_samples = []
         return False
 
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields planned micro-batches of the global batch that autotuning measures.
+        """Yields planned micro-batches of the global batch on which autotuning measures.
 
         Args:
             epoch: number of the epoch.
@@ -308,7 +315,8 @@ class IterableLoader(Loader):
         for micro_batch in planned:
             samples = []
             for number in micro_batch.indices.tolist():
-                samples.append(self._autotuning_samples[number - self._first_autotuning_number])
+                place = number - self._first_autotuning_number
+                samples.append(self._autotuning_samples[place])
 
             if samples:
                 batch = self._iterable.collate(epoch, samples, micro_batch.indices)
@@ -327,7 +335,9 @@ class IterableLoader(Loader):
             batch = self._iterable.collate(
                 epoch, self._autotuning_samples[:1], number_of_first_sample
             )
-            self._keep_one_sample(batch, num_samples=1)
+
+        # `_make_empty_batch` copies the sample that is kept here.
+        self._keep_one_sample(batch, num_samples=1)
         return self._make_empty_batch(epoch)
 
     def _read_from(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
@@ -343,11 +353,12 @@ class IterableLoader(Loader):
             training: True for a training pass, False for an evaluation.
         """
         no_rank_skips = training or self._evaluates_together
+        # `_run_pass` restores this value when the pass has ended.
         blocked_before = self._collectives.blocked_reason
 
         for rank_batch in self._read_counted(epoch, start, training):
             if training:
-                self._plan.check_trained(int(rank_batch.counts.sum()))
+                self._plan.check_every_replica_has_samples(int(rank_batch.counts.sum()))
 
             # With `check_devices`, the states of the devices are compared after some of the steps.
             steps_before = self._steps_before_pass + rank_batch.position
@@ -382,29 +393,33 @@ class IterableLoader(Loader):
             rank_batch: the batches that this rank has read, and in `counts` how many samples each
                 rank has of the global batch.
         """
-        sizes = _micro_batch_sizes(rank_batch)
+        sizes = _micro_batch_sizes(rank_batch)  # shape (micro-batches, ranks)
 
         # A micro-batch in which no rank has samples is left out on all ranks.
-        indices = np.flatnonzero(sizes.sum(axis=1))
-        micro_batches = self._plan.make_micro_batches(sizes[indices], int(rank_batch.counts.sum()))
+        num_samples_on_all_ranks = sizes.sum(axis=1)  # shape (micro-batches,)
+        indices = np.flatnonzero(num_samples_on_all_ranks)
+        global_samples = int(rank_batch.counts.sum())
+        micro_batches = self._plan.make_micro_batches(sizes[indices], global_samples)
 
-        # With virtual ranks, another rank may have more micro-batches than this one. `indices` then
-        # has more entries than `micro_batches`, which only has those of this rank.
+        # Both lists are in the order in which this rank processes its micro-batches. Under DiLoCo
+        # a rank may process fewer replicas than another one. Its micro-batches then end earlier,
+        # and the last entries of `indices`, in which it has no samples, are not used.
         for index, micro_batch in zip(indices, micro_batches, strict=False):
-            batch = rank_batch.batches[index]
             if micro_batch.local_rows:
+                batch = rank_batch.batches[index]
                 self._keep_one_sample(batch, micro_batch.local_rows)
             else:
-                # This rank has no samples here. It gets an empty batch with the structure of the
-                # sample that was kept last.
+                # This rank has no samples here. It gets an empty batch, which `_make_empty_batch`
+                # makes from the sample that was kept.
                 if rank_batch.one_sample_batch is not None:
                     self._keep_one_sample(rank_batch.one_sample_batch, num_samples=1)
                 batch = self._make_empty_batch(epoch)
 
-            sample_numbers = rank_batch.indices[index]
-            on_all_ranks = bool(sizes[index].all())
             planned = PlannedMicroBatch(
-                rank_batch.position, micro_batch, sample_numbers, on_all_ranks
+                position=rank_batch.position,
+                micro_batch=micro_batch,
+                indices=rank_batch.indices[index],
+                on_all_ranks=bool((sizes[index] > 0).all()),
             )
             yield planned, batch
 
@@ -539,13 +554,16 @@ class IterableLoader(Loader):
         Raises:
             DataError: loader workers of this rank read different samples.
         """
-        # Loader workers start a new iterator of the stream. Without workers, this process goes on
-        # with its own iterator, from which it may already have read batches for autotuning.
+        # Without workers, this process goes on with its own iterator of the stream, from which it
+        # may already have read global batches for autotuning. Each loader worker reads the stream
+        # from the beginning with an iterator of its own.
+        global_batches = self._iterable
         has_workers = self.source.options["num_workers"] > 0
-        fetch = self._iterable.fresh() if has_workers else self._iterable
+        if has_workers:
+            global_batches = self._iterable.fresh()
 
         comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
-        with closing(self._workers.read(fetch, self._batch_keys(epoch, start))) as read:
+        with closing(self._workers.read(global_batches, self._batch_keys(epoch, start))) as read:
             for rank_batch in read:
                 comparison.check(
                     rank_batch.worker, rank_batch.digests, rank_batch.num_samples_in_all
@@ -558,7 +576,7 @@ class IterableLoader(Loader):
         A `GlobalBatchKey` tells the process that reads the stream which samples to read.
         """
         plan = self._plan
-        num_micro_batches = plan.num_pieces(self.batch_size)
+        num_micro_batches = plan.micro_batches_of(self.batch_size)
         # In the middle of a resumed epoch, the epoch's first samples are read as well, so that they
         # can be compared with those of the checkpoint.
         checks_beginning = self._first_samples_in_checkpoint is not None

@@ -169,6 +169,7 @@ class IterableFetch(Dataset[Any]):
         )
         self._digests = {}
 
+        # One batch for each micro-batch.
         for begin, end in part.bounds:
             samples = part.samples[begin:end]
             numbers = part.first_number + part.stride * np.arange(begin, end)
@@ -204,8 +205,8 @@ class IterableFetch(Dataset[Any]):
         # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2).
         split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
         sizes = split_sizes(split)  # shape (micro-batches, ranks)
-        samples_of_each_rank = sizes.sum(axis=0)
-        bounds_of_this_rank = split[:, self._data_parallel.rank]
+        num_samples_of_ranks = sizes.sum(axis=0)  # over all micro-batches, shape (ranks,)
+        bounds_of_this_rank = split[:, self._data_parallel.rank]  # shape (micro-batches, 2)
 
         return _ReadPart(
             samples=samples,
@@ -213,7 +214,7 @@ class IterableFetch(Dataset[Any]):
             stride=1,
             # All samples have been read, so the plan is made for exactly these.
             planned_sizes=sizes,
-            counts=samples_of_each_rank,
+            counts=num_samples_of_ranks,
             bounds=bounds_of_this_rank.tolist(),
             ended=not samples,
         )
@@ -237,12 +238,13 @@ class IterableFetch(Dataset[Any]):
             stride=1,
             count=num_wanted,
             pass_begin=key.pass_begin,
-            per_batch=num_wanted,
+            samples_per_batch=num_wanted,
         )
 
         return self._divide_part(
             samples,
-            # The k-th sample of rank r gets the number k * ranks + r, so that numbers are unique.
+            # The k-th sample of rank r gets the number k * ranks + r. With 2 ranks, rank 0 has the
+            # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
             ended=not samples,
@@ -323,9 +325,14 @@ class IterableFetch(Dataset[Any]):
         """
         batch_size = self._source.batch_size
         num_ranks = self._data_parallel.size
-        if self._source.shard is False:
+
+        # With shard=False the dataset splits itself, and each rank takes its share of every
+        # micro-batch, as from a dataset with an index.
+        dataset_splits_itself = self._source.shard is False
+        if dataset_splits_itself:
             return split_sizes(split_batch(batch_size, key.shares, key.num_micro_batches))
 
+        # Otherwise `shard` is a function that gives each rank every n-th sample of the epoch.
         # Micro-batch i consists of the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
         edges = np.arange(key.num_micro_batches + 1)
         bounds = key.position * batch_size + ceil_div(batch_size * edges, key.num_micro_batches)
@@ -342,8 +349,11 @@ class IterableFetch(Dataset[Any]):
         Args:
             epoch: number of the epoch.
             position: position of the global batch in the epoch.
-            pass_begin: position at which the pass began.
+            pass_begin: position of the first global batch of the pass, which is above 0 in a
+                resumed epoch. It decides of which global batches digests are kept.
         """
+        # Every rank reads all samples, so on this rank, too, each global batch has `batch_size` of
+        # them.
         batch_size = self._source.batch_size
         return self._read(
             epoch,
@@ -351,18 +361,19 @@ class IterableFetch(Dataset[Any]):
             stride=1,
             count=batch_size,
             pass_begin=pass_begin,
-            per_batch=batch_size,
+            samples_per_batch=batch_size,
         )
 
     def read_first(self, epoch: int, count: int) -> Any:
         """Returns a batch of the first `count` samples of the dataset, or None if it has none."""
         # A copy reads them, so that a pass which is in progress keeps its place.
-        fetch = self.fresh()
-        samples = fetch._read(epoch, first=0, stride=1, count=count)
+        copy_at_beginning = self.fresh()
+        samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
 
-        # Some datasets return the same iterator each time, and have just restarted it. The pass in
-        # progress must then find its place again.
-        new_reader = fetch._reader
+        # Some datasets return the same iterator each time. Then the copy has just restarted the
+        # iterator of the pass in progress. Without its reader, that pass opens the dataset again at
+        # its next read, and reads forward to its place.
+        new_reader = copy_at_beginning._reader
         if self._reader is not None and new_reader is not None:
             is_same_iterator = new_reader.samples is self._reader.samples
             if is_same_iterator:
@@ -383,6 +394,8 @@ class IterableFetch(Dataset[Any]):
             samples: the samples as the dataset yielded them.
             numbers: the numbers of the samples, shape `(n,)`.
         """
+        # Only the user's own `transform` or `collate` may draw random numbers, and
+        # `sample_rng=False` says that they do not.
         transform = self._source.transform
         needs_seeds = self._runs_user_code and self._sample_rng
         if not needs_seeds:
@@ -408,45 +421,66 @@ class IterableFetch(Dataset[Any]):
         stride: int,
         count: int,
         pass_begin: int = 0,
-        per_batch: int = 0,
+        samples_per_batch: int = 0,
     ) -> list[Any]:
         """Reads the samples `first`, `first + stride`, and so on, up to the end of the dataset.
+
+        If samples before `first` must be read and dropped, their digests are kept. The last two
+        arguments are only needed for that.
 
         Args:
             epoch: number of the epoch.
             first: number of the first sample, as counted on this rank.
             stride: difference between the numbers of neighbouring samples.
             count: number of samples to read.
-            pass_begin: position of the global batch at which the pass began.
-            per_batch: number of samples that this rank reads of each full global batch; 0 if that
+            pass_begin: position of the first global batch of the pass, from which digests are kept.
+            samples_per_batch: number of samples that this rank reads of each full global batch,
+                from which follows which global batch a dropped sample belongs to; 0 if the number
                 varies.
         """
         if count == 0:
             return []
 
-        can_start_anywhere = callable(self._source.shard)
         # Many datasets split themselves over the loader workers. Hidden from them, each worker
         # reads everything.
         with without_worker_info():
             reader = self._reader
-            if reader is None or reader.epoch != epoch:
-                reader = self._open(epoch, first, stride)
-            elif reader.next_number > first:  # too far, and an iterator cannot go back
+            if reader is None or self._must_reopen(reader, epoch, first):
                 reader = self._open(epoch, first, stride)
             elif reader.ended:
                 return []
-            elif reader.next_number < first and can_start_anywhere:
-                reader = self._open(epoch, first, stride)  # faster than reading up to the sample
 
-            with reader.random_state():
-                self._read_up_to(reader, first, pass_begin, per_batch)
+            with reader.enter_random_state():
+                self._read_up_to(reader, first, pass_begin, samples_per_batch)
                 samples = reader.take(count)
             if samples:
                 reader.next_number = first + stride * len(samples)
         return samples
 
+    def _must_reopen(self, reader: StreamReader, epoch: int, first: int) -> bool:
+        """Returns True if the dataset must be opened again to read a sample.
+
+        Args:
+            reader: the reader of the current pass.
+            epoch: number of the epoch to read.
+            first: number of the sample to read next.
+        """
+        is_another_epoch = reader.epoch != epoch
+        if is_another_epoch:
+            return True
+
+        is_past_sample = reader.next_number > first
+        if is_past_sample:  # an iterator cannot go back
+            return True
+
+        # A function `shard(start, step)` opens the dataset at any sample, which is faster than
+        # reading up to it.
+        is_before_sample = reader.next_number < first
+        can_start_anywhere = callable(self._source.shard)
+        return is_before_sample and can_start_anywhere and not reader.ended
+
     def _read_up_to(
-        self, reader: StreamReader, first: int, pass_begin: int, per_batch: int
+        self, reader: StreamReader, first: int, pass_begin: int, samples_per_batch: int
     ) -> None:
         """Reads and drops all samples before a given one.
 
@@ -457,19 +491,19 @@ class IterableFetch(Dataset[Any]):
         Args:
             reader: the reader of this pass.
             first: number of the sample to stop at.
-            pass_begin: position of the global batch at which the pass began.
-            per_batch: number of samples that this rank reads of each full global batch; 0 if that
-                varies.
+            pass_begin: position of the first global batch of the pass, from which digests are kept.
+            samples_per_batch: number of samples that this rank reads of each full global batch; 0
+                if the number varies.
         """
         while reader.next_number < first and not reader.ended:
-            if per_batch == 0:  # it is unknown which global batch a sample belongs to
+            if samples_per_batch == 0:  # it is unknown which global batch a sample belongs to
                 skipped = reader.take(first - reader.next_number)
                 reader.next_number += len(skipped)
                 continue
 
             # Read to the end of the current global batch, so that its digests can be kept.
-            position = reader.next_number // per_batch
-            end = min((position + 1) * per_batch, first)
+            position = reader.next_number // samples_per_batch
+            end = min((position + 1) * samples_per_batch, first)
             skipped = reader.take(end - reader.next_number)
             reader.next_number += len(skipped)
             self._keep_digests(position, pass_begin, skipped)
@@ -492,13 +526,14 @@ class IterableFetch(Dataset[Any]):
             return
 
         # A copy with an iterator of its own reads them, so that this object keeps its place.
-        fetch_of_beginning = self.fresh()
+        copy_at_beginning = self.fresh()
         num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
         for position in range(num_batches):
+            # The request for this global batch in a pass that begins with the epoch.
             key_of_beginning = key._replace(position=position, pass_begin=0, read_beginning=False)
-            samples = fetch_of_beginning._read_part(key_of_beginning).samples
-            fetch_of_beginning._keep_digests(position, pass_begin=0, samples=samples)
-        self._digests.update(fetch_of_beginning._digests)
+            samples = copy_at_beginning._read_part(key_of_beginning).samples
+            copy_at_beginning._keep_digests(position, pass_begin=0, samples=samples)
+        self._digests.update(copy_at_beginning._digests)
 
     @property
     def _can_skip(self) -> bool:
@@ -536,12 +571,14 @@ class IterableFetch(Dataset[Any]):
         """
         dataset: Any = self.dataset
         shard = self._source.shard
-        random_state: Any = nullcontext
+        # The dataset draws from random streams of its own while it is read. With
+        # `sample_rng=False` nothing is exchanged.
+        enter_random_state: Any = nullcontext
         if self._sample_rng:
-            random_state = PassRandomState(self._seed, epoch).entered
+            enter_random_state = PassRandomState(self._seed, epoch).entered
 
         next_number = 0
-        with random_state():
+        with enter_random_state():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
             if callable(shard):
@@ -552,5 +589,5 @@ class IterableFetch(Dataset[Any]):
                 next_number = first
             else:
                 samples = iter(dataset)
-        self._reader = StreamReader(epoch, next_number, samples, random_state)
+        self._reader = StreamReader(epoch, next_number, samples, enter_random_state)
         return self._reader

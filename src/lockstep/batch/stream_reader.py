@@ -80,7 +80,7 @@ class StreamReader:
     next_number: int
     """The number of the sample that the iterator gives next."""
     samples: Iterator[Any]
-    random_state: Callable[[], AbstractContextManager[None]]
+    enter_random_state: Callable[[], AbstractContextManager[None]]
     """Returns a context in which code draws from the random streams of this pass."""
     ended: bool = False
     """True when the iterator has nothing more."""

@@ -72,7 +72,9 @@ class UnpreparedLoaders:
                 self._ended(ended_pass)
             return
 
-        # Any other sampler may have chosen a part of the dataset for this rank.
+        # Remember which dataset the user's loop now reads as a whole. If it trains on this dataset,
+        # that is most likely a mistake, since every rank reads the same samples. Any other sampler
+        # may have chosen a part of the dataset for this rank.
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
         read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))

@@ -87,16 +87,18 @@ class Weighing:
             corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
             planned = planned._replace(micro_batch=corrected)
 
+        # The user's function never gets an empty batch, which weighs 0.
         weight = float(num_rows)
-        if (
-            self.weight is not None and num_rows > 0
-        ):  # the user's function never gets an empty batch
+        if self.weight is not None and num_rows > 0:
             weight = _weigh_batch(self.weight, batch)
 
+        # If the collate function dropped all samples of this rank, its result (often None) cannot
+        # be trained on. An empty batch takes its place.
         all_samples_were_dropped = num_samples > 0 and num_rows == 0
+        batch_to_train_on = self.make_empty_batch() if all_samples_were_dropped else batch
         return CountedBatch(
             planned=planned,
-            batch=self.make_empty_batch() if all_samples_were_dropped else batch,
+            batch=batch_to_train_on,
             collated=batch,
             weight=weight,
             has_other_rows=has_other_rows,
@@ -120,9 +122,9 @@ def _weigh_batch(weight: Weight, batch: Any) -> float:
         DataError: the function did not return a number that is at least 0.
     """
     value = weight(batch)
-    number: Any = value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        number = float(value)
+    # A tensor with one element is converted. The error below shows what the function returned.
+    is_tensor_of_one = isinstance(value, Tensor) and value.numel() == 1
+    number: Any = float(value) if is_tensor_of_one else value
 
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     # The upper limit also excludes infinity, NaN, and numbers whose sum might be infinite.
@@ -264,10 +266,12 @@ class _WeightSum:
         global_samples = first_planned.micro_batch.global_samples
         if num_ranks_with_unknown_rows > 0:
             row_counter.warn_of_unknown(global_samples)
-        if (
-            num_ranks_with_other_rows == 0
-        ):  # one row for each sample, so the planned scales are right
+
+        # If every rank has one row for each of its samples, the planned scales are right.
+        if num_ranks_with_other_rows == 0:
             return self._global_batch
+
+        # On some rank the collate function left samples out, or added rows.
         row_counter.warn_of_rows(global_samples, int(sum(weights)))
         return self._scaled(weights)
 
@@ -302,25 +306,29 @@ class _WeightSum:
         """
         virtual_ranks = self._virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        num_gradients = self._num_gradients()  # `ranks` in the formula
+
+        # The gradients are divided by this number when their mean is taken, so each loss is
+        # multiplied by it. It is `ranks` in the formula.
+        num_averaged_gradients = self._num_averaged_gradients()
         total_of_global_batch = sum(weights)
         is_one_micro_batch = self._is_one_micro_batch()
 
         scaled = []
         for counted in self._counted:
-            micro_batch = counted.planned.micro_batch
-
             # `W` in the formula. Under DiLoCo each replica takes a mean of its own.
             total = total_of_global_batch
             if trains_replicas:
                 total = weights[_index_of_weight(counted)]
+
+            # If nothing has a weight, there is nothing to train on, and every loss counts 0.
             scale = 0.0
             if total > 0:
-                scale = counted.weight * num_gradients / total
+                scale = counted.weight * num_averaged_gradients / total
 
-            # A micro-batch that is the whole global batch has scale 1 and needs no factor.
+            # A micro-batch that is the whole global batch has scale 1, and a plain
+            # `loss.backward()` is right. This is not so if it has scale 0.
             is_plain = is_one_micro_batch and total > 0
-            micro_batch = replace(micro_batch, scale=scale, plain=is_plain)
+            micro_batch = replace(counted.planned.micro_batch, scale=scale, plain=is_plain)
 
             # A rank without rows gets an empty batch. If no rank has any rows, each gets the result
             # of its collate function, as a single device would.
@@ -328,14 +336,21 @@ class _WeightSum:
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled
 
-    def _num_gradients(self) -> int:
-        """Returns the number of gradients that are averaged: one for each rank or virtual rank."""
+    def _num_averaged_gradients(self) -> int:
+        """Returns the number of gradients of which the optimizer gets the mean."""
         num_ranks = self._collectives.data_parallel.size
         virtual_ranks = self._virtual_ranks
+
+        # One gradient for each rank.
         if virtual_ranks is None:
             return num_ranks
-        if virtual_ranks.train_copies:  # only the ranks that process the same replica
+
+        # Under DiLoCo each replica has its own optimizer step: one gradient for each rank that
+        # processes the replica. With fewer ranks than replicas, this is a single rank.
+        if virtual_ranks.train_copies:
             return max(1, num_ranks // virtual_ranks.count)
+
+        # One gradient for each virtual rank, whichever rank has computed it.
         return virtual_ranks.count
 
     def _is_one_micro_batch(self) -> bool:

@@ -33,7 +33,7 @@ class Workers:
         self._options["worker_init_fn"] = partial(_start_worker, options["worker_init_fn"])
         self._seed = seed
         self._persistent: DataLoader[Any] | None = None
-        self._persistent_keys = _KeysOfPass()
+        self._sampler_of_persistent = _KeysOfPass()
         self._persistent_are_busy = False
         """True during a pass, because persistent workers can serve only one pass at a time."""
 
@@ -64,12 +64,13 @@ class Workers:
             yield from self._start(fetch, keys, options)
             return
 
-        # Otherwise use the persistent workers, whose sampler now yields the keys of this pass.
+        # Otherwise use the persistent workers. They belong to a DataLoader whose sampler is always
+        # `_sampler_of_persistent`, so the keys of this pass are put into that object.
         self._persistent_are_busy = True
-        self._persistent_keys.keys = keys
+        self._sampler_of_persistent.keys = keys
         try:
             if self._persistent is None:
-                self._persistent = self._start(fetch, self._persistent_keys, self._options)
+                self._persistent = self._start(fetch, self._sampler_of_persistent, self._options)
             yield from self._persistent
         finally:
             self._persistent_are_busy = False

@@ -132,7 +132,7 @@ class VirtualRanks(Protocol):
     """Number of virtual ranks of the run."""
 
     @property
-    def own(self) -> list[int]:
+    def own_virtual_ranks(self) -> list[int]:
         """The virtual ranks that this process computes."""
 
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:

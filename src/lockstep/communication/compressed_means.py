@@ -187,9 +187,8 @@ def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """
     trained = list(parameters)
 
-    # A unit is full when it has this number of bytes.
+    # A unit is full when it has `unit_bytes`, a quarter of all bytes within the limits.
     total_bytes = sum(parameter.nbytes for parameter in trained)
-
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
     # Parameters are grouped by their *kind*, the dtype and the device. Each parameter is added to

@@ -37,8 +37,9 @@ def open_groups(
     group: dist.ProcessGroup
     if cpu_tensors_only:
         # Each rank opens only its own group. If all ranks opened all groups, as below, a run with
-        # NCCL would hang: there torch makes the ranks outside of a new group join a split of the
-        # default communicator, but its members only do so for an NCCL group (pytorch#145376).
+        # NCCL would hang (pytorch#145376): the ranks that are not in a new group split the default
+        # NCCL communicator, and wait for the members of the group. But the members of a Gloo group
+        # never take part in that split.
         own_ranks = next(ranks for ranks in ranks_of_groups if own_rank in ranks)
         group = dist.new_group(
             list(own_ranks),

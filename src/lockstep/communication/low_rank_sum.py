@@ -50,8 +50,8 @@ class LowRankSum:
         """Views of `values` that are sent as narrow matrices."""
         self._num_columns: list[int] = []
         """For each matrix, the number of columns of its narrow matrices."""
-        self._sent_whole: list[Tensor] = []
-        """Views of `values` that are sent as they are."""
+        self._uncompressed_parts: list[Tensor] = []
+        """Views of `values` that are always sent as they are, because they are too small."""
 
         for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
             num_rows = shape[0] if shape else 1
@@ -63,7 +63,7 @@ class LowRankSum:
                 self._matrices.append(matrix)
                 self._num_columns.append(num_columns)
             else:
-                self._sent_whole.append(part)
+                self._uncompressed_parts.append(part)
 
         self._right_sizes: list[int] = []
         """For each matrix, the number of elements in its Q."""
@@ -78,16 +78,19 @@ class LowRankSum:
             "residual": self.values.new_zeros(residual_numel),
             "times": torch.zeros((), dtype=torch.int64),
         }
-        """The state for a checkpoint: the Q of all matrices, the residuals, the number of sums."""
+        """The state for a checkpoint: the Q of all matrices, the residuals, and in `times` the
+        number of sums that have ended."""
         self._lefts: list[Tensor] = []
         """The P of each matrix. `start` computes this rank's; `advance` makes them the orthogonal
         ones, which are the same on all ranks."""
-        self._sent: Tensor
-        self._finish: Callable[[], None] = do_nothing
+        self._message: Tensor
+        """The values that this sum sends, which are replaced by their sum over the ranks."""
+        self._wait_for_sum: Callable[[], None] = do_nothing
+        """Waits for the all-reduce that was started last."""
 
     @property
-    def _sends_whole(self) -> bool:
-        """True as long as everything is sent uncompressed."""
+    def _is_uncompressed(self) -> bool:
+        """True in the first sums, in which everything is sent uncompressed."""
         return bool(self.state["times"] < self._num_uncompressed_sums)
 
     def start(self) -> None:
@@ -96,8 +99,8 @@ class LowRankSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        if self._sends_whole:
-            self._finish = routing.start_all_reduce(self.values)
+        if self._is_uncompressed:
+            self._wait_for_sum = routing.start_all_reduce(self.values)
             return
 
         # M += residual
@@ -110,23 +113,23 @@ class LowRankSum:
             self._lefts.append(matrix @ right)
 
         # One message holds the P of all matrices, then the tensors that are sent as they are.
-        parts = [*self._lefts, *self._sent_whole]
-        self._sent = torch.cat([part.view(-1) for part in parts])
-        self._finish = routing.start_all_reduce(self._sent)
+        parts = [*self._lefts, *self._uncompressed_parts]
+        self._message = torch.cat([part.view(-1) for part in parts])
+        self._wait_for_sum = routing.start_all_reduce(self._message)
 
     def advance(self) -> None:
         """Waits for the sums of P, orthogonalises them, and begins to send Q = M^T P."""
-        self._finish()
-        if self._sends_whole:  # `values` already holds the sum
-            self._finish = do_nothing
+        self._wait_for_sum()
+        if self._is_uncompressed:  # `values` already holds the sum
+            self._wait_for_sum = do_nothing  # `end` has nothing to wait for
             return
 
         # The message holds the sum of each P, then the sums of the tensors that were sent as they
         # are.
-        sizes = [part.numel() for part in (*self._lefts, *self._sent_whole)]
-        sums = torch.split(self._sent, sizes)
+        sizes = [part.numel() for part in (*self._lefts, *self._uncompressed_parts)]
+        sums = torch.split(self._message, sizes)
         num_matrices = len(self._matrices)
-        for part, sum_of_part in zip(self._sent_whole, sums[num_matrices:], strict=True):
+        for part, sum_of_part in zip(self._uncompressed_parts, sums[num_matrices:], strict=True):
             part.copy_(sum_of_part)
 
         # P becomes an orthonormal basis of the columns of its sum.
@@ -137,12 +140,12 @@ class LowRankSum:
         # Q = M^T P, with this rank's M. It is written into the state, where all Q are one tensor.
         for matrix, left, right in zip(self._matrices, self._lefts, self._rights(), strict=True):
             torch.mm(matrix.T, left, out=right)
-        self._finish = routing.start_all_reduce(self.state["right"])
+        self._wait_for_sum = routing.start_all_reduce(self.state["right"])
 
     def end(self) -> None:
         """Waits for the sums of Q, computes `values` from P and Q, and updates the residuals."""
-        self._finish()
-        if not self._sends_whole:  # otherwise `values` already holds the sum
+        self._wait_for_sum()
+        if not self._is_uncompressed:  # otherwise `values` already holds the sum
             num_ranks = dist.get_world_size()
             rights = self._rights()  # summed over the ranks
 
@@ -159,8 +162,8 @@ class LowRankSum:
 
             self.state["right"].nan_to_num_(0.0, 0.0, 0.0)
 
-        self._finish = do_nothing
-        self.state["times"] += 1
+        self._wait_for_sum = do_nothing
+        self.state["times"] += 1  # counts the sums; `_is_uncompressed` depends on it
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
         """Loads the state of the run that is resumed.

@@ -105,6 +105,7 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
     if method == "bf16":
         return out.copy_(encoded.view(torch.bfloat16))
 
+    # A code has one byte with int8, and half a byte with int4.
     code_bytes_of_block = BLOCK if method == "int8" else BLOCK // 2
     num_blocks = encoded.shape[1] // (code_bytes_of_block + SCALE_BYTES)
     num_code_bytes = num_blocks * code_bytes_of_block
@@ -112,8 +113,12 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
     codes = encoded[:, :num_code_bytes].view(torch.int8)
     if method == "int4":
         # The low four bits of each byte are a code from the first half of the row, the high four
-        # bits one from the second half. Shifting left and back restores the sign of a 4-bit code.
-        codes = torch.cat([(codes << 4) >> 4, codes >> 4], dim=1)
+        # bits one from the second half. A right shift of a signed integer repeats the sign bit, so
+        # a code with the bits 1101, in the high half of a byte, becomes 11111101, which is -3. A
+        # code in the low half is shifted to the high half first.
+        low_codes = (codes << 4) >> 4
+        high_codes = codes >> 4
+        codes = torch.cat([low_codes, high_codes], dim=1)
 
     scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)
     scales = scales.to(wide_dtype(out.dtype))  # (rows, blocks)

@@ -44,21 +44,22 @@ class Peers(NamedTuple):
 
         It is looked up each time, so that this object does not keep the group alive.
         """
-        return None if self.shared is None else self.shared.across
+        return None if self.shared is None else self.shared.group_across_machines
 
 
 def find_peers(device: torch.device) -> Peers:
     """Returns the peers that exchange tensors of a device."""
+    # Without shared memory, or with a single machine, every rank is a peer.
     shared = routing.shared_memory() if device.type == "cpu" else None
-    if shared is None or shared.across is None:
-        # There is no shared memory, or only one machine: every rank is a peer.
+    if shared is None or shared.group_across_machines is None:
         return Peers(size=dist.get_world_size(), number=dist.get_rank())
 
-    # Every machine is a peer. The group `across` has one rank of each machine.
-    num_machines = dist.get_world_size(shared.across)
+    # Otherwise every machine is a peer. The group across machines has one rank of each machine, so
+    # its size is the number of machines, and this rank's number in it is that of this machine.
+    num_machines = dist.get_world_size(shared.group_across_machines)
     return Peers(
         size=num_machines,
-        number=dist.get_rank(shared.across),
+        number=dist.get_rank(shared.group_across_machines),
         shared=shared,
         local_size=dist.get_world_size() // num_machines,
     )
@@ -143,13 +144,14 @@ class QuantizedSum:
 
         # `_received` has a row for each peer: the encoded values that it sent. They are added in
         # the order of the peers; this peer's own values are not quantized.
-        total = torch.zeros_like(self._chunks[:1])  # (1, values)
-        decoded = torch.empty_like(self._chunks[:1])
+        any_chunk = self._chunks[:1]  # for its shape, (1, values)
+        total = torch.zeros_like(any_chunk)
+        buffer = torch.empty_like(any_chunk)
         for peer, encoded in enumerate(torch.split(self._received, 1)):
             if peer == peers.number:
                 total += self._chunks[peer]
             else:
-                total += decode(encoded, self._method, decoded)
+                total += decode(encoded, self._method, out=buffer)
 
         # `encode` also writes its rounding errors to the residual of this peer's chunk.
         own_chunk = slice(peers.number, peers.number + 1)
@@ -174,12 +176,17 @@ class QuantizedSum:
             states_of_ranks: not used; `LowRankSum.load` needs the states of all ranks.
 
         Returns:
-            False if that run had other peers; nothing is loaded then.
+            False if that run had other peers, or the state belongs to another vector; nothing is
+            loaded then.
         """
         if not self.state:  # with bf16 there is nothing to load
             return True
+
+        # A vector of another length, or another number of peers, has a residual of another shape.
         if not have_same_shapes(own, self.state):
             return False
+
+        # With the same shapes, this rank may still have had another place among the peers.
         if not torch.equal(own["peers"], self.state["peers"]):
             return False
 
@@ -196,10 +203,11 @@ class QuantizedSum:
         Returns:
             A function that waits for the sums and writes them to `shard`.
         """
+        # Add the rounding errors of the last step (not with bf16, which keeps none).
         peers = self._peers
-        self._chunks = shard.view(peers.size, -1)  # (peers, values): a view
-        if "residual" in self.state:  # not with bf16
+        if "residual" in self.state:
             shard += self.state["residual"]
+        self._chunks = shard.view(peers.size, -1)  # (peers, values)
 
         # `encode` writes its rounding errors to the residual. The residual of this peer's own chunk
         # is overwritten by `advance`, which sends the sum of that chunk.
@@ -212,7 +220,7 @@ class QuantizedSum:
     def _take_sums(self) -> None:
         """Waits for the sums of all chunks, and writes them to this rank's shard."""
         self._wait_for_exchange()
-        decode(self._received, self._method, self._chunks)
+        decode(self._received, self._method, out=self._chunks)
 
     def _residual_of_chunks(self, chunks: slice) -> Tensor | None:
         """Returns a view of the residual of the given chunks, of shape `(chunks, values)`.

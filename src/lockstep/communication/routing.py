@@ -55,15 +55,15 @@ def all_reduce(
         group: the process group; None for all ranks.
     """
     shared = _shared_memory
-    if shared is not None and shared.takes(tensor, op):
+    if shared is not None and shared.supports(tensor, op):
         # All ranks: within each machine through its memory, and over the network between machines.
         if group is None:
             shared.all_reduce(tensor, op)
             return
 
-        # The ranks of this machine alone: nothing goes between machines.
+        # Only the ranks of this machine: the step between the machines is skipped.
         if _is_group_of_machine(group, shared):
-            wait = shared.start_all_reduce(tensor, op, between=_no_other_machines)
+            wait = shared.start_all_reduce(tensor, op, between=_skip_other_machines)
             wait()
             return
 
@@ -80,13 +80,14 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         A function that waits for the sum.
     """
     shared = _shared_memory
-    if shared is not None and shared.takes(tensor):
+    if shared is not None and shared.supports(tensor):
         # All ranks: within each machine through its memory, and over the network between machines.
         if group is None:
             return shared.start_all_reduce(tensor)
-        # The ranks of this machine alone: nothing goes between machines.
+
+        # Only the ranks of this machine: the step between the machines is skipped.
         if _is_group_of_machine(group, shared):
-            return shared.start_all_reduce(tensor, between=_no_other_machines)
+            return shared.start_all_reduce(tensor, between=_skip_other_machines)
 
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
@@ -138,9 +139,10 @@ def start_all_to_all(
     if sent[0].is_cuda:
         works = [dist.all_to_all(list(received), list(sent), group=group, async_op=True)]
     else:
-        # Gloo's own all_to_all is not used, because there each rank sends before it receives. Its
-        # message that it is ready to receive waits behind the data that it sends, so only one side
-        # sends at a time, and a slow link is idle in one direction.
+        # Gloo's own all_to_all is not used, because there each rank sends before it receives. A
+        # rank sends data only after the receiver has told it to be ready. But a receiver that is
+        # sending tells this only after its own data. So of two ranks only one sends at a time, and
+        # a slow link is idle in one direction. Here all ranks start to receive first.
         received[own_rank].copy_(sent[own_rank])
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
@@ -173,7 +175,7 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
         group: the process group; None for all ranks.
     """
     shared = _memory_of_group(group)
-    if shared is not None and shared.takes(tensor) and shared.takes(rows):
+    if shared is not None and shared.supports(tensor) and shared.supports(rows):
         shared.all_gather(rows, tensor)
         return
 
@@ -235,7 +237,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None =
         group: the process group; None for all ranks.
     """
     shared = _memory_of_group(group)
-    if shared is not None and shared.takes(tensor):
+    if shared is not None and shared.supports(tensor):
         shared.broadcast(tensor, source)
     else:
         traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
@@ -256,10 +258,10 @@ def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) 
         shared: the memory of the ranks of this machine.
     """
     if group is None:
-        return shared.across is None  # True if this is the only machine
+        return shared.is_only_machine
     return dist.get_process_group_ranks(group) == shared.ranks
 
 
-def _no_other_machines(shard: Tensor) -> Callable[[], None]:
-    """Replaces the exchange with other machines in a sum over a single machine: does nothing."""
+def _skip_other_machines(shard: Tensor) -> Callable[[], None]:
+    """Does nothing where `SharedMemory.start_all_reduce` would sum over the other machines."""
     return lambda: None

@@ -197,9 +197,9 @@ class _Barrier(NamedTuple):
     """The semaphore of this rank."""
     num_posts_awaited: int
     """How often other ranks post it in a barrier."""
-    posted_before: list[int]
-    """The semaphores that this rank posts before it waits."""
-    posted_after: list[int]
+    posted_on_arrival: list[int]
+    """The semaphores that this rank posts when it arrives, before it waits."""
+    posted_after_waiting: list[int]
     """The semaphores that this rank posts after it has waited."""
 
     @classmethod
@@ -215,14 +215,14 @@ class _Barrier(NamedTuple):
 
         # Few ranks: each posts to all others, and waits for all of them.
         if len(semaphores) <= MAX_RANKS_OF_FLAT_BARRIER:
-            return cls(own, len(others), posted_before=others, posted_after=[])
+            return cls(own, len(others), posted_on_arrival=others, posted_after_waiting=[])
 
         # Many ranks: the first one waits for all others, then wakes each of them.
         if rank == 0:
-            return cls(own, len(others), posted_before=[], posted_after=others)
+            return cls(own, len(others), posted_on_arrival=[], posted_after_waiting=others)
 
         # The others tell the first one that they have arrived, and wait until it wakes them.
-        return cls(own, 1, posted_before=[semaphores[0]], posted_after=[])
+        return cls(own, 1, posted_on_arrival=[semaphores[0]], posted_after_waiting=[])
 
 
 class SharedMemory:
@@ -233,9 +233,10 @@ class SharedMemory:
         rank: rank of this process in the run.
         pids: process ID of each rank of this machine.
         timeout_s: how long a rank may wait for the others, in seconds.
-        across: process group of the ranks that have the same local rank on all machines; None if
-            there is one machine.
-        machine: number of this machine if the ranks are numbered machine by machine, else None.
+        group_across_machines: process group of the ranks that have the same local rank on all
+            machines; None if there is one machine.
+        machine_number: number of this machine if the ranks are numbered machine by machine, else
+            None.
     """
 
     def __init__(
@@ -244,11 +245,11 @@ class SharedMemory:
         rank: int,
         pids: Mapping[int, int],
         timeout_s: float,
-        across: dist.ProcessGroup | None = None,
-        machine: int | None = None,
+        group_across_machines: dist.ProcessGroup | None = None,
+        machine_number: int | None = None,
     ) -> None:
-        self.across = across
-        self.machine = machine
+        self.group_across_machines = group_across_machines
+        self.machine_number = machine_number
         self.ranks = list(pids)
         """The ranks of this machine."""
         self._pids = dict(pids)
@@ -279,13 +280,13 @@ class SharedMemory:
         """The address of the mapping in this process; its tensors share one storage."""
         local_ranks = range(self._local_size)
         self._barrier_of_parity = []
-        self._calls_at = []
+        self._call_offsets = []
         """For each parity, the offset of the description of each rank's call."""
         for parity in PARITIES:
             semaphores = [self.address + layout.semaphore(peer, parity) for peer in local_ranks]
             self._barrier_of_parity.append(_Barrier.of(semaphores, self._local_rank))
-            self._calls_at.append([layout.call(peer, parity) for peer in local_ranks])
-        self._barriers_at = [layout.barriers(peer) for peer in local_ranks]
+            self._call_offsets.append([layout.call(peer, parity) for peer in local_ranks])
+        self._barrier_number_offsets = [layout.barriers(peer) for peer in local_ranks]
         slots = torch.split(everything[layout.slots :], layout.slot)
         self._slots: tuple[Sequence[Tensor], Sequence[Tensor]]
         self._slots = (slots[: self._local_size], slots[self._local_size :])
@@ -295,11 +296,11 @@ class SharedMemory:
 
         self._half = 0
         """Which of its two slots each rank uses, 0 or 1."""
-        self._barriers = 0
+        self._num_barriers = 0
         """How many barriers this rank has reached."""
         self._number = 0
         """The number of the last call that has begun."""
-        self._checks = 0
+        self._num_checks = 0
         """How often this rank has checked whether other ranks have ended."""
         self._words_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
         self._words_to_compare: bytes | None = None
@@ -307,7 +308,12 @@ class SharedMemory:
         self._broken = ""
         """The error message for later calls if the last call does not complete."""
 
-    def takes(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
+    @property
+    def is_only_machine(self) -> bool:
+        """True if all ranks of the run are on this machine."""
+        return self.group_across_machines is None
+
+    def supports(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
         """Returns True if a tensor can be reduced here: dense, contiguous, and on the CPU.
 
         Args:
@@ -332,10 +338,11 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a rank has ended, or did not arrive in time.
         """
         own = tensor.detach().view(-1)
+        # `ALL_TO_ALL_BYTES` limits what a rank reads: the tensors of all ranks together.
         max_bytes = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
 
         # A small tensor on one machine: every rank reduces all of it.
-        if self.across is None and own.nbytes <= max_bytes:
+        if self.is_only_machine and own.nbytes <= max_bytes:
             with self._calling("all_reduce", tensor, _how(op)):
                 self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
             traffic.shared += own.nbytes
@@ -375,12 +382,13 @@ class SharedMemory:
         # Then between the machines: ranks with the same local rank reduce their slices.
         own_slice = slices[self._local_rank]
         wait: Callable[[], object] | None = None
+        group = self.group_across_machines
         if between is not None:
             wait = between(own_slice)
-        elif self.across is not None and own_slice.numel():
-            work = cast(dist.Work, dist.all_reduce(own_slice, op, self.across, async_op=True))
+        elif group is not None and own_slice.numel():
+            work = cast(dist.Work, dist.all_reduce(own_slice, op, group, async_op=True))
             wait = partial(traffic.wait, work.wait)
-            traffic.sent += all_reduce_bytes(own_slice.nbytes, dist.get_world_size(self.across))
+            traffic.sent += all_reduce_bytes(own_slice.nbytes, dist.get_world_size(group))
 
         def end() -> None:
             """Waits for the other machines, then gathers the slices of this machine's ranks."""
@@ -406,38 +414,52 @@ class SharedMemory:
             sums: how many nodes each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
-        most_nodes = max(sums.nodes_of_rank)
-        fits_into_slot = total.nbytes * most_nodes <= self._slot_bytes
+        # Each node of each rank is a tensor as long as `total`.
+        max_nodes_of_rank = max(sums.num_nodes_of_rank)
+        num_nodes = sum(sums.num_nodes_of_rank)
+        nodes_fit_into_slot = total.nbytes * max_nodes_of_rank <= self._slot_bytes
+        is_quick_to_read = total.nbytes * num_nodes <= ALL_TO_ALL_BYTES
 
-        bytes_to_read = total.nbytes * len(sums.merges)
-        with self._calling("all_reduce", total, " in a tree"):
-            if fits_into_slot and bytes_to_read <= ALL_TO_ALL_BYTES:
+        with self._calling("all_reduce", total, how=" in a tree"):
+            if nodes_fit_into_slot and is_quick_to_read:
                 # A small tensor: every rank reads the nodes of all ranks, and sums them whole.
                 self._sum_tree_by_all(nodes, total, sums)
                 if scale != 1.0:
                     total.mul_(scale)
             else:
-                # A large tensor: every rank sums one slice, and then the slices are gathered.
-                slices = torch.tensor_split(total, self._local_size)
-                slices_of_nodes = [torch.tensor_split(node, self._local_size) for node in nodes]
-                self._reduce_scatter_in_tree(
-                    slices_of_nodes,
-                    [slices[self._local_rank]],
-                    sums.nodes_of_rank,
-                    sums.merges,
-                    total,
-                )
-                if scale != 1.0:
-                    slices[self._local_rank].mul_(scale)
-                self._gather(slices)
+                self._sum_tree_in_slices(nodes, total, sums, scale)
 
         traffic.shared += total.nbytes * max(1, len(nodes))
+
+    def _sum_tree_in_slices(
+        self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums, scale: float
+    ) -> None:
+        """Sums a large tensor in the order of a tree: each rank sums one slice of it.
+
+        The arguments are those of `sum_in_tree`.
+        """
+        slices_of_total = torch.tensor_split(total, self._local_size)
+        own_slice = slices_of_total[self._local_rank]
+
+        # The sum of this rank's slice is written to `own_slice`, which is a part of `total`.
+        self._reduce_scatter_in_tree(
+            slices_of_nodes=[torch.tensor_split(node, self._local_size) for node in nodes],
+            totals=[own_slice],
+            num_nodes_of_rank=sums.num_nodes_of_rank,
+            merges=sums.merges,
+            whole=total,
+        )
+        if scale != 1.0:
+            own_slice.mul_(scale)
+
+        # Copy the other slices of `total` from the ranks that have summed them.
+        self._gather(slices_of_total)
 
     def reduce_scatter_in_tree(
         self,
         slices_of_nodes: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
-        nodes_of_rank: Sequence[int],
+        num_nodes_of_rank: Sequence[int],
         merges: Sequence[int],
         *,
         whole: Tensor,
@@ -447,19 +469,21 @@ class SharedMemory:
         Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: `slices_of_nodes[n][r]` is the slice of this rank's partial sum n that
-                rank r of this machine adds up. The slices are as long as those of
-                `torch.tensor_split(whole, ranks)`. They are overwritten.
+            slices_of_nodes: this rank's partial sums, each cut into slices: the slice
+                `slices_of_nodes[n][r]` of partial sum n is the one that rank r of this machine
+                needs. The slices are as long as those of `torch.tensor_split(whole, ranks)`. They
+                are overwritten.
             totals: tensors that this rank's slices of the sums are written to, as many as values
                 are left after all merges.
-            nodes_of_rank: number of nodes of each rank of this machine.
+            num_nodes_of_rank: number of nodes of each rank of this machine.
             merges: for each node of each rank, how many merges follow its push onto the stack; see
                 `add_in_tree`.
             whole: tensor with the dtype and the number of elements of a node. Its values are not
                 read.
         """
-        with self._calling("reduce_scatter", whole, " in a tree"):
-            self._reduce_scatter_in_tree(slices_of_nodes, totals, nodes_of_rank, merges, whole)
+        # " in a tree" distinguishes this call from other reduce-scatters when ranks compare calls.
+        with self._calling("reduce_scatter", whole, how=" in a tree"):
+            self._reduce_scatter_in_tree(slices_of_nodes, totals, num_nodes_of_rank, merges, whole)
         traffic.shared += whole.nbytes * len(slices_of_nodes)
 
     def gather_slices(self, slices: Sequence[Tensor], whole: Tensor) -> None:
@@ -520,12 +544,15 @@ class SharedMemory:
         A model's communication hook, for example, may still be called after the run has ended.
         """
         with self._lock:
-            # Pretend that a call has not completed: then `_calling` raises an error with this text.
+            # `_calling` refuses a call if an earlier one has begun and not completed. So a call is
+            # counted as begun that never completes, and `_broken` is the error that it then raises.
             self._number = self.completed + 1
             self._broken = "shared memory: after world.close()"
+
+            # Drop the tensors in the memory, and the process group, which would stay open.
             self._slots = ((), ())
-            self.across = None
             self._slots_of_dtype.clear()
+            self.group_across_machines = None
             self._memory.close()
 
     def flight_record(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -595,29 +622,39 @@ class SharedMemory:
 
             self._barrier()
 
-            # The values of each rank for the piece that this rank reduces. Its own values are not
-            # in its slot, whose memory is free for partial sums.
-            contributions = [slot[local_rank][: len(own_piece)] for slot in slots]
-            scratch = contributions[local_rank]
-            contributions[local_rank] = own_piece
+            # Collect the values of each rank for the piece that this rank reduces. Its own values
+            # are still in `own_piece`: they were not copied to its slot.
+            contributions = []
+            for peer, pieces_in_slot in enumerate(slots):
+                values_in_slot = pieces_in_slot[local_rank][: len(own_piece)]
+                contributions.append(own_piece if peer == local_rank else values_in_slot)
+            unused_place_in_own_slot = slots[local_rank][local_rank][: len(own_piece)]
 
-            # Reduce in the order of the ranks. Once this rank's own values have been added, the
-            # result may overwrite them.
+            # Reduce in the order of the ranks. Until this rank's own values have been added,
+            # partial sums are kept in the unused place. The step that adds them writes its result
+            # to `own_piece`, and so do all later steps. So the final result is in `own_piece`.
             total = contributions[0]
             for peer in range(1, local_size):
-                out = own_piece if peer >= local_rank else scratch
+                own_values_are_added = peer >= local_rank
+                out = own_piece if own_values_are_added else unused_place_in_own_slot
                 total = combine(total, contributions[peer], out=out)
 
     def _sum_tree_by_all(self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums) -> None:
-        """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks."""
+        """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks.
+
+        A *node* is a partial sum of a rank, and as long as `total`. The arguments are those of
+        `sum_in_tree`.
+        """
+        # Write this rank's nodes to its slot, one after the other.
         numel = len(total)
         slots = self._next_slots(total.dtype)
         for index, node in enumerate(nodes):
             slots[self._local_rank][index * numel : (index + 1) * numel].copy_(node)
         self._barrier()
 
+        # Read the nodes of all ranks, in the order of the ranks.
         values: list[Tensor] = []
-        for slot, num_nodes in zip(slots, sums.nodes_of_rank, strict=True):
+        for slot, num_nodes in zip(slots, sums.num_nodes_of_rank, strict=True):
             for index in range(num_nodes):
                 values.append(slot[index * numel : (index + 1) * numel])
 
@@ -628,7 +665,7 @@ class SharedMemory:
         self,
         slices_of_nodes: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
-        nodes_of_rank: Sequence[int],
+        num_nodes_of_rank: Sequence[int],
         merges: Sequence[int],
         whole: Tensor,
     ) -> None:
@@ -641,7 +678,7 @@ class SharedMemory:
         shortest_slice, num_longer = divmod(whole.numel(), local_size)
         own_length = shortest_slice + (1 if local_rank < num_longer else 0)
         longest_slice = shortest_slice + (1 if num_longer else 0)
-        most_nodes = max(1, *nodes_of_rank)
+        most_nodes = max(1, *num_nodes_of_rank)
         dtype = whole.dtype
 
         # A slot holds a piece for each pair of a node of its rank and a rank that sums.
@@ -667,7 +704,7 @@ class SharedMemory:
             # Collect the pieces that this rank sums, node by node in the order of the ranks.
             own_piece_length = max(0, min(piece_numel, own_length - start))
             values = []
-            for peer, num_nodes in enumerate(nodes_of_rank):
+            for peer, num_nodes in enumerate(num_nodes_of_rank):
                 for node in range(num_nodes):
                     if peer == local_rank:
                         own_slice = slices_of_nodes[node][local_rank]
@@ -714,7 +751,7 @@ class SharedMemory:
         """Surrounds a collective: records the call, and makes later calls raise if it fails.
 
         `_number` is the number of the last call that has begun, and `completed` that of the last
-        one that has completed.
+        one that has completed. They are equal between two calls.
 
         Args:
             op: name of the collective.
@@ -722,8 +759,11 @@ class SharedMemory:
             how: text after the name in the description by which ranks compare their calls.
         """
         with self._lock, torch.no_grad():
-            # An earlier call has failed, or this runs in a signal handler that interrupted a call.
-            if self.completed < self._number:
+            # The last call has not completed: it has failed, or this code runs in a signal handler
+            # that has interrupted it. (A thread can acquire the lock again that it already holds.)
+            # The ranks would not agree on which barrier comes next.
+            last_call_is_incomplete = self.completed < self._number
+            if last_call_is_incomplete:
                 raise dist.DistNetworkError(self._broken)
 
             self._number += 1
@@ -738,13 +778,22 @@ class SharedMemory:
             try:
                 yield
             except BaseException:
-                # The negative number tells the other ranks that this one has left the collective,
-                # so that they do not rely on it to check which ranks have ended.
-                own_offset = self._barriers_at[self._local_rank]
-                BARRIER_NUMBER.pack_into(self._memory, own_offset, -self._barriers)
+                self._publish_barrier_number(has_left_collective=True)
                 raise
 
             self.completed = self._number
+
+    def _publish_barrier_number(self, *, has_left_collective: bool = False) -> None:
+        """Writes to the shared memory how many barriers this rank has reached.
+
+        Args:
+            has_left_collective: True if an error ended this rank's collective. The number is then
+                written as a negative one. Other ranks that wait in a barrier see by this that they
+                cannot rely on this rank to find out which ranks have ended.
+        """
+        number = -self._num_barriers if has_left_collective else self._num_barriers
+        own_offset = self._barrier_number_offsets[self._local_rank]
+        BARRIER_NUMBER.pack_into(self._memory, own_offset, number)
 
     def _call_words(self, name: str, tensor: Tensor) -> bytes:
         """Returns the description of a call by which ranks compare their calls.
@@ -765,33 +814,32 @@ class SharedMemory:
     def _barrier(self) -> None:
         """Waits until all ranks have arrived; then everything they wrote before can be read.
 
-        A rank posts semaphores of other ranks to tell them that it has arrived, and waits for posts
-        of its own semaphore (`_Barrier`). In the first barrier of a call the ranks also compare the
-        descriptions of their calls.
+        In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
-        self._barriers += 1
-        parity = self._barriers & 1
+        self._num_barriers += 1
+        parity = self._num_barriers & 1
         memory = self._memory
-
-        # Note in the shared memory that this rank has reached the barrier.
-        BARRIER_NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
+        self._publish_barrier_number()
 
         # Write the description of this rank's call, if this is the first barrier of the call.
         words = self._words_to_compare  # None in later barriers
-        offsets = self._calls_at[parity]  # of the description of each rank's call
+        offsets = self._call_offsets[parity]  # of the description of each rank's call
         if words is not None:
             own_offset = offsets[self._local_rank]
             memory[own_offset : own_offset + CALL_WORDS_BYTES] = words
 
-        # Wait for the other ranks.
+        # Wait for the other ranks. Up to 8 ranks: each posts the semaphores of all others when it
+        # arrives, and waits until its own was posted by all others. More ranks: each posts that of
+        # the first rank when it arrives. The first rank waits until all others have done so, and
+        # then posts the semaphore of each of them, which is what they wait for.
         barrier = self._barrier_of_parity[parity]
-        for semaphore in barrier.posted_before:
+        for semaphore in barrier.posted_on_arrival:
             self._functions.post(semaphore)
         begin = time.perf_counter()
         for _ in range(barrier.num_posts_awaited):
             self._wait(barrier.own)
         traffic.blocked_s += time.perf_counter() - begin
-        for semaphore in barrier.posted_after:
+        for semaphore in barrier.posted_after_waiting:
             self._functions.post(semaphore)
 
         # Compare the calls of all ranks.
@@ -834,46 +882,64 @@ class SharedMemory:
         Not every rank looks at all others, because each look is a system call. So the list may be
         incomplete, or empty although some rank has ended.
         """
-        absent_ranks = self._absent_ranks()
-        first_rank = self.ranks[:1]
-        waits_for_all = self._barrier_of_parity[0].num_posts_awaited == self._local_size - 1
-        if waits_for_all:
-            return self._ended(absent_ranks)
+        # Up to 8 ranks: every rank waits for all others, and looks at all that are absent. With
+        # more ranks, only the first rank does so.
+        num_others = self._local_size - 1
+        waits_for_all_others = self._barrier_of_parity[0].num_posts_awaited == num_others
+        if waits_for_all_others:
+            return self._ended(self._absent_ranks())
 
-        # Otherwise this rank only waits for the first rank, which waits for all. Once the first
-        # rank has arrived, it looks at the other ranks, and this rank only looks at the first one.
-        (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, self._barriers_at[0])
-        if barriers_of_first >= self._barriers:
+        # This rank only waits for the first rank. If that has arrived, it looks at all others, and
+        # this rank only looks at the first one. The number of barriers that the first rank has
+        # reached is negative if it has left the collective: then it looks at nobody.
+        first_rank = self.ranks[:1]
+        offset_of_first = self._barrier_number_offsets[0]
+        (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, offset_of_first)
+        first_rank_watches_others = barriers_of_first >= self._num_barriers
+        if first_rank_watches_others:
             return self._ended(first_rank)
 
-        # If the first rank is absent too, every rank looks at a few absent ranks, and at the next
-        # few in its next check. The list is doubled so that the few may begin near its end.
-        begin = MAX_RANKS_OF_FLAT_BARRIER * self._checks % len(absent_ranks)
-        self._checks += 1
-        ranks_to_check = (2 * absent_ranks)[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
-        ended_ranks = self._ended(sorted(set(ranks_to_check)))
-        if ended_ranks:
-            return ended_ranks
+        # Otherwise this rank looks at a few of the absent ranks. The first rank is looked at last,
+        # because it may have ended only because another one had.
+        ended_ranks = self._ended(self._next_ranks_to_check())
+        return ended_ranks or self._ended(first_rank)
 
-        # The first rank is looked at last, because it may have ended only because another one had.
-        return self._ended(first_rank)
+    def _next_ranks_to_check(self) -> list[int]:
+        """Returns a few of the absent ranks, in each call the next few, and so on in a circle.
+
+        Of the absent ranks 1 to 10, the first call returns 1 to 8, and the second call 1 to 6, 9
+        and 10.
+        """
+        absent_ranks = self._absent_ranks()
+        begin = MAX_RANKS_OF_FLAT_BARRIER * self._num_checks % len(absent_ranks)
+        self._num_checks += 1
+
+        # The list is doubled so that the few ranks may begin near its end.
+        in_circle = 2 * absent_ranks
+        next_few = in_circle[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
+        return sorted(set(next_few))
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         """Returns the given ranks whose processes have ended."""
         return [rank for rank in ranks if not _is_running(self._pids[rank])]
 
     def _absent_ranks(self) -> list[int]:
-        """Returns the ranks that have not reached this barrier.
+        """Returns the ranks for which this rank waits in the barrier; at least one.
 
-        If all have reached it, returns the first rank, which has yet to wake this one.
+        These are the ranks that have not reached the barrier. If all have reached it, it is the
+        first rank, which has not woken this one yet.
         """
         absent_ranks = []
-        for rank, offset in zip(self.ranks, self._barriers_at, strict=True):
+        for rank, offset in zip(self.ranks, self._barrier_number_offsets, strict=True):
+            # How many barriers this rank has reached in the run. The number is negative if an error
+            # ended the rank's collective.
             (barriers_of_rank,) = BARRIER_NUMBER.unpack_from(self._memory, offset)
-            # The number is negative if an error ended the rank's collective.
-            if abs(barriers_of_rank) < self._barriers:
+            if abs(barriers_of_rank) < self._num_barriers:
                 absent_ranks.append(rank)
-        return absent_ranks or self.ranks[:1]
+
+        if absent_ranks:
+            return absent_ranks
+        return self.ranks[:1]
 
     def _calls_differ_error(self, words_of_ranks: Sequence[bytes]) -> RanksDifferError:
         """Returns the error of ranks that have called different collectives.
@@ -908,7 +974,7 @@ def add_in_tree(
         totals: tensors that the values left on the stack at the end are written to.
         overwrite: True if partial sums may overwrite `values`.
     """
-    num_additions = sum(merges)
+    additions_left = sum(merges)
     has_one_total = len(totals) == 1
 
     stack: list[Tensor] = []
@@ -917,11 +983,12 @@ def add_in_tree(
         for _ in range(num_merges):
             right = stack.pop()
             left = stack.pop()
-            num_additions -= 1
+            additions_left -= 1
 
-            if num_additions == 0 and has_one_total:
-                # This is the last sum, so the tensor of the total may be overwritten now, even if
-                # it is one of the values.
+            is_last_addition = additions_left == 0
+            if is_last_addition and has_one_total:
+                # Its result is the total. The tensor of the total may be overwritten now, even if
+                # it is one of the values, because no value is needed any more.
                 stack.append(torch.add(left, right, out=totals[0]))
             elif overwrite:
                 stack.append(left.add_(right))
@@ -989,12 +1056,12 @@ def open_shared_memory(
     assert memory is not None  # otherwise this rank has answered with a problem
     pids = {peer: answers[peer][0] for peer in ranks}
 
-    across = None
+    group_across_machines = None
     who_shares = "all ranks are on one machine"
     if len(ranks_of_machine) > 1:
         # Each group has one rank of each machine. It only sends tensors in shared memory, so it
         # needs no NCCL communicator.
-        across = open_groups(
+        group_across_machines = open_groups(
             list(zip(*ranks_of_machine.values(), strict=True)),
             "between machines",
             timeout=timedelta(seconds=timeout_s),
@@ -1006,11 +1073,12 @@ def open_shared_memory(
     all_ranks: list[int] = []
     for ranks_there in ranks_of_machine.values():
         all_ranks += ranks_there
-    machine = None
+    machine_number = None
     if all_ranks == sorted(all_ranks):
-        machine = ranks[0] // len(ranks)
+        machine_number = ranks[0] // len(ranks)
 
-    return SharedMemory(memory, rank, pids, timeout_s, across, machine), who_shares
+    shared = SharedMemory(memory, rank, pids, timeout_s, group_across_machines, machine_number)
+    return shared, who_shares
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
@@ -1026,7 +1094,9 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     stack.callback(os.close, descriptor)
     os.ftruncate(descriptor, layout.end)
 
-    token = secrets.token_hex(TOKEN_BYTES // 2)
+    # This process maps the memory only to write its beginning. What it writes, also the state of
+    # the semaphores, is in the memory itself and remains when this mapping is closed.
+    token = secrets.token_hex(TOKEN_BYTES // 2)  # two characters for each random byte
     with mmap.mmap(descriptor, layout.end) as memory:
         memory[:TOKEN_BYTES] = token.encode()
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

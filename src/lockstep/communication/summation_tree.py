@@ -66,11 +66,11 @@ class RankSums(NamedTuple):
     """For each rank, its leaves that are present."""
     merges_of_rank: tuple[tuple[int, ...], ...]
     """For each rank and each of these leaves, how many merges follow its push."""
-    nodes_of_rank: tuple[int, ...]
-    """For each rank, how many values are left on its stack: it passes them on."""
+    num_nodes_of_rank: tuple[int, ...]
+    """For each rank, how many values are left on its stack. It passes these values on."""
     merges: tuple[int, ...]
-    """For each value that is passed on, in the order of the ranks, how many merges follow its push.
-    After the last one only the sum is left."""
+    """For each value that some rank passes on, in the order of the ranks, how many merges follow
+    its push. After the last one only the sum is left."""
 
 
 @lru_cache(maxsize=256)
@@ -78,42 +78,44 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     """Plans how ranks sum a tree.
 
     Each rank first sums its own leaves, which gives the values of one or more nodes. Then these
-    nodes of all ranks are summed.
+    nodes of all ranks are summed. With 2 ranks and the bounds `(0, 3, 4)`, rank 0 passes on the
+    nodes 0 + 1 and 2, and rank 1 the node 3; they are summed to `(0 + 1) + (2 + 3)`.
 
     Args:
         present: whether each leaf has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
+    # For each rank, the nodes whose values it passes on.
+    nodes_of_ranks = _nodes_of_ranges(present, bounds)
+
+    # First step: each rank pushes its leaves, and merges them into its nodes.
     leaves_of_rank = []
     merges_of_rank = []
-    nodes_of_ranks = _nodes_of_ranges(present, bounds)  # the values that each rank passes on
-
-    nodes_of_all_ranks: list[Node] = []
     for rank, nodes in enumerate(nodes_of_ranks):
         leaves_in_range = range(bounds[rank], bounds[rank + 1])
         leaves = [leaf for leaf in leaves_in_range if present[leaf]]
-        pushed = [Node(leaf, leaf + 1) for leaf in leaves]
-
-        merges: list[int] = []
-        for node in nodes:
-            merges += count_merges(node, pushed)
-
+        pushed_leaves = [Node(leaf, leaf + 1) for leaf in leaves]
         leaves_of_rank.append(tuple(leaves))
-        merges_of_rank.append(tuple(merges))
-        nodes_of_all_ranks += nodes
+        merges_of_rank.append(tuple(_merges_into_nodes(nodes, pushed_leaves)))
+
+    # Second step: the nodes of all ranks are pushed, and merged into the root, the whole sum.
+    pushed_nodes: list[Node] = []
+    for nodes in nodes_of_ranks:
+        pushed_nodes += nodes
+    root = Node(0, len(present))
 
     return RankSums(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
-        nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=tuple(count_merges(Node(0, len(present)), nodes_of_all_ranks)),
+        num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        merges=tuple(merges_after_pushes(root, pushed_nodes)),
     )
 
 
 class MachineSums(NamedTuple):
     """How machines sum a tree: each first sums the values of its ranks."""
 
-    nodes_of_rank: tuple[int, ...]
+    num_nodes_of_rank: tuple[int, ...]
     """For each rank of this machine, how many values it passes on."""
     merges: tuple[int, ...]
     """For each of these values, in the order of the ranks, how many merges follow its push."""
@@ -129,33 +131,53 @@ def plan_sums_of_machines(
 ) -> MachineSums:
     """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
 
+    The ranks of a machine sum their own leaves. The machine sums the nodes of its ranks, and then
+    the nodes of all machines are summed.
+
     Args:
         present: see `plan_sums`.
         bounds: see `plan_sums`.
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # The nodes whose values are pushed: those that the ranks of this machine pass on.
+    # The ranks of this machine pass on these nodes. The machine pushes all of them.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
-    pushed: list[Node] = []
+    pushed_nodes: list[Node] = []
     for nodes in nodes_of_ranks:
-        pushed += nodes
+        pushed_nodes += nodes
 
-    # They are merged into the nodes that the machine passes on.
+    # The machine merges them into the nodes that it passes on to the other machines. `merges` has a
+    # number for each pushed node: how many merges follow its push.
     bounds_of_machines = bounds[::ranks_per_machine]
     nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
-    merges: list[int] = []
-    for node in nodes_of_machine:
-        merges += count_merges(node, pushed)
+    merges = _merges_into_nodes(nodes_of_machine, pushed_nodes)
 
     return MachineSums(
-        nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
         merges=tuple(merges),
         num_nodes=len(nodes_of_machine),
         between_machines=plan_sums(present, bounds_of_machines),
     )
+
+
+def _merges_into_nodes(nodes: Sequence[Node], pushed: Sequence[Node]) -> list[int]:
+    """Returns how many merges follow each push when pushed values are merged into several nodes.
+
+    If the leaves 0, 1 and 2 are pushed, and merged into the nodes 0 + 1 and 2, the result is
+    `[0, 1, 0]`.
+
+    Args:
+        nodes: the nodes whose values are computed, from left to right.
+        pushed: the nodes whose values are pushed, from left to right. Each of them lies within one
+            of `nodes`.
+    """
+    merges: list[int] = []
+    for node in nodes:
+        # Appends a number for each pushed node within this node; the others are ignored.
+        merges += merges_after_pushes(node, pushed)
+    return merges
 
 
 def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list[list[Node]]:
@@ -199,7 +221,7 @@ def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:
     return largest_nodes(left, begin, end) + largest_nodes(right, begin, end)
 
 
-def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
+def merges_after_pushes(root: Node, pushed: Sequence[Node]) -> list[int]:
     """Returns how many merges follow each push when the value of a node is computed.
 
     For the root `(0, 4)` and its four leaves the result is `[0, 1, 0, 2]`: after the second push

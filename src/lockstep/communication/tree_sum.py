@@ -73,15 +73,21 @@ class TreeSums:
         if carrier != total.device:
             return self._start_on(carrier, nodes, total, scale)
 
+        # Without shared memory, the sum goes through the backend.
         shared = routing.shared_memory()
-        if shared is not None and shared.takes(total):
-            all_are_on_one_machine = shared.across is None
-            if all_are_on_one_machine:
-                shared.sum_in_tree(nodes, total, self.ranks, scale=scale)
-                return _do_nothing
-            if shared.machine is not None:  # the processes of each machine are neighbours
-                return self._start_between_machines(shared, shared.machine, nodes, total, scale)
+        if shared is None or not shared.supports(total):
+            return _start_sliced_sum(nodes, total, self.ranks, scale, group=None)
 
+        # If all processes are on this machine, the whole sum goes through its memory.
+        if shared.is_only_machine:
+            shared.sum_in_tree(nodes, total, self.ranks, scale=scale)
+            return _do_nothing
+
+        # With several machines, each sums the nodes of its own processes first. This is possible if
+        # these processes have consecutive numbers, because their virtual ranks are then one range
+        # of the tree. Only in this case does the machine have a number.
+        if shared.machine_number is not None:
+            return self._start_between_machines(shared, shared.machine_number, nodes, total, scale)
         return _start_sliced_sum(nodes, total, self.ranks, scale, group=None)
 
     def start_reduce_scatter(
@@ -90,8 +96,9 @@ class TreeSums:
         """Begins to sum slices of tensors over all virtual ranks, one slice on each process.
 
         Args:
-            slices_of_nodes: `slices_of_nodes[n][p]` is the slice of this process's partial sum n
-                that process p adds up. All are as long as `total`. They are overwritten.
+            slices_of_nodes: this process's partial sums, each cut into slices: the slice
+                `slices_of_nodes[n][p]` of partial sum n is the one that process p needs. All
+                slices are as long as `total`. They are overwritten.
             total: tensor that this process's slice of the sum is written to.
             scale: factor by which the sum is multiplied.
 
@@ -107,18 +114,23 @@ class TreeSums:
             wait = self.start_reduce_scatter(slices_on_carrier, total_on_carrier, scale=scale)
             return lambda: _finish_on_carrier(wait, total_on_carrier, total)
 
+        # If all processes are on this machine, the slices go through its memory.
         shared = routing.shared_memory()
-        if shared is not None and shared.across is None and shared.takes(total):
-            # All processes are on one machine. `whole` stands for all slices together: only its
-            # dtype and its number of elements are used.
+        if shared is not None and shared.is_only_machine and shared.supports(total):
+            # `whole` stands for all slices together: only its dtype and its number of elements are
+            # used. `expand` makes a tensor of that size without allocating memory.
             whole = total.expand(self._num_processes, -1)
             shared.reduce_scatter_in_tree(
-                slices_of_nodes, [total], self.ranks.nodes_of_rank, self.ranks.merges, whole=whole
+                slices_of_nodes,
+                totals=[total],
+                num_nodes_of_rank=self.ranks.num_nodes_of_rank,
+                merges=self.ranks.merges,
+                whole=whole,
             )
             total.mul_(scale)
             return _do_nothing
 
-        return _start_exchange(slices_of_nodes, total, self.ranks, scale, group=None)
+        return _start_sum_of_own_slice(slices_of_nodes, total, self.ranks, scale, group=None)
 
     def _start_on(
         self, carrier: torch.device, nodes: Sequence[Tensor], total: Tensor, scale: float
@@ -158,20 +170,25 @@ class TreeSums:
         slices = torch.tensor_split(total, local_size)
         own_slice = slices[local_rank]
 
-        # First the ranks of this machine sum their nodes, each a slice of them. The results are the
-        # values of `num_nodes` larger nodes.
+        # First the ranks of this machine sum their nodes, each rank one slice of them. The nodes
+        # are merged into `num_nodes` larger ones, usually a single one, of which this rank gets its
+        # slice. `whole=total` says how long all slices are together; its values are not read.
         sums_of_machine = [torch.empty_like(own_slice) for _ in range(sums.num_nodes)]
         shared.reduce_scatter_in_tree(
             [torch.tensor_split(node, local_size) for node in nodes],
-            sums_of_machine,
-            sums.nodes_of_rank,
-            sums.merges,
+            totals=sums_of_machine,
+            num_nodes_of_rank=sums.num_nodes_of_rank,
+            merges=sums.merges,
             whole=total,
         )
 
         # Then the ranks with this local rank on all machines sum this slice.
         wait = _start_sliced_sum(
-            sums_of_machine, own_slice, sums.between_machines, scale, group=shared.across
+            sums_of_machine,
+            own_slice,
+            sums.between_machines,
+            scale,
+            group=shared.group_across_machines,
         )
 
         def finish() -> None:
@@ -219,7 +236,7 @@ def _start_sliced_sum(
     if total.numel() == 0:
         return _do_nothing
 
-    num_processes = len(sums.nodes_of_rank)
+    num_processes = len(sums.num_nodes_of_rank)
     length_of_slice = (len(total) + num_processes - 1) // num_processes  # rounded up
 
     # All slices have the same length, so the last one may need padding.
@@ -229,8 +246,9 @@ def _start_sliced_sum(
         padded = torch.nn.functional.pad(node, (0, padding)) if padding else node
         slices_of_nodes.append(torch.split(padded, length_of_slice))
 
+    # Each process sums its own slice, and multiplies it by `scale`.
     own_slice = total.new_empty(length_of_slice)
-    wait = _start_exchange(slices_of_nodes, own_slice, sums, scale, group)
+    wait = _start_sum_of_own_slice(slices_of_nodes, own_slice, sums, scale, group)
 
     def finish() -> None:
         """Waits for this process's slice of the sum, then gathers the slices of all processes."""
@@ -243,49 +261,53 @@ def _start_sliced_sum(
     return finish
 
 
-def _start_exchange(
+def _start_sum_of_own_slice(
     slices_of_nodes: Sequence[Sequence[Tensor]],
-    total: Tensor,
+    own_total: Tensor,
     sums: RankSums,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Callable[[], None]:
-    """Begins to exchange slices within a group, so that each process can sum its own slice.
+    """Begins to send slices to the processes of a group, each of which sums its own slice.
 
     Args:
-        slices_of_nodes: `slices_of_nodes[n][p]` is the slice of this process's partial sum n that
-            process p adds up.
-        total: tensor that this process's slice of the sum is written to.
+        slices_of_nodes: this process's partial sums, each cut into slices: the slice
+            `slices_of_nodes[n][p]` of partial sum n is sent to process p.
+        own_total: tensor that the sum of this process's own slice is written to.
         sums: how many nodes each process of the group has, and in which order they are added.
         scale: factor by which the sum is multiplied.
         group: the process group; None for all processes.
 
     Returns:
-        A function that waits for the slices of all processes, and adds them.
+        A function that waits for the slices of the other processes, and writes the sum.
     """
-    own = dist.get_rank(group)
+    own_process = dist.get_rank(group)
+    length = len(own_total)  # of each slice
 
-    # One message to each process holds its slice of all nodes of this process, one after the other.
+    # A message holds one slice of each node of its sender, one after the other.
     sent = []
     received = []
-    for process, num_nodes in enumerate(sums.nodes_of_rank):
+    for process, num_nodes in enumerate(sums.num_nodes_of_rank):
         slices = [slices_of_node[process] for slices_of_node in slices_of_nodes]
-        sent.append(torch.cat(slices) if slices else total[:0])
-        received.append(total.new_empty(num_nodes * len(total)))
+        sent.append(torch.cat(slices) if slices else own_total[:0])
+        received.append(own_total.new_empty(num_nodes * length))
 
     # This process must have as many nodes as `sums` says.
-    assert len(received[own]) == len(sent[own])
+    assert len(received[own_process]) == len(sent[own_process])
     wait = routing.start_all_to_all(received, sent, group)
 
     def finish() -> None:
-        """Waits for the slices of all processes, and adds them."""
+        """Waits for the messages of all processes, then adds their slices in the tree's order."""
         wait()
+
+        # From left to right in the tree: the slices of the nodes of process 0, of process 1, ...
         values: list[Tensor] = []
-        for num_nodes, slices_of_process in zip(sums.nodes_of_rank, received, strict=True):
+        for num_nodes, message in zip(sums.num_nodes_of_rank, received, strict=True):
             for node in range(num_nodes):
-                values.append(slices_of_process[node * len(total) : (node + 1) * len(total)])
-        add_in_tree(values, sums.merges, [total], overwrite=True)
-        total.mul_(scale)
+                values.append(message[node * length : (node + 1) * length])
+
+        add_in_tree(values, sums.merges, [own_total], overwrite=True)
+        own_total.mul_(scale)
 
     return finish
 

@@ -309,13 +309,13 @@ class TrainingSteps:
             contents.append((buffers, dict(buffers)))
         scaler_state = precision.state_dict()
         loader_state = self._loader.state_dict()
-        loader_trained = self._loader.trained
+        loader_trained = self._loader.num_training_passes
         with restored(contents, tensors_before, self._gpus), self._run.step.preserved():
             try:
                 yield
             finally:
                 self._loader.load_state_dict(loader_state)
-                self._loader.trained = loader_trained
+                self._loader.num_training_passes = loader_trained
                 self._optimizer.zero_grad()
                 precision.load_state_dict(scaler_state)
 

@@ -106,9 +106,9 @@ def _check_policy(every: int, budget: int | str | None, example: Example | None)
         return
 
     if budget is None or example is None:
-        given = "budget=...)" if example is None else "example=...)"
+        given = "budget" if example is None else "example"
         raise SettingError(
-            f"checkpoint_activations(..., {given}",
+            f"checkpoint_activations(..., {given}=...)",
             "the budget is met by measuring an example, so the two go together",
             "give both: budget='2GiB', example=((images,), {})",
         )
@@ -139,8 +139,9 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
     Raises:
         SettingError: there are none.
     """
+    # The user's choice, without which the repeated blocks are found. If the choice matches nothing,
+    # `select_modules` raises an error that shows it in place of the braces.
     if submodules is not None:
-        # Errors show the user's choice in place of the braces.
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
     else:
         selected = repeated_blocks(module)
@@ -187,9 +188,13 @@ def _choose_by_budget(
         args, kwargs = example
         activations = measure(module, blocks, args, kwargs)
 
-    # From here on blocks are identified by their numbers in `blocks`.
-    recomputed = {number for number in activations.inside if _recomputes(blocks[number])}
-    peaks = _add_until_it_fits(activations, recomputed, max_bytes)
+    # From here on blocks are identified by their numbers in `blocks`. `activations.inside` has
+    # those that ran. Some may recompute already, from an earlier call of `checkpoint_activations`.
+    already_recomputed = {number for number in activations.inside if _recomputes(blocks[number])}
+    recomputed, peaks = _add_until_it_fits(activations, already_recomputed, max_bytes)
+
+    # `peaks[0]` is the most memory that is kept at a time with `already_recomputed`, and
+    # `peaks[-1]` with `recomputed`.
     if peaks[-1] > max_bytes:
         raise SettingError(
             f"checkpoint_activations(..., budget={budget!r})",
@@ -201,27 +206,33 @@ def _choose_by_budget(
     return [blocks[number] for number in sorted(recomputed)]
 
 
-def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes: int) -> list[int]:
-    """Adds blocks to those that recompute, one by one, until the kept memory fits into a budget.
+def _add_until_it_fits(
+    activations: Activations, already_recomputed: set[int], max_bytes: int
+) -> tuple[set[int], list[int]]:
+    """Chooses blocks to recompute, one by one, until the kept memory fits into a budget.
 
     Args:
         activations: what each block keeps.
-        recomputed: the numbers of the blocks that recompute, to which more are added.
+        already_recomputed: the numbers of the blocks that recompute already.
         max_bytes: the budget.
 
     Returns:
-        The peaks of kept memory in bytes: before the first block was added, and after each
-        addition. The last one exceeds the budget if even all blocks do not suffice.
+        The numbers of all blocks that recompute then; and the peaks of kept memory in bytes, before
+        the first block was chosen and after each choice. The last peak exceeds the budget if even
+        all blocks do not suffice.
     """
+    recomputed = set(already_recomputed)
+
     # Begin with the blocks that save most.
     remaining = [number for number in activations.by_saving() if number not in recomputed]
     peaks = [activations.peak(recomputed)]
     while peaks[-1] > max_bytes and remaining:
         # Of the first few, choose the one with the lowest peak, which also depends on where a block
         # runs: the later it runs, the more is kept while it is recomputed.
-        best = remaining[0]
-        lowest_peak = activations.peak(recomputed | {best})
-        for number in remaining[1:MAX_BLOCKS_COMPARED]:
+        first, *others = remaining[:MAX_BLOCKS_COMPARED]
+        best = first
+        lowest_peak = activations.peak(recomputed | {first})
+        for number in others:
             peak = activations.peak(recomputed | {number})
             if peak < lowest_peak:
                 best = number
@@ -231,7 +242,7 @@ def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes
         recomputed.add(best)
         peaks.append(lowest_peak)
 
-    return peaks
+    return recomputed, peaks
 
 
 def _free_bytes(module: nn.Module) -> int:

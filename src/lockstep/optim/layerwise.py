@@ -93,8 +93,9 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
 
-            # Tensors without a ratio, such as biases, get no weight decay either. An exception is
-            # adapt=False, with which no tensor gets a ratio and all of them get weight decay.
+            # Tensors without a ratio, such as biases, usually get no weight decay either. But with
+            # adapt=False no tensor gets a ratio. Then weight decay is not tied to it, and all
+            # tensors get it.
             no_tensor_gets_ratio = group["adapt"] is False
             decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
             for parameters in _group_by_sharding(without_ratio):
@@ -392,6 +393,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
             continue
         _check_number(name, key, group[key], allowed)
 
+    # LAMB has the two betas of Adam.
     if "betas" in group:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -491,7 +493,8 @@ def _norms_of_whole(
     Args:
         parameters: the parameters, which all have the same sharding.
         weights: each parameter, or this rank's shard of it.
-        steps: the step of each parameter, or of this rank's shard of it.
+        steps: for each parameter the change of its weights in this optimizer step, or of this
+            rank's shard of them.
 
     Returns:
         The norms of the weights and the norms of the steps, in the order of the parameters. Each is
@@ -500,11 +503,12 @@ def _norms_of_whole(
     first = parameters[0]
     if torch.are_deterministic_algorithms_enabled():
         # The user, or a run with virtual ranks, wants results whose bits do not depend on the
-        # sharding. `norms_of_tensors` always adds in the same order.
-        whole_steps = []
+        # sharding. `norms_of_tensors` always adds in the same order. It recognises a shard by its
+        # class, so each step is sharded like its parameter: a DTensor if that is one.
+        steps_like_parameters = []
         for step, parameter in zip(steps, parameters, strict=True):
-            whole_steps.append(_like_parameter(step, parameter))
-        return norms_of_tensors(parameters), norms_of_tensors(whole_steps)
+            steps_like_parameters.append(_shard_like(step, parameter))
+        return norms_of_tensors(parameters), norms_of_tensors(steps_like_parameters)
 
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
@@ -526,8 +530,8 @@ def _norms_of_whole(
     return list(norms_of_whole[0]), list(norms_of_whole[1])
 
 
-def _like_parameter(step: Tensor, parameter: Any) -> Tensor:
-    """Converts a step to a DTensor if its parameter is one.
+def _shard_like(step: Tensor, parameter: Any) -> Tensor:
+    """Wraps this rank's shard of a step as a DTensor, if the parameter is one.
 
     Args:
         step: the step of the parameter, or of this rank's shard of it.

@@ -21,7 +21,8 @@ from lockstep.wording import describe_type, with_article
 SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt}
 """The factor by which the learning rate grows if the batch becomes k times as large."""
 
-# Schedulers that cannot begin after a warm-up, each with the reason and what to do instead.
+# Schedulers that cannot begin after a warm-up. The text gives the reason, and mostly what to do
+# instead.
 _CANNOT_FOLLOW: dict[type, str] = {
     lr_scheduler.ReduceLROnPlateau: "it steps on a metric: warm up the optimizer, step it by hand",
     lr_scheduler.OneCycleLR: "it warms up by itself: use its pct_start",
@@ -152,9 +153,9 @@ def warmup(
         )
 
     was_set = f"warm-up followed by {type(scheduler).__name__}"
-    for kind, reason in _CANNOT_FOLLOW.items():
+    for kind, reason_and_advice in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
-            raise SettingError(was_set, "it cannot begin after a warm-up", reason)
+            raise SettingError(was_set, "it cannot begin after a warm-up", reason_and_advice)
 
     if scheduler.last_epoch != 0:  # in torch this is the number of steps made
         raise UsageError(

@@ -143,49 +143,57 @@ _FORWARDS_OF_CONTAINERS = (nn.Module.forward, nn.Sequential.forward)
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the repeated blocks of a model.
+    """Returns the repeated blocks of a model, e.g. the layers of a transformer.
 
-    A block has parameters, is in an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, is more
-    than a single layer of torch, and is not the only one of its kind. The kind is the class; for an
-    `nn.Sequential` the kinds of its children belong to it as well. If blocks are inside other
-    blocks, only the outer ones count, but an `nn.Sequential` with several blocks of the same kind
-    (a stage) is no block. If no blocks are in containers, modules that are attributes
-    (`self.down1`, `self.down2`) are considered in the same way. If `torch.compile` has wrapped a
-    block, the inner module is found.
+    A submodule is a repeated block if
+
+    - it could be a block by itself (`_may_be_block`): it has parameters, is more than a single
+      layer of torch, and is not a container of several equal blocks;
+    - it is in a container, an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`;
+    - there is another such submodule of the same kind (`_kind`), e.g. of the same class;
+    - it is not inside another repeated block (`_outermost`).
+
+    If nothing is found in containers, submodules that are attributes (`self.down1`, `self.down2`)
+    are considered as well. If `torch.compile` has wrapped a block, the inner module is found.
 
     Returns:
-        `(name, block)` for each block, in the order of `named_modules()`. No block is inside
-        another one. The list is empty if nothing repeats.
+        `(name, block)` for each block, in the order of `named_modules()`. The list is empty if
+        nothing repeats.
     """
     modules = dict(module.named_modules())
-    possible: dict[str, nn.Module] = {}
-    in_containers: dict[str, nn.Module] = {}
+    possible_blocks: dict[str, nn.Module] = {}
+    possible_blocks_in_containers: dict[str, nn.Module] = {}
     for name, submodule in modules.items():
-        if not name or not _may_be_block(submodule):
+        is_whole_model = name == ""
+        if is_whole_model or not _may_be_block(submodule):
             continue
-        possible[name] = submodule
-        parent_name = name.rpartition(".")[0]
+        possible_blocks[name] = submodule
+        parent_name = name.rpartition(".")[0]  # "layers" for "layers.3"
         if _is_container(modules[parent_name]):
-            in_containers[name] = submodule
+            possible_blocks_in_containers[name] = submodule
 
-    # Modules that are attributes are considered only if no blocks in containers repeat.
-    for considered in (in_containers, possible):
-        num_of_kind = Counter(_kind(submodule) for submodule in considered.values())
-        repeated: dict[str, nn.Module] = {}
-        for name, submodule in considered.items():
-            if num_of_kind[_kind(submodule)] > 1:
-                repeated[name] = submodule
-        if repeated:
-            return list(_outermost(repeated))
+    return _repeated(possible_blocks_in_containers) or _repeated(possible_blocks)
 
-    return []
+
+def _repeated(possible_blocks: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Returns the outermost of those modules that are not the only one of their kind.
+
+    Args:
+        possible_blocks: modules by name, in the order of `named_modules()`.
+    """
+    num_of_kind = Counter(_kind(block) for block in possible_blocks.values())
+    repeated: dict[str, nn.Module] = {}
+    for name, block in possible_blocks.items():
+        if num_of_kind[_kind(block)] > 1:
+            repeated[name] = block
+    return list(_outermost(repeated))
 
 
 def _may_be_block(module: nn.Module) -> bool:
     """Returns True for a module that is a block if there are others of its kind.
 
     It must have parameters and a forward, and be neither a single layer of torch, nor a container
-    of several blocks (a stage).
+    of several equal blocks.
     """
     if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
@@ -194,11 +202,15 @@ def _may_be_block(module: nn.Module) -> bool:
     has_children = next(module.children(), None) is not None
     if not has_children:  # a single layer
         return not type(module).__module__.startswith("torch.")
-    return not _is_stage(module)
+    return not _holds_equal_blocks(module)
 
 
-def _is_stage(module: nn.Module) -> bool:
-    """Returns True for a container that has several blocks of the same kind."""
+def _holds_equal_blocks(module: nn.Module) -> bool:
+    """Returns True for a container that has several blocks of the same kind.
+
+    A residual network, for example, has a few `nn.Sequential` of several residual blocks each. The
+    blocks are the repeated parts, not the containers.
+    """
     if not _is_container(module):
         return False
     num_of_kind: Counter[Any] = Counter()

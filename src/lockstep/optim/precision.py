@@ -79,7 +79,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._half_modules: list[tuple[weakref.ref[nn.Module], bool]] = []
         """The modules whose forward pass runs in half precision, each with True if it runs under
-        autocast."""
+        autocast. `follow_forwards` needs them."""
         self._unscaled: set[int] = set()
         """The ids of optimizers whose gradients were unscaled since the latest update of the scale.
         """
@@ -94,8 +94,9 @@ class Precision:
 
         Args:
             module: the module.
-            autocast: False if the module's parameters are in half precision when it runs. Under
-                bf16 and fp16 its inputs are then converted instead of using autocast.
+            autocast: under bf16 and fp16, True to run the module under autocast. False if the
+                strategy gives the module its parameters in half precision when it runs, so that it
+                is enough to convert its inputs.
         """
         if self.dtype is None:
             return  # fp32, which needs no change
@@ -107,6 +108,8 @@ class Precision:
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
 
+        # If the user later sets another `forward` on the module, that is replaced too
+        # (`follow_forwards`).
         self._replace_forward(module, autocast)
         self._half_modules.append((weakref.ref(module), autocast))
 
@@ -325,17 +328,29 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @run_as_it_is
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nest of containers in which each tensor is replaced by `change(tensor)`.
+    """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
     The compiler traces this function as a part of a model, but never compiles it by itself.
+
+    Args:
+        nest: a tensor, or containers of tensors and other values, in any depth.
+        change: function that is called with each tensor.
     """
     if isinstance(nest, Tensor):  # a fast path for the usual case
         return change(nest)
+
+    # While the compiler traces the model, the conversion becomes a part of the model's graph. The
+    # compiler can trace torch's own pytree functions, but not `map_tensors`.
     if torch.compiler.is_compiling():
-        return pytree.tree_map(partial(_traced, change=change), nest)
-    # If the compiler is loaded, it would compile each function of the conversion by itself.
-    change_nest = _change_nest_uncompiled if compiler_is_loaded() else _change_nest
-    return change_nest(nest, change)
+        return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
+
+    # The model runs uncompiled here, but the compiler is loaded, because something else was
+    # compiled. It would compile each function that `map_tensors` calls by itself, so it is kept
+    # away from them.
+    if compiler_is_loaded():
+        return _change_nest_uncompiled(nest, change)
+
+    return _change_nest(nest, change)
 
 
 def _change_nest(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -345,14 +360,20 @@ def _change_nest(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
 _change_nest_uncompiled = never_compiled(_change_nest, recursive=True)
 
 
-def _traced(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes one leaf of a torch pytree in a way that the compiler can trace."""
+def _change_leaf_in_graph(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes one leaf of a torch pytree in a way that the compiler can trace.
+
+    Args:
+        leaf: a tensor, a plain value, or a container that torch's pytree does not know.
+        change: function that is called with each tensor.
+    """
     if isinstance(leaf, Tensor):
         return change(leaf)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
-    # The leaf is a container that torch's pytree does not know, such as a dataclass. The compiled
-    # graph ends here, and the container is converted outside of it.
+
+    # A container that torch's pytree does not know, such as a dataclass. The compiled graph ends
+    # here, and the container is converted outside of it.
     return _change_nest_uncompiled(leaf, change)
 
 

@@ -29,9 +29,9 @@ StorageBytes = dict[Hashable, int]
 
 @dataclass
 class Activations:
-    """What one forward pass keeps.
+    """What one forward pass keeps for the backward pass: the storages of tensors, with their sizes.
 
-    Blocks are identified by numbers, in the order in which they ran.
+    Blocks are identified by numbers. The dictionaries list them in the order in which they ran.
     """
 
     outside: StorageBytes = field(default_factory=dict)
@@ -53,24 +53,26 @@ class Activations:
         Args:
             recomputed: the numbers of the blocks that recompute.
         """
+        # All of these map a storage to its size in bytes. A storage that several blocks keep is
+        # counted once.
         kept = dict(self.outside)
-        total = sum(kept.values())  # the number of bytes in `kept`
-        peak = total
+        num_bytes_kept = sum(kept.values())
+        peak = num_bytes_kept
 
         # Go through the blocks in the order of the forward pass, adding what each of them keeps.
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
             if block in recomputed:
-                while_recomputed = total + _bytes_not_in(kept, inputs | kept_inside)
-                peak = max(peak, while_recomputed)
+                in_recomputation = inputs | kept_inside
+                peak = max(peak, num_bytes_kept + _bytes_not_in(kept, in_recomputation))
                 kept_by_block = inputs
             else:
                 kept_by_block = kept_inside
 
-            total += _bytes_not_in(kept, kept_by_block)
+            num_bytes_kept += _bytes_not_in(kept, kept_by_block)
             kept |= kept_by_block
 
-        return max(peak, total)
+        return max(peak, num_bytes_kept)
 
     def total(self, recomputed: set[int]) -> int:
         """Returns the number of bytes at the end of the forward pass, if some blocks recompute.
@@ -151,9 +153,9 @@ class _Counter:
 
         storage = tensor.untyped_storage()
 
-        # Weak references identify storages: torch returns the same object for a storage while
-        # something refers to it, and references to two storages are never equal, even if the second
-        # one gets the address of the first.
+        # A storage is identified by a weak reference. References to the same storage are equal,
+        # because torch returns the same Python object for it each time. References to two storages
+        # are never equal, even if the first one was freed and the second one has its address.
         reference = weakref.ref(storage)
         if reference not in self._not_counted:
             counted[reference] = storage.nbytes()

@@ -36,9 +36,9 @@ class VirtualRank:
     """True if this is the last micro-batch of the virtual rank in the global batch."""
     piece: int = 0
     """The number of this micro-batch among those of the virtual rank, from 0."""
-    number_on_process: int
+    num_on_process: int
     """How many virtual ranks this process computes, one after the other."""
-    mean_number_on_process: float
+    mean_num_on_process: float
     """How many virtual ranks a process computes on average; at least 1."""
     has_own_step: bool
     """True if each virtual rank trains a copy of the model, with its own optimizer step."""
@@ -138,5 +138,5 @@ class MicroBatch:
         if self.virtual_rank is None:
             return self
         # A process adds the gradients of several virtual ranks, each the gradient of its own mean.
-        scale = self.scale / self.virtual_rank.mean_number_on_process
+        scale = self.scale / self.virtual_rank.mean_num_on_process
         return replace(self, scale=scale, virtual_rank=None)

@@ -723,8 +723,8 @@ class Step:
         # With virtual ranks, the factor is chosen for the average over virtual ranks, while the sum
         # of losses is averaged over processes. Example: 4 virtual ranks on 2 processes. Each
         # process adds the losses of 2 virtual ranks, so each loss is divided by 2.
-        if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
-            part = part / virtual_rank.mean_number_on_process
+        if virtual_rank is not None and virtual_rank.mean_num_on_process != 1:
+            part = part / virtual_rank.mean_num_on_process
 
         training_pass.loss = part + training_pass.loss
         self.pass_of_loss = training_pass

@@ -332,7 +332,7 @@ class _BucketAverager:
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
 
-        all_ranks_share_memory = self._shared is not None and self._shared.across is None
+        all_ranks_share_memory = self._shared is not None and self._shared.is_only_machine
         if self._shared is not None and all_ranks_share_memory:
             self._shared.all_reduce(gradients, scale=self._scale)
             averages = torch.futures.Future[Tensor]()

@@ -32,10 +32,11 @@ class BatchNormNotes:
         self._add_choice = add_choice
         self._is_synchronised = False
         """True if a module has BatchNorm layers that take their statistics over ranks."""
-        self._cutting_size: int | str | None = None
-        """The first micro_batch_size that has divided a global batch; None if there was none."""
+        self._dividing_size: int | str | None = None
+        """The first `micro_batch_size=` that divides a global batch into micro-batches; None if
+        there is none."""
         self._num_micro_batches = 1
-        """The number of micro-batches into which it divides a global batch."""
+        """The number of micro-batches into which that size divides a global batch."""
         self._has_warned = False
 
     def module_is_synchronised(self) -> None:
@@ -43,16 +44,19 @@ class BatchNormNotes:
         self._is_synchronised = True
         self._warn_if_needed()
 
-    def loader_cuts(self, number: int, num_micro_batches: int, size: int | str | None) -> None:
+    def loader_divides_batches(
+        self, number: int, num_micro_batches: int, micro_batch_size: int | str | None
+    ) -> None:
         """Records that a loader divides its global batches into micro-batches.
 
         Args:
             number: the number of the loader.
             num_micro_batches: the number of micro-batches in a global batch.
-            size: the micro_batch_size that is the reason; None if their number was set.
+            micro_batch_size: the setting `micro_batch_size=` from which this number follows; None
+                if the user has set the number of micro-batches instead.
         """
-        if size is not None and self._cutting_size is None:
-            self._cutting_size = size
+        if micro_batch_size is not None and self._dividing_size is None:
+            self._dividing_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
         # With sync_batchnorm=False the user has already been told that the statistics differ.
@@ -67,16 +71,20 @@ class BatchNormNotes:
 
     def _warn_if_needed(self) -> None:
         """Warns once if a model has BatchNorm and a micro_batch_size divides global batches."""
-        size = self._cutting_size
+        size = self._dividing_size
         if self._has_warned or size is None or not self._is_synchronised:
             return
-        if self._run.settings.virtual_ranks is not None:
-            return  # the number of micro-batches does not depend on the number of processes
 
-        # Several processes with a single data-parallel rank are the stages of a pipeline, whose
-        # micro-batches do not depend on the number of processes.
-        is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.single_process
-        if is_pipeline:
+        # With virtual ranks, the number of micro-batches does not depend on the number of
+        # processes.
+        if self._run.settings.virtual_ranks is not None:
+            return
+
+        # Nor does it in a pipeline, in which all processes work on the same samples: its only
+        # data-parallel rank consists of several processes.
+        num_data_parallel_ranks = self._plan.rank.size
+        has_several_processes = not self._run.collectives.single_process
+        if num_data_parallel_ranks == 1 and has_several_processes:
             return
 
         self._has_warned = True

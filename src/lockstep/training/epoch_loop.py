@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -47,9 +47,10 @@ def epochs_of_loop() -> int | None:
 def may_pass_value_on(line: Location) -> bool:
     """Returns True if the value of an expression may become an argument of another call.
 
-    True for `build(3 * len(loader))`, for `return 3 * len(loader)`, and for `steps = 3 *
-    len(loader)` if `build(steps)` follows. False for `print(len(loader))` and for the head of a
-    loop, and if the source is unknown.
+    It is called with a line that uses `len(loader)`, to find out whether this length may be passed
+    to a learning-rate scheduler. True for `build(3 * len(loader))`, for `return 3 * len(loader)`,
+    and for `steps = 3 * len(loader)` if `build(steps)` follows. False for `print(len(loader))` and
+    for the head of a loop, and if the source is unknown.
 
     Args:
         line: the line of the script that contains the expression.
@@ -59,18 +60,35 @@ def may_pass_value_on(line: Location) -> bool:
     if tree is None:
         return False
 
+    # The head of a loop, such as `for i in range(len(loader))`, is no simple statement.
     statements = [node for node in ast.walk(tree) if isinstance(node, SIMPLE_STATEMENTS)]
-    for statement in statements:
-        if statement.lineno <= number <= (statement.end_lineno or statement.lineno):
-            if any(_prints(part) for part in ast.walk(statement)):
-                return False
-            if isinstance(statement, ast.Return | ast.Expr):
-                return True
-            if _calls_more_than_len(statement):
-                return True
-            return _reaches_call(statement, statements)
+    statement = _statement_at(number, statements)
+    if statement is None:
+        return False
 
-    return False
+    # A value that is printed is not used.
+    if _contains_print(statement):
+        return False
+
+    # `return 3 * len(loader)` passes the value to the caller. An expression by itself is a call
+    # such as `build(3 * len(loader))`.
+    if isinstance(statement, ast.Return | ast.Expr):
+        return True
+
+    # An assignment: either its right side is such a call, or a later statement passes on the
+    # variable.
+    if _calls_more_than_len(statement):
+        return True
+    return _reaches_call(statement, statements)
+
+
+def _statement_at(line_number: int, statements: Sequence[ast.stmt]) -> ast.stmt | None:
+    """Returns the first of the statements that covers a line, or None."""
+    for statement in statements:
+        last_line = statement.end_lineno or statement.lineno
+        if statement.lineno <= line_number <= last_line:
+            return statement
+    return None
 
 
 def _calls_more_than_len(statement: ast.stmt) -> bool:
@@ -94,7 +112,7 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
         size_before = len(names)
         for statement in statements:
             reads_it = not names.isdisjoint(_names(statement, stored=False))
-            if not reads_it or any(_prints(part) for part in ast.walk(statement)):
+            if not reads_it or _contains_print(statement):  # a value that is printed is not used
                 continue
             if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
                 return True
@@ -119,6 +137,11 @@ def _names(statement: ast.stmt, *, stored: bool) -> set[str]:
         if isinstance(node.ctx, ast.Store) == stored:
             names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return names
+
+
+def _contains_print(statement: ast.stmt) -> bool:
+    """Returns True if some part of a statement prints or logs; see `_prints`."""
+    return any(_prints(part) for part in ast.walk(statement))
 
 
 def _prints(node: ast.AST) -> bool:
@@ -147,9 +170,12 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
             continue
-        is_of_function = node.lineno >= frame.f_code.co_firstlineno
+        # A loop whose body contains the present line belongs to the function, unless it is around
+        # the function's definition: then it begins before the function does.
+        begins_in_function = node.lineno >= frame.f_code.co_firstlineno
         last_line = node.body[-1].end_lineno or 0
-        if is_of_function and node.body[0].lineno <= frame.f_lineno <= last_line:
+        body_contains_line = node.body[0].lineno <= frame.f_lineno <= last_line
+        if begins_in_function and body_contains_line:
             loops.append(node)
 
     return loops
@@ -172,10 +198,12 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
         return _count(iterated.args[0], frame)
 
     numbers = [_evaluate(argument, frame) for argument in iterated.args]
-    if name == "epochs" and len(numbers) == 1:
+    if name == "epochs" and len(numbers) == 1:  # `world.epochs(n)`
         return numbers[0]
     if name not in NAMES_OF_RANGE or len(numbers) > 2:
         return None
+
+    # `range(n)` or `range(start, n)`.
 
     stop = numbers[-1]
     if len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant):
@@ -194,28 +222,29 @@ def _evaluate(node: ast.expr, frame: FrameType) -> int | None:
             return None
         return left + right if isinstance(node.op, ast.Add) else left - right
 
-    values = list(_look_up(node, frame))
-    if len(values) != 1 or type(values[0]) is not int:
-        return None
-
-    return values[0]
+    value = _look_up(node, frame)
+    return value if type(value) is int else None
 
 
-def _look_up(node: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yields the value of `20`, `epochs`, `args.epochs` or `config["epochs"]`, if known."""
+def _look_up(node: ast.expr, frame: FrameType) -> Any:
+    """Returns the value of `20`, `epochs`, `args.epochs` or `config["epochs"]`; None if unknown."""
     if isinstance(node, ast.Constant):
-        yield node.value
-    elif isinstance(node, ast.Name):
+        return node.value
+
+    if isinstance(node, ast.Name):
         for names in (frame.f_locals, frame.f_globals):
             if node.id in names:
-                yield names[node.id]
-                return
-    elif isinstance(node, ast.Attribute):
-        for owner in _look_up(node.value, frame):
-            attributes = getattr(owner, "__dict__", {})
-            if node.attr in attributes:
-                yield attributes[node.attr]
-    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        for owner in _look_up(node.value, frame):
-            if type(owner) is dict and node.slice.value in owner:
-                yield owner[node.slice.value]
+                return names[node.id]
+        return None
+
+    if isinstance(node, ast.Attribute):
+        owner = _look_up(node.value, frame)
+        attributes = getattr(owner, "__dict__", {})
+        return attributes.get(node.attr)
+
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner = _look_up(node.value, frame)
+        if type(owner) is dict:
+            return owner.get(node.slice.value)
+
+    return None

@@ -68,13 +68,19 @@ MAX_STEPS_MISSED_IN_A_ROW = 20
 """After so many, the warning does not wait for the end of the pass, which may never come."""
 
 
-def refuse_wrong_on_shards(optimizer: Optimizer) -> None:
+_COMMON_STATE = None
+"""The key of the optimizer state with which all virtual ranks begin."""
+
+
+def refuse_optimizer_wrong_on_shards(optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer that torch computes wrongly with shards, without an error.
 
     Adafactor takes means over the rows and columns of a parameter. Torch 2.11 and later refuse that
     for shards; in torch 2.9 the results differ from those of whole parameters.
     """
-    if torch.__version__ >= "2.11" or not isinstance(optimizer, torch.optim.Adafactor):
+    # `torch.__version__` compares itself as a version, so 2.9 is less than 2.11.
+    torch_refuses_it = torch.__version__ >= "2.11"
+    if torch_refuses_it or not isinstance(optimizer, torch.optim.Adafactor):
         return
 
     if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
@@ -173,12 +179,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """The error that the user's closure raised last."""
         self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
 
-        self._active_virtual_rank: int | None = None
-        """The virtual rank whose state the inner optimizer holds. None for the state with which all
-        virtual ranks begin, and without virtual ranks."""
+        self._active_virtual_rank: int | None = _COMMON_STATE
+        """The virtual rank whose state the inner optimizer holds; `_COMMON_STATE` before the first
+        step, and without virtual ranks."""
         self._states: dict[int | None, Any] = {}
         """The states that the inner optimizer does not hold at present, by virtual rank. The key
-        None has the state with which all virtual ranks begin."""
+        `_COMMON_STATE` has the state with which all virtual ranks begin."""
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
@@ -203,17 +209,19 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         self._check_learning_rates()
         self._step_called_in = self._step.key
+
+        # In all but the last micro-batch the call does nothing. It is counted, to warn of a loop
+        # that calls `step()` in other micro-batches but not in the last one.
         if not micro_batch.closes_step:
             if not self._early_calls:
                 self._early_call_at = user_location()
             self._early_calls += 1
             return None
 
+        # A virtual rank that trains its own copy of the model steps with its own state.
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
-            if len(self._states) == micro_batch.virtual_rank.number_on_process:
-                # All virtual ranks have their own state now, so drop the one that they began with.
-                self._states.pop(None, None)
+            self._drop_common_state_if_unused(micro_batch.virtual_rank.num_on_process)
 
         return self._take_step(closure, micro_batch)
 
@@ -228,7 +236,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             The return value of the inner optimizer.
         """
         extensions = self._step.extensions
-        key = self._step.key
+        present_step = self._step.key  # identifies the present optimizer step
         self._step.enter_phase("optimizer")
         evaluate = None
 
@@ -248,7 +256,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         finally:
             self.stepping = False
 
-        self._stepped_in = key
+        self._stepped_in = present_step
         if micro_batch.last:
             self._step.mark_stepped()
 
@@ -289,7 +297,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         Returns:
             The loss of the global batch, on which some optimizers base decisions.
         """
-        self._step.training_pass.loss = 0.0  # the closure may be called more than once
+        # The optimizer may evaluate the closure more than once. Each time, `World.backward` adds to
+        # the loss of the global batch, so that begins at 0.
+        self._step.training_pass.loss = 0.0
         try:
             loss = closure()
             self._check_backward()
@@ -303,20 +313,21 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if not isinstance(loss, Tensor | float):  # the closure returns None, for example
             return loss
 
+        # The closure returns the mean loss over this rank's samples. Multiplied by the scale of the
+        # micro-batch, its mean over the ranks is the mean loss over the global batch. A rank
+        # without samples has scale 0, and its loss may be NaN.
         scale = self._step.micro_batch_of_loss.scale
-        has_samples = scale != 0.0  # the loss of no samples may be NaN
-        return self._collectives.mean(loss * scale if has_samples else 0.0)
+        has_samples = scale != 0.0
+        scaled_loss = loss * scale if has_samples else 0.0
+        return self._collectives.mean(scaled_loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, unless a global batch is accumulating them.
 
-        A global batch accumulates gradients from the first call of `step()` in one of its
-        micro-batches until the optimizer steps for it. So gradients are also kept in loops that
-        call `zero_grad()` after `step()`.
+        If the loop leaves the optimizer step out, `clear_if_postponed` clears them later.
         """
-        key = self._step_called_in
-        if key is not None and key != self._stepped_in and self._step.is_unfinished(key):
-            self._clearing_postponed_in = key
+        if self._is_accumulating():
+            self._clearing_postponed_in = self._step_called_in
             return
 
         if set_to_none and self._has_plain_zero_grad:
@@ -326,6 +337,20 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                     parameter.grad = None
         else:
             self.inner.zero_grad(set_to_none)
+
+    def _is_accumulating(self) -> bool:
+        """Returns True if the gradients of earlier micro-batches wait for an optimizer step.
+
+        They do from the first call of `step()` in a global batch, which does nothing if further
+        micro-batches follow, until the call in its last micro-batch. So gradients are also kept in
+        loops that call `zero_grad()` after `step()`.
+        """
+        called_in = self._step_called_in
+        if called_in is None:  # `step()` was never called
+            return False
+
+        has_stepped = self._stepped_in == called_in
+        return not has_stepped and self._step.is_unfinished(called_in)
 
     def clear_if_postponed(self) -> None:
         """Clears gradients of a global batch whose step was left out, before the next begins.
@@ -348,11 +373,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._is_clipped = True
 
     def count_missed_step(self, num_micro_batches: int) -> None:
-        """Counts a global batch in which `step()` was called, but not in its last micro-batch.
+        """Counts a global batch after its last micro-batch, and warns if steps are missed.
 
-        This happens in loops that count batches themselves (`if i % 2 == 0`). But in a single
-        global batch it may also be on purpose, after a loss that is not finite. So the warning is
-        only given if it happens repeatedly (see `MAX_BATCHES_BETWEEN_MISSED_STEPS`).
+        A step is missed if `step()` was called in some micro-batch, but not in the last one, after
+        which the optimizer steps. This happens in loops that count batches themselves
+        (`if i % 2 == 0`). But a single step may also be left out on purpose, after a loss that is
+        not finite. So a warning is only given if steps are missed repeatedly.
 
         Args:
             num_micro_batches: the number of micro-batches in the global batch, all of which had a
@@ -364,8 +390,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._steps_missed_in_a_row = 0
             return
 
-        if not self._early_calls or self._is_clipped:
-            return  # the loop takes no step here, or decides after it has clipped the gradient
+        if not self._early_calls:  # the loop takes no step for this global batch
+            return
+        if self._is_clipped:  # the loop may have left the step out because of the gradient's norm
+            return
 
         self._steps_missed_in_a_row += 1
         self._missed_call_at = self._early_call_at
@@ -373,16 +401,33 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         was_called_in_all_before_last = self._early_calls == num_micro_batches - 1
         if was_called_in_all_before_last:
-            if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
-                self._warn_of_missed_step()
-            return
+            self._warn_if_missed_many_in_a_row()
+        else:
+            self._warn_if_missed_twice()
 
+    def _warn_if_missed_many_in_a_row(self) -> None:
+        """Warns if `step()` was called in all micro-batches but the last one, many times in a row.
+
+        This is what a loop does that leaves the step out after a loss that is not finite in the
+        last micro-batch. Such losses can come several times in a row, so the limit is high.
+        """
+        if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
+            self._warn_of_missed_step()
+
+    def _warn_if_missed_twice(self) -> None:
+        """Warns if `step()` was called in only some micro-batches before the last one, twice.
+
+        A loop that counts batches does this. With 4 micro-batches, `if i % 3 == 0` calls `step()`
+        in the micro-batches 0 and 3 of the first global batch, but only in 2 of the second, and
+        only in 1 of the third. So two such global batches near each other are enough.
+        """
         previous = self._partly_called_in
         self._partly_called_in = self._num_batches_seen
         if previous is None:
             return
 
-        if self._num_batches_seen - previous <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
+        is_near = self._num_batches_seen - previous <= MAX_BATCHES_BETWEEN_MISSED_STEPS
+        if is_near:
             self._warn_of_missed_step()
 
     def warn_at_end_of_pass(self) -> None:
@@ -427,30 +472,33 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        if self._active_virtual_rank is not None:
-            other_numbers = [number for number in self._states if number is not None]
-            first_number = min([*other_numbers, self._active_virtual_rank])
-            self._activate_state_of(first_number)
+        # `inner.state_dict()` returns the state that the inner optimizer holds, so give it that of
+        # the first virtual rank, which is the active one or among those in `_states`.
+        if self._active_virtual_rank is not _COMMON_STATE:
+            others = [number for number in self._states if number is not _COMMON_STATE]
+            first_virtual_rank = min([self._active_virtual_rank, *others])
+            self._activate_state_of(first_virtual_rank)
 
         state: dict[str, Any] = self.inner.state_dict()
-        if self.numbers_on_one_device is None:
+        if self.numbers_on_one_device is None:  # this rank has all parameters
             return state
 
-        # For each parameter on this rank, its number on one device.
+        # Other ranks have some of the parameters. The inner optimizer numbers only the parameters
+        # on this rank, from 0; in the result they get the numbers that they have on one device.
         number_on_one_device = list(chain(*self.numbers_on_one_device))
-
         entries = {}
         for number_here, entry in state["state"].items():
             entries[number_on_one_device[number_here]] = entry
 
-        return _with_groups_of(state, entries, self.num_parameters_of_groups)
+        return _replace_entries(state, entries, self.num_parameters_of_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state that `state_dict` returned, on this rank or on one device.
 
         As in torch, the state is converted to the dtypes of the parameters.
         """
-        self.inner.load_state_dict(self._state_for_inner(state_dict))
+        self._forget_virtual_ranks()
+        self.inner.load_state_dict(self._select_parameters_here(state_dict))
 
     def load_saved_state(
         self, state_dict: dict[str, Any], saved_dtypes: Mapping[torch.Tensor, torch.dtype]
@@ -461,31 +509,36 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             state_dict: what `state_dict` returned, on this rank or on one device.
             saved_dtypes: the dtypes of the parameters when it was saved, if they are known.
         """
-        load_saved_state(self.inner, self._state_for_inner(state_dict), saved_dtypes)
+        self._forget_virtual_ranks()
+        load_saved_state(self.inner, self._select_parameters_here(state_dict), saved_dtypes)
 
-    def _state_for_inner(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state that the inner optimizer is to load, and drops those of virtual ranks.
-
-        Under a pipeline it has only the entries of the parameters on this rank, with new numbers.
-        """
-        self._active_virtual_rank = None
+    def _forget_virtual_ranks(self) -> None:
+        """Drops the states of virtual ranks: all begin with the state that is loaded next."""
+        self._active_virtual_rank = _COMMON_STATE
         self._states.clear()
-        if self.numbers_on_one_device is None:
+
+    def _select_parameters_here(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state for the parameters on this rank only, numbered from 0.
+
+        Args:
+            state_dict: the state for all parameters, numbered as on one device. If this rank has
+                all parameters, it is returned unchanged.
+        """
+        if self.numbers_on_one_device is None:  # this rank has all parameters
             return state_dict
 
         saved_entries = state_dict["state"]
-
         entries = {}
         for number_here, number_on_one_device in enumerate(chain(*self.numbers_on_one_device)):
             if number_on_one_device in saved_entries:
                 entries[number_here] = saved_entries[number_on_one_device]
 
         num_parameters_here = [len(numbers) for numbers in self.numbers_on_one_device]
-        return _with_groups_of(state_dict, entries, num_parameters_here)
+        return _replace_entries(state_dict, entries, num_parameters_here)
 
     def virtual_rank_state(self, number: int) -> Any:
         """Returns the state of a virtual rank, as in `state_dict`; None if it has none."""
-        if self._active_virtual_rank is None:
+        if self._active_virtual_rank is _COMMON_STATE:
             return None
         self._activate_state_of(number)
         return self.inner.state_dict()["state"]
@@ -494,7 +547,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Loads what `virtual_rank_state` returned for a virtual rank."""
         if state is not None:
             self._activate_state_of(number)
-            self._states.pop(None, None)  # virtual ranks no longer begin with the common state
+            # All virtual ranks are loaded, one after the other, so none begins with this state.
+            self._states.pop(_COMMON_STATE, None)
             load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
     def _activate_state_of(self, number: int) -> None:
@@ -505,15 +559,30 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if number == self._active_virtual_rank:
             return
 
+        # Put the present state of the inner optimizer away, under its virtual rank or, the first
+        # time, as the common state.
         self._states[self._active_virtual_rank] = self.inner.state
+
         if number not in self._states:
+            common_state = self._states.get(_COMMON_STATE, {})
             state: dict[Any, Any] = defaultdict(dict)
-            for parameter, entry in self._states.get(None, {}).items():
+            for parameter, entry in common_state.items():
                 state[parameter] = copy.deepcopy(entry)
             self._states[number] = state
 
         self.inner.state = self._states.pop(number)
         self._active_virtual_rank = number
+
+    def _drop_common_state_if_unused(self, num_virtual_ranks: int) -> None:
+        """Drops the common state once all virtual ranks of this process have their own state.
+
+        Args:
+            num_virtual_ranks: number of virtual ranks that this process computes.
+        """
+        # One state is in the inner optimizer, the others are in `_states`.
+        others = [number for number in self._states if number is not _COMMON_STATE]
+        if 1 + len(others) == num_virtual_ranks:
+            self._states.pop(_COMMON_STATE, None)
 
     @property
     def partial(self) -> bool:
@@ -527,12 +596,17 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise cleared_gradients_error()
 
-    def _answer_grad_scaler(self) -> bool:
-        """Tells torch's GradScaler, which is about to step, whether the inner optimizer unscales.
+    def _check_grad_scaler_and_unscales(self) -> bool:
+        """Checks a step of the user's own GradScaler, which calls this just before it steps.
+
+        Returns:
+            True if the inner optimizer divides the gradients by the scale itself, as fused ones do.
+            This is what the GradScaler asks for.
 
         Raises:
-            UsageError: the GradScaler steps in the middle of a global batch. It has divided the
-                gradients by its scale, and gradients of later micro-batches would be added to them.
+            UsageError: the GradScaler steps before the last micro-batch of a global batch. It
+                divides the accumulated gradients by its scale in each call. After the second
+                micro-batch, for example, those of the first would be divided a second time.
         """
         if not self._step.micro_batch.last:
             raise UsageError(
@@ -549,12 +623,20 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Raises UsageError if `loss.backward()` was called although the loss must be weighted."""
         training_pass = self._step.training_pass
         micro_batch = training_pass.micro_batch
-        if training_pass.num_backwards:
-            return  # World.backward was called
-        if micro_batch.plain and self._precision.scaler is None:
-            return  # an unweighted loss gives the same gradients
+        called_world_backward = training_pass.num_backwards > 0
+        if called_world_backward:
+            return
 
-        if training_pass.step_left_out:
+        # `plain` means that every rank has the factor 1: an unweighted loss gives the same
+        # gradients. Under fp16 the loss is also multiplied by the scale of the loss scaler.
+        needs_no_factor = micro_batch.plain and self._precision.scaler is None
+        if needs_no_factor:
+            return
+
+        # First case: the loop calls `step()` late. It had called `World.backward` for the previous
+        # batch, and has fetched another one before the optimizer stepped.
+        is_step_for_previous_batch = training_pass.step_left_out
+        if is_step_for_previous_batch:
             raise UsageError(
                 "optimizer.step() after another batch was fetched",
                 "no backward pass has followed that batch, and the one before has not been "
@@ -563,6 +645,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "prefetch_factor= of the loader read ahead without a change to the loop",
             )
 
+        # Second case: the loop calls `loss.backward()`. Say why that is not enough.
         if micro_batch.plain:
             reason = f"the precision is {self._precision.name}, whose loss is scaled"
             code = None
@@ -631,7 +714,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             )
 
 
-answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._answer_grad_scaler)
+answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._check_grad_scaler_and_unscales)
 
 
 class _OptimizerEvents(Extension):
@@ -700,15 +783,22 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         prepared.has_prepared_scheduler = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps, unless in the middle of a global batch or if its optimizer step was skipped.
+        """Steps after the last micro-batch of a global batch; does nothing in earlier ones.
+
+        If the loss scaler has skipped the optimizer's step for this global batch, the scheduler
+        does not step either.
 
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
         if not self._step.micro_batch.last:
             return
-        if self._step.in_training_loop and self.prepared.skipped:
-            return  # the loss scaler has skipped the optimizer step
+
+        # A call after the loop is for the whole epoch, whether or not its last step was skipped.
+        steps_for_global_batch = self._step.in_training_loop
+        if steps_for_global_batch and self.prepared.skipped:
+            return
+
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
         self.inner.step(*args, **kwargs)
@@ -736,7 +826,10 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
 
 def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
     """Raises UsageError if a closure would be evaluated on only a part of a global batch."""
-    if micro_batch.virtual_rank is not None and not micro_batch.has_own_step:
+    # Virtual ranks that train one model are computed one after the other before a common step. One
+    # that trains its own copy of the model has its own step, and its part is all that it sees.
+    is_one_of_several_parts = micro_batch.virtual_rank is not None and not micro_batch.has_own_step
+    if is_one_of_several_parts:
         raise UsageError(
             "optimizer.step(closure) with virtual_ranks",
             "the closure would be evaluated on the part of one virtual rank",
@@ -787,10 +880,12 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     return "updates all tensors in one call; the same bits as one at a time"
 
 
-def _with_groups_of(
+def _replace_entries(
     state: dict[str, Any], entries: dict[int, Any], num_parameters_of_groups: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns an optimizer's state with other entries and other numbers of parameters.
+    """Returns an optimizer's state with the entries of other parameters.
+
+    With 2 and 1 parameters in two groups, their numbers are `[0, 1]` and `[2]`.
 
     Args:
         state: what an optimizer's `state_dict` returned.
@@ -799,6 +894,8 @@ def _with_groups_of(
     """
     groups = []
     next_number = 0
+    # The state may come from an optimizer with another number of groups. Then only the groups that
+    # both have are kept.
     for group, count in zip(state["param_groups"], num_parameters_of_groups, strict=False):
         numbers = list(range(next_number, next_number + count))
         groups.append({**group, "params": numbers})

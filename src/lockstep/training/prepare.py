@@ -66,7 +66,7 @@ from lockstep.training.optimizer import (
     PreparedOptimizer,
     PreparedScheduler,
     choose_foreach,
-    refuse_wrong_on_shards,
+    refuse_optimizer_wrong_on_shards,
 )
 from lockstep.training.schedule_length import ScheduleLengths
 from lockstep.training.unpacking import note_order
@@ -238,7 +238,7 @@ class Preparer:
         step = self.run.step
         extensions = self.run.extensions
         micro_batch = step.source_of_loss()
-        extensions.before_backward(loss, micro_batch)
+        extensions.before_backward(loss, micro_batch)  # may refuse the loss
         self._check_accumulation()
 
         if self.precision.scaler is not None and self.wrapped and not self.optimizers:
@@ -250,6 +250,8 @@ class Preparer:
         phase_before = step.enter_phase("backward")
         weighted_loss = step.weigh_loss(loss)
         try:
+            # These two events enclose the backward pass itself: strategies prepare for it, and
+            # release the memory that it needed.
             extensions.backward_begins(weighted_loss, micro_batch)
             with self._placeholders.in_backward():
                 modules = list(self.wrapped)
@@ -264,6 +266,7 @@ class Preparer:
         finally:
             step.enter_phase(phase_before)
 
+        # The backward pass has succeeded. It is counted after its observers have been told.
         extensions.after_backward(loss, micro_batch)
         step.training_pass.num_backwards += 1
 
@@ -308,10 +311,13 @@ class Preparer:
         """
         step = self.run.step
         loss: Tensor | float | None
-        if not step.in_training_loop and step.pass_of_loss is not None:  # the loop has ended
+        if not step.in_training_loop and step.pass_of_loss is not None:
+            # The loop has ended. Its pass is no longer the current one, so take the pass to which
+            # the latest loss belonged, and the loss of its last complete global batch.
             training_pass = step.pass_of_loss
             loss = _last_loss(training_pass)
         else:
+            # In the loop: the sum so far of the current global batch, if this micro-batch is in it.
             training_pass = step.training_pass
             loss = training_pass.loss if training_pass.num_backwards else None
 
@@ -350,10 +356,17 @@ class Preparer:
         """
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
-        if micro_batch.opens_step and micro_batch.closes_step:
-            return  # nothing is accumulated, because the optimizer steps after each micro-batch
 
-        if training_pass.num_backwards and len(self.optimizers) > 1:
+        # If it is the first and the last micro-batch of an optimizer step, nothing accumulates.
+        if micro_batch.opens_step and micro_batch.closes_step:
+            return
+
+        # In a GAN, for example, the loss of the generator also leaves gradients in the parameters
+        # of the discriminator. On one device, the loop clears these before the backward pass of the
+        # discriminator's loss. Between micro-batches nothing is cleared, so they would be added up
+        # with the right gradients.
+        had_backward_pass = training_pass.num_backwards > 0
+        if had_backward_pass and len(self.optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
                 "what one leaves in the parameters of another is cleared once per global batch, "
@@ -361,10 +374,15 @@ class Preparer:
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
 
-        if micro_batch.begins_gradients or training_pass.num_backwards:
-            return  # there is no earlier micro-batch, or this one was checked already
+        # The gradients of earlier micro-batches must still be there. Before the first micro-batch
+        # there are none, and a second backward pass of a micro-batch need not be checked again.
+        if micro_batch.begins_gradients or had_backward_pass:
+            return
+
+        # Some strategies accumulate gradients elsewhere than in `parameter.grad`. The user's
+        # `zero_grad` does not clear these.
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
-            return  # the gradients are not in `parameter.grad`, where they could be checked
+            return
 
         if self.wrapped and not self.optimizers and not self._has_gradients():
             raise _optimizer_not_prepared(
@@ -452,7 +470,9 @@ class Preparer:
         loader.number = number
         self.choices.append(loader.choice(number))
         if loader.micro_batches > 1 or is_auto(micro_batch_size):
-            self._batchnorm_notes.loader_cuts(number, loader.micro_batches, micro_batch_size)
+            self._batchnorm_notes.loader_divides_batches(
+                number, loader.micro_batches, micro_batch_size
+            )
 
         return loader
 
@@ -529,9 +549,15 @@ class Preparer:
 
         deferred = DeferredModel(module, self.run, self._drawn_shapes)
         deferred.fill_buffers(self.run.device)
+
+        # A strategy that spreads the model over the ranks, such as FSDP, allocates only this rank's
+        # shards itself.
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
 
+        # `put_off` reads the values that files have, and postpones computing all others. Usually
+        # this is done after the strategy has wrapped the module. But if the strategy copies values
+        # when it wraps the module, it is done here, and `fill` computes the others at once.
         if self.strategy.needs_values:
             self.choices += deferred.put_off(PreparedModule(module=module))
             deferred.fill()
@@ -552,7 +578,7 @@ class Preparer:
         for old, new in wrapped.replaced_parameters:
             self._replacement[old] = new
             self._module_of_parameter[old] = wrapped.module
-            if new is not None:
+            if new is not None:  # otherwise the parameter is on other ranks, e.g. in another stage
                 self._module_of_parameter[new] = wrapped.module
 
     def _find_shared_parameters(self, module: nn.Module) -> list[str]:
@@ -568,8 +594,12 @@ class Preparer:
         module = self._module_of_parameter.get(parameter)
         if module is None:
             return False
-        if parameter in self._replacement:  # the module trains it as another parameter
+
+        # If the strategy has replaced the parameter, e.g. by its shard, the module has the new one.
+        was_replaced = parameter in self._replacement
+        if was_replaced:
             return True
+
         # The user may have moved the parameter to a new module, and replaced it in the old one.
         return any(parameter is present for present in module.parameters())
 
@@ -580,6 +610,9 @@ class Preparer:
             SettingError: virtual ranks are to share statistics, and cannot.
         """
         sync_batchnorm.forget_tree_sums(module)  # which an earlier run may have set
+
+        # Three cases: no virtual ranks; virtual ranks that share statistics; virtual ranks that
+        # each have their own batch statistics (the running statistics are the mean of theirs).
         if self.run.settings.virtual_ranks is None:
             if self.run.settings.synchronises_batchnorm:
                 self._batchnorm_notes.module_is_synchronised()
@@ -617,8 +650,14 @@ class Preparer:
         """Returns True if global batches may be computed in several micro-batches."""
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
-        if not loaders:  # the user may prepare loaders later
+
+        # Without loaders, which the user may prepare later, only the settings can tell. Whether a
+        # `micro_batch_size=` divides a global batch depends on the batch size of the loader.
+        if not loaders:
             return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
+
+        # A loader knows its number of micro-batches, unless its micro-batch size has yet to be
+        # measured ("auto").
         if any(loader.micro_batches > 1 for loader in loaders):
             return True
         return is_auto(settings.micro_batch_size)
@@ -633,9 +672,14 @@ class Preparer:
                 or torch computes it wrongly with shards.
         """
         modules = self._modules_of(optimizer)
+
+        # The optimizer now gets the parameters that the strategy has made. Of a parameter on other
+        # ranks it gets nothing. So record before how many parameters each group has on one device.
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
-        numbers_here = self._replace_parameters(optimizer)
-        refuse_wrong_on_shards(optimizer)
+        parameter_numbers_here = self._replace_parameters(optimizer)
+        refuse_optimizer_wrong_on_shards(optimizer)
+
+        # If a faster implementation was chosen, it returns the reason to print.
         reason = choose_foreach(optimizer, self.run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
@@ -643,9 +687,12 @@ class Preparer:
         prepared = PreparedOptimizer(
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
+
+        # A saved state numbers the parameters as on one device. To save and load it, the optimizer
+        # must know which of these numbers the parameters on this rank have.
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
-        if some_are_on_other_ranks:  # saved states number the parameters as on one device
-            prepared.numbers_on_one_device = numbers_here
+        if some_are_on_other_ranks:
+            prepared.numbers_on_one_device = parameter_numbers_here
             prepared.num_parameters_of_groups = num_parameters_of_groups
 
         self.optimizers.append(prepared)
@@ -693,10 +740,10 @@ class Preparer:
             numbers_here: list[int] = []
             for old in group["params"]:
                 number = next(numbers)
-                new = self._replacement.get(old, old)
+                new = self._replacement.get(old, old)  # None if the parameter is on other ranks
                 if new is not old and optimizer.state.get(old):
                     self._replace_state(optimizer, old, new)
-                if new is not None:  # otherwise the parameter is on other ranks
+                if new is not None:
                     parameters_here.append(new)
                     numbers_here.append(number)
 
@@ -725,6 +772,7 @@ class Preparer:
                 "world.checkpoint takes up a training",
             )
 
+        # If the parameter is on other ranks (`new` is None), its state is not needed here.
         del optimizer.state[old]
         if new is not None:
             optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
@@ -776,8 +824,12 @@ class Preparer:
                     if name.startswith(prefix):
                         state_by_rank[rank][name.removeprefix(prefix)] = tensor
 
+            # A rank continues with its own state; if the number of ranks has changed, some kinds of
+            # compression can divide the states of all ranks anew.
             own_state = state_by_rank.get(self.run.topology.rank, {})
-            if not compressed.load_state_dict(own_state, list(state_by_rank.values())):
+            states_of_ranks = list(state_by_rank.values())
+            was_loaded = compressed.load_state_dict(own_state, states_of_ranks)
+            if not was_loaded:
                 everything_fits = False
 
         if unsent_by_rank and not everything_fits:
@@ -805,9 +857,9 @@ class Preparer:
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
 
+        # The modules that the user got back, the user's own modules in them (a wrapper such as
+        # DistributedDataParallel has it in `module`), and the user's own optimizers.
         known: list[Any] = list(self.wrapped)
-
-        # A wrapper such as DistributedDataParallel has the user's module in `module`.
         known += [getattr(module, "module", module) for module in self.wrapped]
         known += [optimizer.inner for optimizer in self.optimizers]
         is_prepared = isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader)
@@ -874,6 +926,8 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
+    # Shares decide which virtual ranks a process computes, which must be the same for all loaders
+    # of a run.
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",

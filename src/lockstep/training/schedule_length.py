@@ -49,7 +49,9 @@ class ScheduleLengths(Extension):
         self._schedulers = schedulers
         self._loaders = loaders
         self._first_ends: dict[Loader, _EndOfPass] = {}
+        """For each loader, the end of its first training pass, until the second one has ended."""
         self._compared: set[Loader] = set()
+        """Loaders of which the first two training passes were compared."""
         self._warned_of: set[PreparedScheduler] = set()
         self._num_epochs: int | None = None
         """The number of epochs that the script gave to `World.epochs`; None if it did not."""
@@ -86,26 +88,29 @@ class ScheduleLengths(Extension):
             self._check_micro_batches(scheduler, loader, num_epochs)
 
     def pass_ended(self) -> None:
-        """Compares the schedules when a loader has been trained on twice."""
+        """Checks the schedules at the end of the first and of the second pass over each loader."""
         if not self._schedulers:
             return
 
         for loader in self._loaders:
-            if loader in self._compared or loader.trained == 0:
+            if loader in self._compared or loader.num_training_passes == 0:
                 continue
 
+            # If the script uses `World.epochs`, the length of the training is known already.
             if self._num_epochs is not None:
                 self._check_all(loader, self._num_epochs)
 
-            end = _EndOfPass(
-                user_stack(),
-                {scheduler: scheduler.last_epoch for scheduler in self._schedulers},
-            )
-            if loader not in self._first_ends:
+            # Otherwise, and to see how often the schedulers step, two ends of passes are compared.
+            # Passes over other loaders, which end in between, do not count.
+            steps_of_scheduler = {scheduler: scheduler.last_epoch for scheduler in self._schedulers}
+            end = _EndOfPass(user_stack(), steps_of_scheduler)
+            first_end = self._first_ends.get(loader)
+            if first_end is None:
                 self._first_ends[loader] = end
-            elif loader.trained > 1:
+            elif loader.num_training_passes > 1:
+                del self._first_ends[loader]
                 self._compared.add(loader)
-                self._compare(loader, self._first_ends.pop(loader), end)
+                self._compare(loader, first_end, end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.
@@ -115,6 +120,8 @@ class ScheduleLengths(Extension):
             first: the end of an earlier pass over it.
             second: the end of the next pass.
         """
+        # If the two passes did not end in the same loop of the script, the number of iterations of
+        # a loop does not tell how many passes there will be.
         if first.stack != second.stack:
             return
 
@@ -143,10 +150,12 @@ class ScheduleLengths(Extension):
         if length_of_epoch == loader.steps:
             return
 
+        # A schedule of this length may be right for another loader, if that makes as many optimizer
+        # steps as this one has micro-batches.
         length = num_epochs * length_of_epoch
         for other in self._loaders:
             if other.steps is not None and num_epochs * other.steps == length:
-                return  # this is the number of steps on another loader, for which it may be meant
+                return
 
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
@@ -169,7 +178,10 @@ class ScheduleLengths(Extension):
     def _check_epochs_as_steps(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
     ) -> None:
-        """Warns of a cosine with as many steps as epochs, if it makes several steps per epoch."""
+        """Warns of a cosine schedule that has as many steps as the training has epochs.
+
+        That is wrong if the scheduler makes several steps in an epoch, one for each global batch.
+        """
         steps = loader.steps
         is_cosine = type(scheduler.inner) is CosineAnnealingLR
         if not is_cosine or steps is None or steps < 2 or scheduler in self._warned_of:

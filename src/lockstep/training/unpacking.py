@@ -53,9 +53,12 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
     for target, held in zip(targets, held_objects, strict=True):
         names_by_id[id(held)] = ast.unparse(target)
 
+    # In `test, train = world.prepare(train, test)` the first variable, `test`, would get the result
+    # for `train`. It still holds `test`, which is another one of the given objects.
     given_ids = {id(thing) for thing in objects}
     for thing, held in zip(objects, held_objects, strict=True):
-        if held is not thing and id(held) in given_ids:
+        holds_another_object = held is not thing and id(held) in given_ids
+        if holds_another_object:
             # An object that is held by no variable of the statement is shown by its class.
             given = [names_by_id.get(id(other), type(other).__name__) for other in objects]
             unpacked = ", ".join(ast.unparse(target) for target in targets)

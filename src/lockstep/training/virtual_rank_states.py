@@ -43,7 +43,7 @@ class VirtualRankStates:
         self.optimizers = optimizers
 
     @property
-    def own(self) -> list[int]:
+    def own_virtual_ranks(self) -> list[int]:
         """The numbers of the virtual ranks that this process computes."""
         modules = self._modules()
         return list(modules[0].own) if modules else []
@@ -56,11 +56,11 @@ class VirtualRankStates:
                 on the rank that saves it.
         """
         modules = self._modules()
-        has_shared = self._stores_shared if shared is None else shared
+        includes_shared = self._stores_shared if shared is None else shared
         shared_states = [module.shared_state() for module in modules]
 
         state_by_virtual_rank = {}
-        for number in self.own:
+        for number in self.own_virtual_ranks:
             module_states = [module.virtual_rank_state(number) for module in modules]
             optimizer_states = []
             for optimizer in self.optimizers:
@@ -72,12 +72,16 @@ class VirtualRankStates:
 
         return {
             "replicas": self.count,
-            "shared": shared_states if has_shared else None,
+            "shared": shared_states if includes_shared else None,
             "state": state_by_virtual_rank,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a saved state has another number of virtual ranks."""
+        """Raises CheckpointError if a saved state does not fit this run.
+
+        It must have as many virtual ranks as the run, and each module checks the part of the state
+        that its virtual ranks share.
+        """
         if state["replicas"] != self.count:
             raise CheckpointError(
                 f"resuming with DiLoCo(replicas={self.count})",
@@ -99,8 +103,12 @@ class VirtualRankStates:
         if state is None:
             return
 
+        # The saved tensors may lie in the checkpoint's files. Only those of this process are read.
         saved = state["state"]
-        own_states = {number: copy_to_memory(saved[number]) for number in self.own}
+        own_states = {}
+        for number in self.own_virtual_ranks:
+            own_states[number] = copy_to_memory(saved[number])
+
         for index, module in enumerate(self._modules()):
             states_of_module = {}  # by virtual rank
             for number, own_state in own_states.items():

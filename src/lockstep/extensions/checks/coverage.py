@@ -20,4 +20,4 @@ class CoverageCheck(Check):
             RanksDifferError: the ranks have gone through their loaders differently.
         """
         for loader in self.run.loaders:
-            loader.coverage.settle(self.run.collectives)
+            loader.coverage.compare_if_due(self.run.collectives)
