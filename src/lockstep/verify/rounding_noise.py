@@ -111,6 +111,8 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     """Returns the parameters that an update moves by nothing but rounding errors."""
     gradients = update.merged("gradients")
     gradients_in_float64 = update_in_float64.merged("gradients")
+
+    # In float64, a gradient of at most this size is zero in exact arithmetic.
     max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
 
     # All arrays below have the shape of a parameter. `is_suspect` is a mask of its values with

@@ -77,8 +77,8 @@ class RunConfig:
 
         # If bits are compared, the micro-batch size is kept: it decides how each virtual rank
         # splits its samples, and therefore the bits of the result. Otherwise, one process computes
-        # each global batch in one piece. Then its BatchNorm sees all samples anyway, so the last
-        # setting tells Lockstep not to split the batch for it.
+        # each global batch in one piece. Then BatchNorm sees all samples anyway, and
+        # `reference_of_verify` tells Lockstep not to split the batch for it.
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
             overrides["reference_of_verify"] = True

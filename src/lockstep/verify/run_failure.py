@@ -47,18 +47,20 @@ def first_failure(
     if not first.lost_peer:
         return first
 
-    # The rank has only lost a connection. Find out why the other rank had ended.
+    # The rank has only lost a connection. The following paragraphs find out why the other rank had
+    # ended.
 
-    # This rank trained without ever changing its parameters, so they differ from those of the other
-    # ranks (LS304). The others may have been stopped after enough steps, but this rank had none.
+    # If this rank has never changed its parameters while others have changed theirs, the replicas
+    # have diverged (LS304). This is a failure even if the others were stopped after enough steps.
     never_steps_text = _describe_rank_that_never_steps(first_rank, ends, updates)
     if never_steps_text:
         return replace(first, error=never_steps_text, code="LS304")
 
+    # The other ranks were ended on purpose, so nothing went wrong.
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
 
-    # Another rank made fewer steps (LS405).
+    # Another rank ended by itself after fewer steps (LS405).
     peer_ended_text = _describe_peer_that_ended(first_rank, ends, updates, steps)
     if peer_ended_text:
         error = f"{peer_ended_text}\nrank {first_rank}: {first.error}"
@@ -154,7 +156,8 @@ def _describe_peer_that_ended(
         steps: number of steps that were to be recorded.
 
     Returns:
-        The reason for which the run ended, or an empty string if this did not happen.
+        A text that completes "the script ended with: ", or an empty string if there is no such
+        rank.
     """
     # This rank itself has an error, so it is not among them.
     ranks_without_error = [peer for peer, end in ends.items() if not end.error]

@@ -187,7 +187,8 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
         # Without shuffling, the indices are in ascending order.
         is_shuffled = beginning != sorted(beginning)
         if is_shuffled:
-            # Epochs are recorded from 0, and shown from 1.
+            # Epochs are recorded from 0 and shown from 1, so `epoch` is shown as `epoch + 1`, and
+            # the epoch before it as `epoch`.
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
 
     return ""

@@ -16,7 +16,7 @@ from lockstep.verify.rules.evidence import other_draws
 
 
 def random_loss(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: the loss was computed from random numbers that one process did not draw.
+    """LS308: the loss was computed from random numbers that only one of the two runs drew.
 
     LS106: in addition, all ranks drew the same numbers.
 

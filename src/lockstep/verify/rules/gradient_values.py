@@ -183,7 +183,7 @@ def _gather_without_graph(case: Divergence) -> list[str]:
 def multiplied_after_passes(
     case: Divergence, expected: Gradients, actual: Gradients
 ) -> Cause | None:
-    """LS403: gradients were right after the last backward pass, and then multiplied.
+    """LS403: the backward passes left the right gradients, which were then multiplied by a number.
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
@@ -260,7 +260,7 @@ def clipped_between_passes(
 def changed_after_right_passes(
     case: Divergence, expected: Gradients, actual: Gradients
 ) -> Cause | None:
-    """Names what was done to gradients after backward passes that were right.
+    """Names what was done to gradients after the backward passes had left the right ones.
 
     LS213: a communication hook of DDP. LS404: each rank multiplied its gradients by another number
     before they were summed. LS406: gradients were changed before they were averaged. LS210:
@@ -284,7 +284,8 @@ def changed_after_right_passes(
     if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
         return None
 
-    # Otherwise, the backward passes themselves were wrong.
+    # If the mean is no multiple of the gradients of one process, the backward passes themselves
+    # were wrong.
     mean = mean_of(local_sums)
     ratio = constant_ratio(sum_of_one, mean, case.max_error)
     if ratio is None:
@@ -335,6 +336,8 @@ def _cause_of_change_after_passes(
         text = (
             f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
         )
+
+        # The norm of each rank's gradients after the multiplication. Clipping makes them equal.
         norms_after = []
         for local_sum, weight in zip(local_sums, used_weights, strict=True):
             norms_after.append(norm(flat(local_sum)) * abs(weight))
@@ -425,7 +428,8 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
     used_weights = fit_weights(actual, parts, case.max_error)
 
-    # The ranks stepped with something that is no sum of the parts.
+    # The ranks stepped with something that is no sum of the parts. If the right weights are equal,
+    # the plain sum of the parts would have been right, so something was done to it afterwards.
     if used_weights is None:
         plain_sum_is_right = all_near(right_weights, case.max_error)
         if not plain_sum_is_right:

@@ -61,8 +61,8 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     for number, rank in enumerate(case.actual):
         names_on_rank = set(getattr(rank, field_name))
 
-        # If the rank calls two models of one class in another order, each has the other's name on
-        # this rank. Then equal settings have different names.
+        # If the rank calls two models of one class in another order than one process, "Net" on the
+        # rank is "Net#2" on one process. Then settings cannot be compared by name.
         if _may_be_of_swapped_models(case, names_on_one_process, names_on_rank):
             continue
 
@@ -109,7 +109,8 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     False positives: parameters that have no gradient on any rank.
     Evidence: which parameters.
     """
-    # Gradients before clipping ("unclipped") are recorded for other parameters too.
+    # The difference may also be in the gradients before clipping (kind "unclipped"), for which this
+    # cause is not looked for.
     if case.kind != "gradients":
         return None
 
@@ -255,8 +256,8 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, line, *gradient_patterns(case)))
 
-    # The ranks clipped gradients that they had not averaged yet. Otherwise, they would have clipped
-    # this mean. The ratio is None if it is no multiple of the gradients of one process.
+    # The ranks clipped gradients that they had not averaged. If they had averaged first, they would
+    # have clipped this mean. Is it right, perhaps times a number? (Otherwise, the ratio is None.)
     expected = case.expected.merged("unclipped")
     mean = mean_of([rank.unclipped for rank in case.actual])
     ratio_of_mean = constant_ratio(expected, mean, case.max_error)

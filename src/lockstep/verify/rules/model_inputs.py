@@ -313,7 +313,8 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     for rank in np.unique(forward.rank_of_row):
         rows_of_rank.append(rows_of_several[forward.rank_of_row == rank])
 
-    # A factor and a shift would fit any two samples. Rank 0 has the most samples.
+    # A factor and a shift would fit any two samples. The ranks have about the same number of
+    # samples, so only the first one is checked.
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_SCALING:
         return False
 

@@ -153,8 +153,9 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
 
-    # Lines of the ranks come first, since they are more likely to have set a wrong rate than lines
-    # of one process. Rates of a rank are compared with those of one process first.
+    # All pairs of processes are compared. The lines of ranks come first, since they are more likely
+    # to have set a wrong rate than the lines of one process; among them come first those whose
+    # rates are not the rates of one process.
     for process in (*case.actual, *case.expected):
         for other_process in (*case.expected, *case.actual):
             # One tuple for each parameter group.

@@ -153,15 +153,16 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
     names_by_rank: dict[int, list[str]] = defaultdict(list)
 
     for rank_number, rank in enumerate(update):
-        # A rank without a step does not know the names of its parameters. It has recorded the sums
-        # by the index of the optimizer, in the order of construction, and that of the parameter.
+        # A rank that has not stepped does not know the names of these parameters. It has recorded
+        # their sums by two numbers: that of the optimizer, in the order of construction, and that
+        # of the parameter in the optimizer.
         for (optimizer_index, parameter_index), sums in rank.unstepped_sums.items():
             owner = owners.get(optimizer_index)
             if owner is None:
                 continue
 
-            # The rank has constructed its optimizers in another order, so this one is not the
-            # owner's.
+            # The owner's optimizer has no such parameter, so the rank has constructed another
+            # optimizer in this place.
             is_another_optimizer = parameter_index >= len(owner.parameter_names)
             if is_another_optimizer:
                 continue
@@ -186,10 +187,11 @@ def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwne
             continue
 
         for rank_number, rank in enumerate(update):
-            # Only ranks that stepped have recorded this number of their optimizer; others have -1.
+            # The number of the optimizer that this rank stepped with. It is -1 if the rank did not
+            # step, or if the number is not known.
             optimizer_index = rank.construction_index
-            has_stepped = optimizer_index >= 0
-            if has_stepped and optimizer_index not in owners:
+            stepped_with_known_optimizer = optimizer_index >= 0
+            if stepped_with_known_optimizer and optimizer_index not in owners:
                 owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
                 owners[optimizer_index] = owner
 
@@ -251,8 +253,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
     if all(near(factors[0], factor) for factor in factors):
         return None
 
-    # Each rank used a number of its own: "..., by numbers of each rank: 0.5 on rank 0, 0.7 on rank
-    # 1".
+    # "... multiplied by numbers of each rank: 0.5 on rank 0, 0.7 on rank 1"
     by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
     text = (
         f"after the last backward pass gradients were multiplied by numbers of each rank: {by_rank}"

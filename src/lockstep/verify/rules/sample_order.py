@@ -56,9 +56,9 @@ def skipped_steps(case: Divergence) -> Cause | None:
     False positives: a loop that accumulates gradients over a varying number of batches.
     Evidence: the numbers of backward passes.
     """
-    # There is one loss for each backward pass. One process has a number for each replica of the
-    # model that it trains; all replicas have the same. Ranks whose losses do not count are left
-    # out.
+    # There is one loss for each backward pass. One process has several records if it trains several
+    # replicas of the model; the first one is shown to the user. Ranks whose losses do not count are
+    # left out.
     passes_of_one = [len(replica.losses) for replica in case.expected]
     passes_by_rank = {}
     for number, rank in enumerate(case.actual):
@@ -349,7 +349,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
                 if index in indices:
                     digests.append(digest)
 
-    # There are such samples, because these rules are only tried if contents differ.
+    # `digests` is not empty, because this rule is only tried if contents differ.
     num_known = len([digest for digest in digests if digest in known_digests])
     is_less_than_half = num_known < len(digests) / 2
     if is_less_than_half:
