@@ -231,8 +231,8 @@ def test_the_way_to_another_machine(monkeypatch: Any) -> None:
 def test_which_of_many_machines_are_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
         places = {"a": one.getsockname(), "b": ("127.0.0.1", two.getsockname()[1])}
-        assert remote.reach(places) == {}
-    assert remote.reach(places) == dict.fromkeys(("a", "b"), "Connection refused")
+        assert remote.unreachable(places) == {}
+    assert remote.unreachable(places) == dict.fromkeys(("a", "b"), "Connection refused")
 
 
 @pytest.mark.parametrize("relative", [True, False])  # the folder has other real names elsewhere

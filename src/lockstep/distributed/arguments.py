@@ -102,23 +102,33 @@ def blank_out_harmless_differences(
 ) -> list[list[str]]:
     """Returns the arguments of each rank, with `...` for each value that differs and may.
 
+    `train.py --rank 0 --lr 0.1` and `train.py --rank 1 --lr 0.1` both become
+    `train.py --rank ... --lr 0.1`.
+
     Args:
         commands: what `command_of_script` returned on each rank, in the order of the ranks.
-        launch: how they were started.
+        launch: how the ranks were started.
     """
-    blanked = [list(command) for command in commands]
+    # A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
+    # is missing, so that all other arguments stand at the same positions.
+    aligned = [list(command) for command in commands]
     for flag in PLACE_FLAGS:
-        if any(_split_off(command, flag)[1] for command in blanked):
-            blanked = [_with_flag_last(command, flag) for command in blanked]
-    commands = [list(command) for command in blanked]
-    if len({len(command) for command in commands}) != 1:
-        return blanked  # nothing says which of their arguments belong together
+        if any(_values_of_flag(command, flag) for command in aligned):
+            aligned = [_with_flag_last(command, flag) for command in aligned]
+
+    num_arguments = {len(command) for command in aligned}
+    if len(num_arguments) != 1:
+        return aligned  # nothing says which of their arguments belong together
+
     differing = []
-    for position in range(len(commands[0])):
-        if len({command[position] for command in commands}) > 1:
+    for position in range(num_arguments.pop()):
+        if len({command[position] for command in aligned}) > 1:
             differing.append(position)
+
+    # The values are read from `aligned` and blanked in a copy.
+    blanked = [list(command) for command in aligned]
     for position in differing:
-        name_and_values = _read_argument(commands, position)
+        name_and_values = _read_argument(aligned, position)
         if name_and_values is None:
             continue
         name, values = name_and_values
@@ -128,6 +138,12 @@ def blank_out_harmless_differences(
             flag, equals_sign, _ = command[position].rpartition("=")
             command[position] = f"{flag}{equals_sign}{BLANK}"
     return blanked
+
+
+def _values_of_flag(command: Sequence[str], flag: str) -> list[str]:
+    """Returns the values that a flag has, usually one; empty if the flag is not given."""
+    _, values = _split_off(command, flag)
+    return values
 
 
 def _with_flag_last(command: Sequence[str], flag: str) -> list[str]:
@@ -164,40 +180,72 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_one: bo
     """True if an argument is of one of the kinds that this module's docstring lists.
 
     Args:
-        name: of the argument; empty if it has none.
+        name: name of the argument; empty if it has none.
         values: its value on each rank.
-        launch: how they were started.
+        launch: how the ranks were started.
         is_only_one: True if no other argument differs.
     """
+    # The devices of the process: `--gpu 0`, `--device cuda:1`.
     if _names_devices(name) and all(_are_devices(value) for value in values):
         return True
+
     if not all(NUMBER.fullmatch(value) for value in values):
         return False
     numbers = [int(value) for value in values]
+
+    # The number of the process or its machine: `--rank 1`, `--node_rank 1`.
     if _names_place(name):
-        if _is_numbering(numbers, launch.places):
-            return True
-        if numbers == [place.rank - place.local_rank for place in launch.places]:
-            return True  # the first rank of each machine
-        if _words(name) & NOUNS_OF_MACHINES and _are_machines(numbers, launch.places):
-            return True
-        # Two machines that are tried out on one cannot be told apart. They are 0, 0, 1, 1.
-        return launch.set_by_hand and _counts_up(numbers)
+        return _are_numbers_of_places(name, numbers, launch)
+
+    # The number of processes on the machine: `--nproc_per_node 2`.
     if _names_count(name):
         return numbers == [place.processes_of_machine for place in launch.places]
+
+    # The number of the process, under any name. The script has given it to `init` itself, and may
+    # have read it from any argument: `train.py -x 0`, `train.py -x 1`.
     if launch.set_by_script:
         return is_only_one and _is_numbering(numbers, launch.places)
+
+    # The launcher has put the local rank into any argument: `-x ${local_rank}`.
     return launch.has_macro and numbers == [place.local_rank for place in launch.places]
+
+
+def _are_numbers_of_places(name: str, numbers: list[int], launch: Launch) -> bool:
+    """True if an argument that is named like a rank or a machine has such numbers.
+
+    Args:
+        name: name of the argument.
+        numbers: its value on each rank.
+        launch: how the ranks were started.
+    """
+    if _is_numbering(numbers, launch.places):
+        return True
+
+    first_ranks_of_machines = [place.rank - place.local_rank for place in launch.places]
+    if numbers == first_ranks_of_machines:
+        return True
+
+    if _words(name) & NOUNS_OF_MACHINES and _are_machines(numbers, launch.places):
+        return True
+
+    # The user tries out a run of two machines on one: `--node_rank` is 0, 0, 1, 1, although all
+    # four processes are on the same machine.
+    return launch.set_by_hand and _counts_up(numbers)
 
 
 def _read_argument(
     commands: Sequence[Sequence[str]], position: int
 ) -> tuple[str, list[str]] | None:
-    """Returns an argument's name and its value on each rank; None if its name differs as well.
+    """Returns the name of an argument and its value on each rank.
+
+    `--rank=1`, `--rank 1` and `-r1` have the names `--rank=`, `--rank` and `-r` and the value `1`.
 
     Args:
         commands: the arguments of each rank.
-        position: which of them; of `-rn 1`, the position of the `1`.
+        position: where the value of the argument stands, with or without its name.
+
+    Returns:
+        The name and the values; None if the ranks have different arguments there.
     """
     names = set()
     values = []
@@ -211,6 +259,7 @@ def _read_argument(
             name = before
         names.add(name)
         values.append(match["value"])
+
     if len(names) != 1:
         return None
     return names.pop(), values

@@ -150,12 +150,13 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     if topology.one_node:
         return []
 
-    address = network.address_reaching(topology.master_addr)
+    # Which interface has the address from which packets to the master leave? On the master's own
+    # machine this is loopback, which does not tell which interface leads to the other machines.
+    own_address = network.address_reaching(topology.master_addr)
     reaching_master = None
-    # On the master's own machine, the master is reached by loopback. That does not tell which
-    # interface leads to the other machines.
-    if address is not None and not network.is_loopback_address(address):
-        reaching_master = network.find_interface(addresses, lambda each: each == address)
+    if own_address is not None and not network.is_loopback_address(own_address):
+        reaching_master = network.find_interface(addresses, lambda address: address == own_address)
+
     chosen = interface.choose_nccl_interfaces(
         os.environ, network.running_interfaces(), reaching_master
     )
@@ -164,7 +165,8 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
 
     value, reason = chosen
     interface.use_nccl_interfaces(value)
-    return [Choice("network of nccl", value.removeprefix("="), reason)]
+    names = value.removeprefix("=")  # with "=eth0", NCCL does not take eth01 too
+    return [Choice("network of nccl", names, reason)]
 
 
 def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:

@@ -134,8 +134,13 @@ def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ca
         problem = find_problem(name, leaf)
         if problem is not None:
             break
-    descriptions = tuple(LeafDescription.of(leaf) for leaf in leaves)
-    return CallDescription(name, "", str(spec), descriptions, problem)
+
+    return CallDescription(
+        name,
+        structure=str(spec),
+        leaves=tuple(LeafDescription.of(leaf) for leaf in leaves),
+        problem=problem,
+    )
 
 
 def can_be_reduced(descriptions: Sequence[LeafDescription]) -> bool:
@@ -268,6 +273,8 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     Args:
         calls: the call of each rank, in the order of the ranks.
     """
+    # A call has two names: that of the collective, such as "exchange", and that of the user's own
+    # call that led to it, such as "checkpoint.save()".
     collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
     user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
 
@@ -277,7 +284,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     show_structure = len(structures) > 1 and len(collective_names) == 1
     found = []
     for rank, call in enumerate(calls):
-        # An exchange is made by Lockstep itself, so the user knows it by the call that led to it.
+        # Users never call "exchange" themselves, so only their own call says something to them.
         if call.name == "exchange" and call.user_call:
             description = call.user_call
         else:

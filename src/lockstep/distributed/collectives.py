@@ -181,7 +181,11 @@ class Collectives:
         """
         leaves, spec = pytree.tree_flatten(value)
         # For each rank, the descriptions of its leaves: type, dtype and shape.
-        leaves_of_rank = self._agree_on_call(describe_call("gather", leaves, spec), can_be_joined)
+        call = describe_call("gather", leaves, spec)
+        descriptions_of_rank = self._agree_on_call(call, can_be_joined)
+
+        # Either all ranks take part in the backward pass of a leaf or none, even if the leaf
+        # requires a gradient on some ranks only.
         if gradient and not self.single_process:
             leaves = self._with_equal_requires_grad(leaves)
 
@@ -193,7 +197,9 @@ class Collectives:
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])
                 continue
 
-            rows_of_rank = [descriptions[position].num_rows for descriptions in leaves_of_rank]
+            rows_of_rank = [
+                descriptions[position].num_rows for descriptions in descriptions_of_rank
+            ]
             needs_gradient = gradient and leaf.requires_grad and torch.is_grad_enabled()
             if needs_gradient and not self.single_process:
                 joined: Any = _GatherWithGradient.apply(leaf, self, rows_of_rank)  # type: ignore[no-untyped-call]
@@ -231,6 +237,7 @@ class Collectives:
 
         result = []
         for position, leaf in enumerate(leaves):
+            # Only tensors require gradients, and all ranks have tensors at the same positions.
             required_on_any_rank = any(flags[position] for flags in requires_grad_on_rank)
             if required_on_any_rank and not leaf.requires_grad:
                 leaf = leaf.detach().requires_grad_()
@@ -275,7 +282,7 @@ class Collectives:
         tensors_to_send = iter(sent.tensors)
         received = []
         for leaf in form["leaves"]:
-            is_tensor = isinstance(leaf, list)
+            is_tensor = isinstance(leaf, list)  # its description; numbers and strings are no lists
             if is_tensor:
                 tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
                 leaf = self._broadcast_tensor(tensor_to_send, LeafDescription(*leaf), source)
@@ -315,13 +322,14 @@ class Collectives:
             A nest like `value` that has the reduced leaves. In a single process, `value` itself.
         """
         leaves, spec = pytree.tree_flatten(value)
-        leaves_of_rank = self._agree_on_call(describe_call(name, leaves, spec), can_be_reduced)
+        call = describe_call(name, leaves, spec)
+        descriptions_of_rank = self._agree_on_call(call, can_be_reduced)
         if self.single_process:
             return value
 
         # Transposed from [rank][leaf] to [leaf][rank]: the type, dtype and shape of one leaf on
         # each rank.
-        descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
+        descriptions_of_leaf = list(zip(*descriptions_of_rank, strict=True))
         reduced_numbers = self._reduce_numbers(leaves, descriptions_of_leaf, combine)
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
 
@@ -410,8 +418,10 @@ class Collectives:
             )
         self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
 
-        history = [part.history_digest() for part in self.rank_histories]
-        if self.single_process or self._digests_agree(call, history):
+        # Ranks that make the same call may have done different things before it, such as training
+        # with other batches. So what each of them did is compared too.
+        history_digests = [history.history_digest() for history in self.rank_histories]
+        if self.single_process or self._digests_agree(call, history_digests):
             return self._same_leaves_on_all_ranks(call)
         return self._compare_calls(call, is_compatible)
 
@@ -435,12 +445,13 @@ class Collectives:
             For each rank, the descriptions of the leaves that it passed.
         """
         call_with_user_call = call._replace(user_call=user_call())
-        details = [part.history_details() for part in self.rank_histories]
+        details = [history.history_details() for history in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
 
-        # An error is raised here if the histories differ by mistake.
-        for index, part in enumerate(self.rank_histories):
-            part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
+        # There are histories of several kinds, each of which is compared between the ranks. An
+        # error is raised here if they differ by mistake.
+        for index, history in enumerate(self.rank_histories):
+            history.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
 
         # If the calls are equal, only the histories differ, and that is harmless.
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
@@ -457,12 +468,13 @@ class Collectives:
 
         # If only the leaves differ, this may be allowed: for example, ranks may pass tensors with
         # different numbers of rows to `gather`.
-        leaves_of_rank = [other.leaves for other in calls]
-        forms = {(other.name, other.detail, other.structure) for other in calls}
-        if len(forms) == 1 and is_compatible is not None:
-            descriptions_of_leaf = zip(*leaves_of_rank, strict=True)
+        descriptions_of_rank = [other.leaves for other in calls]
+        calls_without_leaves = {(other.name, other.detail, other.structure) for other in calls}
+        only_leaves_differ = len(calls_without_leaves) == 1
+        if only_leaves_differ and is_compatible is not None:
+            descriptions_of_leaf = zip(*descriptions_of_rank, strict=True)
             if all(is_compatible(descriptions) for descriptions in descriptions_of_leaf):
-                return leaves_of_rank
+                return descriptions_of_rank
 
         raise calls_differ_error(calls)
 
@@ -484,18 +496,21 @@ class Collectives:
             history: what this rank did before, as JSON (see `RankHistory`).
 
         Raises:
-            RanksDifferError: other ranks are communicating for another reason than a collective of
-                this class; they are averaging gradients, for example.
+            RanksDifferError: other ranks are not in a collective of this class. They may be
+                averaging gradients, for example. The error names the user's call on this rank.
         """
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
 
+        # In shared memory, the ranks see what the others send. If another rank sends gradients, for
+        # example, all of them raise this error.
         try:
             digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
             called = user_call()
-            if called is None:  # the user's line is not known, so the error cannot name it
+            if called is None:  # the user's call is not known, so the error cannot name it
                 raise
+
             # `from None`, as the original error says the same with a traceback through Lockstep.
             raise RanksDifferError(
                 f"{called} on some ranks only", error.found, advise_call_on_all_ranks([called])
@@ -664,7 +679,8 @@ T = TypeVar("T")
 def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T]) -> T:
     """Calls `work` and returns its result. If `work` raises on one rank, all ranks raise.
 
-    All ranks must call this. So no rank goes on, and waits in vain for one that has failed.
+    Otherwise a rank would go on and wait forever for the one that has failed. All ranks must call
+    this.
 
     Args:
         collectives: the collectives of the run.
@@ -672,11 +688,10 @@ def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T
         work: function that returns the result of this rank.
     """
 
-    def work_without_answer() -> tuple[T, None]:
-        """Calls `work`, and has nothing to tell the other ranks."""
-        return work(), None
+    def work_and_send_nothing() -> tuple[T, None]:
+        return work(), None  # the result of this rank, and what is sent to the others
 
-    result, _ = exchange_on_all_ranks(collectives, action, work_without_answer)
+    result, _ = exchange_on_all_ranks(collectives, action, work_and_send_nothing)
     return result
 
 

@@ -189,6 +189,7 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
     """
     problem = why_cuda_fails()
     if problem is not None:
+        # The problem may pass: another process may hold the GPU. So a restart may help.
         raise SettingError(
             f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}",
             f"CUDA does not work: {problem}",
@@ -219,6 +220,7 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
             "use device='cuda': local rank r then takes visible GPU r",
         )
     if device.index >= num_gpus:
+        # The usual name of the variable, as in an environment in which none is set.
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",

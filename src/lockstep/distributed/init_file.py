@@ -52,17 +52,17 @@ def _check_writable(path: Path) -> None:
     Raises:
         SettingError: the user cannot.
     """
-    was_set = f"init_method='file://{path}'"
+    setting = f"init_method='file://{path}'"
     if path.is_dir():
-        raise errors.SettingError(was_set, "it is a folder", "name a file in it")
+        raise errors.SettingError(setting, "it is a folder", "name a file in it")
     if not path.parent.is_dir():
         raise errors.SettingError(
-            was_set, f"there is no folder {path.parent}", "create it on every machine"
+            setting, f"there is no folder {path.parent}", "create it on every machine"
         )
     must_be_writable = path if path.exists() else path.parent
     if not os.access(must_be_writable, os.W_OK):
         raise errors.SettingError(
-            was_set, "it cannot be written", "choose a path that this user may write"
+            setting, "it cannot be written", "choose a path that this user may write"
         )
 
 
@@ -106,7 +106,8 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     ended = [request for request in _find_requests(content) if _has_ended(request)]
 
     # Rank 0 of this run may have decided that the run cannot start, and some ranks may have read
-    # this and ended already. Then this process must read it too.
+    # this decision and ended already. Such ranks were started together with this process. Then the
+    # file is from this run, and this process must read the decision too.
     cannot_start = ERROR_MARK.encode() in content
     started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
     if cannot_start and ended and started_together:

@@ -19,7 +19,6 @@ from lockstep.distributed.network import (
     find_interface,
     is_loopback_address,
     listing,
-    means_loopback,
 )
 from lockstep.errors import SettingError
 
@@ -69,7 +68,7 @@ def choose_interface(
     from_environment = _interface_from_environment(environ, addresses)
     if from_environment is not None:
         name, _ = from_environment  # may be several names, such as "eth0,eth1"
-        is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
+        is_loopback = name in addresses and _has_only_loopback(addresses[name])
         # On one machine, loopback is chosen below anyway, with a reason that says more.
         would_be_chosen_anyway = one_node and is_loopback
         if not would_be_chosen_anyway:
@@ -82,6 +81,11 @@ def choose_interface(
     return _interface_between_machines(addresses, address_reaching_master, hostname_address)
 
 
+def _has_only_loopback(addresses_of_interface: Sequence[str]) -> bool:
+    """Returns True if an interface has no address that other machines could reach."""
+    return all(is_loopback_address(address) for address in addresses_of_interface)
+
+
 def _interface_between_machines(
     addresses: Addresses, address_reaching_master: str | None, hostname_address: str | None
 ) -> tuple[str | None, str]:
@@ -89,7 +93,15 @@ def _interface_between_machines(
 
     If other machines can reach the address of the host name, no interface is chosen (None), and
     Gloo uses that address. Otherwise, it is the interface that reaches the master, or else the only
-    interface that is not loopback. Arguments and results are those of `choose_interface`.
+    interface that is not loopback.
+
+    Args:
+        addresses: the IP addresses of each interface, by its name.
+        address_reaching_master: the address of this machine from which packets to the master leave.
+        hostname_address: the address that this machine's host name resolves to, or None.
+
+    Returns:
+        The name of the interface or None, and the reason, for the log.
     """
     if hostname_address is None:
         problem = "the host name does not resolve"
@@ -214,7 +226,7 @@ def forget_loopback_of_launcher(addresses: Addresses) -> None:
         addresses: the IP addresses of each interface, by its name.
     """
     name = os.environ.get(GLOO_INTERFACE, "")
-    is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
+    is_loopback = name in addresses and _has_only_loopback(addresses[name])
     if is_loopback and os.environ.get("LOCKSTEP_LAUNCHER"):
         del os.environ[GLOO_INTERFACE]
 

@@ -218,6 +218,7 @@ class Join:
         self.store.set(f"read/{request.number}", "")
 
         if decision["error"] is not None:
+            # The fields of a `LockstepError`. `may_pass` says whether a restart may help.
             error_name, was_set, found, do, may_pass = decision["error"]
             error_class = getattr(errors, error_name)  # for example `MissingRankError`
             error: JoinFailure = error_class(was_set, found, do, may_pass=may_pass)
@@ -263,9 +264,12 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
-        # This process may belong to a second, larger run by mistake, and have a rank that the run
-        # at this store does not have. The modulo then picks some member of the run to name.
+        # If this process came to the wrong run, its rank may be too large for it: rank 5 at a run
+        # of 4. Then the modulo picks some member for the error to name.
         member_rank = request.rank % num_members
+
+        # Each process that comes to the store gets the next number, and rank 0 writes down the
+        # number of each member.
         member_number = int(self.store.get(f"member/{member_rank}"))
         if member_number == request.number:
             return
@@ -307,6 +311,8 @@ class Join:
         error = self._find_contradiction() or self._find_absence() or self._find_mismatch(members)
         error_fields = None
         if error is not None:
+            # All ranks raise the error anew from these fields: its texts, and whether a restart may
+            # help (`may_pass`).
             texts = (error.was_set, error.found, error.do)
             error_fields = (type(error).__name__, *texts, error.may_pass)
 
@@ -448,23 +454,31 @@ class Join:
             own_request: the request of rank 0 itself.
             error: the error of the decision.
         """
-        # Ranks that are missing have had the whole timeout to come, so they are not waited for.
-        # After any other error, some processes may still be on their way.
-        more_may_come = not isinstance(error, errors.MissingRankError)
 
         def all_have_read() -> bool:
-            """Returns True if every expected process has come and has read the decision."""
-            self._read_new_requests()
-            if more_may_come:
-                largest_size = max(request.size for request in self.requests)
-                if len(self.requests) < largest_size:
-                    return False
-
-            # Each process sets its key when it has read the decision.
-            keys = []
-            for request in self.requests:
-                if request.number != own_request.number:
-                    keys.append(f"read/{request.number}")
-            return not keys or self.store.check(keys)
+            return self._all_have_come_after(error) and self._all_have_read(own_request)
 
         wait_until(all_have_read, time.monotonic() + GRACE_S)
+
+    def _all_have_come_after(self, error: JoinFailure) -> bool:
+        """Returns True if no other process is expected to come after this error.
+
+        Ranks that are missing have had the whole timeout to come, so they are not waited for. After
+        any other error, some processes may still be on their way.
+        """
+        self._read_new_requests()
+        if isinstance(error, errors.MissingRankError):
+            return True
+
+        # The processes may disagree on the world size. As many may come as any of them expects.
+        largest_size = max(request.size for request in self.requests)
+        return len(self.requests) >= largest_size
+
+    def _all_have_read(self, own_request: JoinRequest) -> bool:
+        """Returns True if all other processes that have come have read the decision."""
+        # Each process sets its key when it has read the decision.
+        keys = []
+        for request in self.requests:
+            if request.number != own_request.number:
+                keys.append(f"read/{request.number}")
+        return not keys or self.store.check(keys)

@@ -82,6 +82,8 @@ def without_harmless_differences(
             )
         )
 
+    # The rules also depend on how the processes were started. For example, a launcher that replaces
+    # the macro `${local_rank}` may have put the local rank into any argument.
     commands = [shlex.split(text) for text in texts]
     launch = Launch(
         places,

@@ -250,7 +250,8 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
     """
     endpoint_addresses = endpoint.addresses()
     if endpoint.one_node:
-        # All processes are on this machine, so loopback is enough.
+        # All processes are on this machine, so only loopback is used. An endpoint without a
+        # loopback address is an error.
         for address in endpoint_addresses:
             if is_loopback_address(address):
                 return address
@@ -271,7 +272,7 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
             return own_address(local_addr)
         if len(outside_addresses) == 1:
             return outside_addresses[0]
-        default_route_address = address_reaching()
+        default_route_address = address_reaching()  # any address outside of this network
         if default_route_address is not None and default_route_address in outside_addresses:
             return default_route_address
 

@@ -85,7 +85,7 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         numerics["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
-    for part in FP32_PRECISIONS.get(device.type, ()):
+    for part in FP32_PRECISIONS.get(device.type, ()):  # such as "cuda.matmul"
         setting = f"{part}.fp32_precision"
         try:
             value = str(attrgetter(setting)(torch.backends))

@@ -33,6 +33,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     if not tensors:
         return torch.tensor(0.0)
+    # For each tensor the sum of |x| ** norm_type, or its largest or smallest |x|.
     values = torch.stack(_values_of_tensors(tensors, norm_type))
     if norm_type == math.inf:
         norm = values.max()
@@ -70,6 +71,7 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
         elif norm_type == -math.inf:
             values_of_tensors.append(values_of_rows.min())
         else:
+            # `sum_by_halving` sums up each row of a matrix, so the values become its only row.
             values_of_tensors.append(sum_by_halving(values_of_rows.view(1, -1))[0])
     return values_of_tensors
 
@@ -81,28 +83,30 @@ def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Ten
     same processes, the values are exchanged in one all-reduce.
     """
     # The values of the rows on this process.
-    values_of_tensors = []
+    values_here = []
     indices_by_mesh: dict[DeviceMesh, list[int]] = {}  # the tensors that are sharded over a mesh
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             indices_by_mesh.setdefault(tensor.device_mesh, []).append(index)
-            values_of_tensors.append(_values_of_rows(tensor.to_local(), norm_type))
+            values_here.append(_values_of_rows(tensor.to_local(), norm_type))
         else:
-            values_of_tensors.append(_values_of_rows(tensor, norm_type))
+            values_here.append(_values_of_rows(tensor, norm_type))
 
-    # The values of all rows of the sharded tensors. Each process puts 0 in place of the rows of
-    # other processes, so the sum over the processes has every value unchanged.
+    # The values of all rows. They differ from those here only for sharded tensors. Each process
+    # puts 0 in place of the rows of other processes, so the sum over the processes has every value
+    # unchanged.
+    values_of_tensors = list(values_here)
     for mesh, indices in indices_by_mesh.items():
         num_rows = [_num_rows(tensors[index]) for index in indices]
         with_zeros = []
         for index, rows in zip(indices, num_rows, strict=True):
-            with_zeros.append(_among_zeros(values_of_tensors[index], rows, mesh))
+            with_zeros.append(_among_zeros(values_here[index], rows, mesh))
 
         joined = torch.cat(with_zeros).to(mesh.device_type)
         routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
 
         for index, values in zip(indices, torch.split(joined, num_rows), strict=True):
-            values_of_tensors[index] = values.to(values_of_tensors[index].device)
+            values_of_tensors[index] = values.to(values_here[index].device)
     return values_of_tensors
 
 
@@ -112,6 +116,7 @@ def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
     rows = local.reshape(-1, 1) if local.dim() < 2 else local.flatten(start_dim=1)
     absolute = rows.abs()
     if absolute.numel() == 0:
+        # Rows without elements. `amax` and `amin` would raise, and their sum is 0.
         return torch.zeros(len(absolute), dtype=torch.float64, device=local.device)
     if norm_type == math.inf:
         return absolute.amax(dim=1).double()
@@ -132,16 +137,18 @@ def _num_rows(tensor: Tensor) -> int:
 def _among_zeros(values: Tensor, num_rows: int, mesh: DeviceMesh) -> Tensor:
     """Returns the values of this process's rows in their places, and zeros for all other rows.
 
+    For 5 rows on 2 processes, process 1 has the last two: `[v3, v4]` -> `[0, 0, 0, v3, v4]`.
+
     Args:
-        values: of the rows on this process, shape `(rows on this process,)`.
-        num_rows: of the whole tensor, which is sharded over the last dimension of the mesh in equal
-            parts; the last ones may be shorter.
-        mesh: of the processes.
+        values: the value of each row on this process, shape `(rows on this process,)`.
+        num_rows: number of rows of the whole tensor, which is sharded over the last dimension of
+            the mesh in equal parts; the last ones may be shorter.
+        mesh: the processes that the tensor is sharded over.
     """
     dimension = mesh.ndim - 1
     num_processes = mesh.size(dimension)
-    rows_of_process = (num_rows + num_processes - 1) // num_processes  # rounded up
-    begin = min(num_rows, rows_of_process * mesh.get_local_rank(dimension))
+    rows_per_process = (num_rows + num_processes - 1) // num_processes  # rounded up
+    begin = min(num_rows, rows_per_process * mesh.get_local_rank(dimension))
     among_zeros = values.new_zeros(num_rows)
     among_zeros[begin : begin + len(values)] = values
     return among_zeros

@@ -190,6 +190,7 @@ def join_run(
     except BaseException:
         close_group()
         if joined is not None:
+            # The other ranks may not have failed and keep the store open; they are not waited for.
             joined.close(others_leave=False)
         set_rank(None)
         raise
@@ -272,6 +273,8 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     global _num_joins
     _num_joins += 1
 
+    # The manifest, which must be equal on all ranks: the settings, and what `collect` adds, such as
+    # versions and the arguments of the script.
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
     # The arguments are compared with their secrets masked, so the secrets are compared as a hash.
@@ -364,7 +367,8 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     """Returns the texts of all processes on this machine, including this one.
 
     The texts are ids of GPUs, and the caller refuses the device if two processes have the same one.
-    So if a text does not come in time, this returns `[text, text]`, and the device is refused.
+    If a text does not come in time, the device must be refused too. So this pretends that another
+    process has the same text, and returns it twice.
 
     Args:
         joined: the store at which the ranks have met; None in a single process.
@@ -377,9 +381,10 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     store = joined.store
     keys = [f"here/{rank}" for rank in joined.ranks_on_this_host]
     store.set(f"here/{joined.rank}", text)
-    if network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s):
-        return [store.get(key).decode() for key in keys]
-    return [text, text]  # as if another process had the same text
+    all_have_come = network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s)
+    if not all_have_come:
+        return [text, text]
+    return [store.get(key).decode() for key in keys]
 
 
 def _share_memory(

@@ -73,10 +73,16 @@ def _extreme_or_nan(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tenso
         tensor: a floating-point tensor of any shape.
         operation: MAX or MIN.
     """
+    # In place of NaN, the ranks send a number that never wins the reduction.
+    if operation == dist.ReduceOp.MAX:
+        nan_mark = 1
+        never_wins = -torch.inf
+    else:
+        nan_mark = -1
+        never_wins = torch.inf
+
     is_nan = tensor.isnan()
-    nan_mark = 1 if operation == dist.ReduceOp.MAX else -1
-    # NaN becomes -inf for a maximum and inf for a minimum, which never win the reduction.
-    numbers = tensor.masked_fill(is_nan, -nan_mark * torch.inf)
+    numbers = tensor.masked_fill(is_nan, never_wins)
     marks = nan_mark * is_nan.to(tensor.dtype)
 
     numbers_and_marks = torch.stack([numbers, marks])  # shape (2, *)

@@ -73,8 +73,8 @@ class Joined:
         """Closes the store. Each rank calls this after it has closed the process group.
 
         Rank 0 waits a few seconds until the other ranks have closed the store, since it may serve
-        it. The file of a FileStore is removed by torch when the last rank closes the store; if
-        torch fails to do so, rank 0 removes it.
+        it. Torch removes the file of a FileStore when the last rank closes the store. Rank 0 makes
+        sure that the file is gone.
 
         Args:
             others_leave: True if the other ranks will close the store, too. If False, rank 0 does
@@ -83,6 +83,7 @@ class Joined:
         store = self.store
         del self.store
 
+        # A store is served by rank 0, is a file, or is served by the launcher, which closes it.
         served_by_launcher = not self.served_by_rank_0 and self.file is None
         if served_by_launcher:
             return
@@ -151,12 +152,12 @@ def join(
     try:
         hosts = Join(run_store, topology, manifest, opened.location, timeout, opened.file).agree()
     except (errors.JoinError, errors.RanksDifferError) as error:
-        failure = error.with_traceback(None)
+        failure = error.with_traceback(None)  # drops the frames below, which refer to the store
     else:
         return Joined(run_store, hosts, topology.rank, opened.served_by_rank_0, opened.file)
 
-    # The caller may keep the error, with this frame in its traceback. Without references to the
-    # store here and in the older traceback, the store is closed, and its port or file is free.
+    # The caller may keep the error, and with it this frame. Without references to the store here,
+    # the store is closed, and its port or file is free.
     del opened, run_store
     raise failure
 
@@ -266,8 +267,8 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
 
     # If all processes are on one machine, they meet at a loopback address. But a launcher that
     # serves the store has chosen its address, and listens only there.
-    one_node = topology.one_node and not topology.agent_store
-    return Endpoint(topology.master_addr, topology.master_port, one_node)
+    meet_at_loopback = topology.one_node and not topology.agent_store
+    return Endpoint(topology.master_addr, topology.master_port, one_node=meet_at_loopback)
 
 
 def _malformed_error(init_method: str, found: str) -> errors.SettingError:
@@ -376,13 +377,15 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         return found.is_store
 
     if not wait_until(store_is_there, deadline):
-        if found.why_no_store == NOT_A_STORE and is_here(found.address):
+        is_other_program = found.why_no_store == NOT_A_STORE
+        if is_other_program and is_here(found.address):
             raise network.port_taken_error(endpoint)
         raise network.unreachable_error(
             "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
         )
 
-    # A store answers there, so torch's client can connect to it.
+    # A store answers there, so torch's client can connect to it. It gets at least as long as one
+    # attempt, even if the store was found at the last moment.
     remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
     try:
         return TCPStore(
@@ -438,10 +441,13 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
             continue
 
         with connection:
-            # A later version of torch may use another greeting. Then the answer says nothing, and
-            # any program that listens is taken for a store.
-            if answers_as_store(connection) or not _greeting_is_current():
+            if answers_as_store(connection):
                 return LookupResult(address, why_no_store="")
+
+        # A later version of torch may use another greeting. Then the answer says nothing, and any
+        # program that listens is taken for a store.
+        if not _greeting_is_current():
+            return LookupResult(address, why_no_store="")
         result = LookupResult(address, NOT_A_STORE)
     return result
 

@@ -194,7 +194,8 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
         topology = read_topology(environ, argv)
         if topology is not None:
             return topology
-    # Nothing says that there are several processes. These would, if RANK were set too.
+    # Nothing says that there are several processes. But WORLD_SIZE or LOCAL_RANK without RANK is
+    # half a setting.
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name):
             raise _half_set_error(name, environ[name], "RANK")
@@ -289,9 +290,13 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
     for scheduler, task in tasks.items():
         if task is None or task.size == 1:  # one task may start ranks of any numbers
             continue
-        ranks_per_task = topology.size // task.size
-        is_multiple = topology.size % task.size == 0
-        if not is_multiple or topology.rank // ranks_per_task != task.rank:
+        # With 8 ranks in 4 tasks, task 1 has the ranks 2 and 3.
+        ranks_are_shared_out_equally = topology.size % task.size == 0
+        fits = False
+        if ranks_are_shared_out_equally:
+            ranks_per_task = topology.size // task.size
+            fits = topology.rank // ranks_per_task == task.rank
+        if not fits:
             raise SettingError(
                 f"RANK={topology.rank} and WORLD_SIZE={topology.size}",
                 f"{scheduler} says task {task.rank} of {task.size}",
@@ -379,15 +384,18 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
 def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
     """Reads the variables that `srun` sets for each task; returns None if it set none.
 
-    A `Task` is a rank and the number of ranks that belong to it.
+    Each task of Slurm is one rank.
     """
     task = _read_slurm_task(environ)
     if task is None or task.size == 1:  # a single task is an ordinary process
         return None
     _check_world_size(environ, task.size, "Slurm")
+
     for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):
         if not environ.get(name):
             raise SettingError("a run started by srun", f"{name} is not set", "start it anew")
+
+    # The number of tasks on each node: "2(x3),1" is [2, 2, 2, 1].
     node_rank = _number(environ, "SLURM_NODEID")
     tasks_of_node = expand_tasks(environ["SLURM_STEP_TASKS_PER_NODE"])
     if sum(tasks_of_node) != task.size or not 0 <= node_rank < len(tasks_of_node):
@@ -397,13 +405,17 @@ def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
             f"{sum(tasks_of_node)} tasks on {len(tasks_of_node)} nodes",
             "start the processes with srun, which sets all of them",
         )
+
+    # The ranks meet on the first node of the step, unless the user says where.
     master_addr = environ.get("MASTER_ADDR")
     if not master_addr:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         master_addr = first_host(hosts) if hosts else None
+
     # Without MASTER_PORT it is a port made of the name of the job, the same for all of its tasks.
     job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
     master_port = port(environ) or port_of(job)
+
     topology = Topology(
         rank=task.rank,
         size=task.size,
@@ -468,9 +480,9 @@ def port_of(job: str) -> int:
 
 
 def _check_consecutive_ranks(topology: Topology, command: str) -> None:
-    """Raises SettingError if the ranks of a machine are not consecutive.
+    """Raises SettingError if the ranks of a machine are certainly not consecutive.
 
-    Lockstep relies on it when it reduces within a machine first.
+    Lockstep relies on consecutive ranks when it reduces within a machine first.
 
     Args:
         topology: this process's place.
@@ -478,11 +490,18 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     """
     # If ranks are consecutive, this is the rank of local rank 0 of this machine.
     first_rank_here = topology.rank - topology.local_rank
-    # If each machine has `local_size` ranks, the first rank of a machine is a multiple of that. All
-    # may have so many only if the world size is a multiple, too.
-    nodes_may_be_equal = topology.size % topology.local_size == 0
-    starts_a_node = first_rank_here % topology.local_size == 0
-    if first_rank_here < 0 or (nodes_may_be_equal and not starts_a_node):
+
+    # With 8 ranks and 4 of them here, there may be two machines of 4, which begin at rank 0 or 4. A
+    # machine that seems to begin at rank 1 does not have consecutive ranks. With 7 ranks, another
+    # machine has fewer, such as 3, and this one may begin at rank 3.
+    machines_may_be_equal = topology.size % topology.local_size == 0
+    may_begin_here = first_rank_here % topology.local_size == 0
+    if machines_may_be_equal:
+        may_be_consecutive = first_rank_here >= 0 and may_begin_here
+    else:
+        may_be_consecutive = first_rank_here >= 0
+
+    if not may_be_consecutive:
         raise SettingError(
             f"rank {topology.rank} as local rank {topology.local_rank} of {topology.local_size} "
             f"(from {topology.source})",

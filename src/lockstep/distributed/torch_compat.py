@@ -85,27 +85,31 @@ def list_keys(store: Any) -> list[str] | None:
 
 
 def separate_attempts(attempt: int) -> None:
-    """Keeps the keys of each attempt of a run apart, in a torch that does not tell them.
+    """Keeps the ranks of a restarted run from reading what the ranks before them have written.
 
-    The launcher's store outlives the ranks. It deletes what the ranks of an earlier attempt have
-    left (`list_keys`). Where that cannot be done, each attempt puts its number before its keys, or
-    its ranks would connect to addresses of ranks that are gone. `lockstep.init` does so by itself.
+    The launcher's store outlives the ranks. If they are started again, they would connect to the
+    addresses of ranks that are gone. With torch 2.10 or later, the launcher lists the keys in its
+    store and deletes these. Older versions cannot list keys, so here the number of the attempt is
+    put before each key. `lockstep.init` has such a prefix of its own.
 
     Args:
         attempt: how often the ranks of the run have been started before.
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    if hasattr(TCPStore, "list_keys"):
+    launcher_deletes_old_keys = hasattr(TCPStore, "list_keys")
+    if launcher_deletes_old_keys:
         return
+
     rendezvous: Any = import_module("torch.distributed.rendezvous")
     original = rendezvous._create_c10d_store
 
     def create_store(*args: Any, **kwargs: Any) -> Any:
         store = original(*args, **kwargs)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of the script's own
-            return store
-        return PrefixStore(f"attempt_{attempt}", store)
+        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if is_store_of_launcher:
+            return PrefixStore(f"attempt_{attempt}", store)
+        return store
 
     rendezvous._create_c10d_store = create_store
 
@@ -159,11 +163,14 @@ def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Call
 
 
 def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """Lets torch's compiler run this function uncompiled, and compile the functions that it calls.
+    """Marks a function so that torch's compiler does not begin to compile at this function.
 
-    If a compiled function calls it, it is traced as a part of that; `never_compiled` would break
-    the graph there. Torch marks its own functions in the same way
-    (`torch._dynamo.eval_frame.skip_code`). Setting the mark does not load the compiler.
+    Python runs the function as it is, and the compiler may still compile the functions that it
+    calls. The mark has no effect inside of a function that is being compiled: there the compiler
+    traces through the marked function, while `never_compiled` would break the graph.
+
+    Torch marks its own functions in the same way (`torch._dynamo.eval_frame.skip_code`). Setting
+    the mark does not load the compiler.
     """
     from torch._C._dynamo import eval_frame
 
@@ -171,6 +178,8 @@ def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
     if not hasattr(frame_api, "_FrameExecStrategy"):  # torch 2.6
         frame_api.skip_code(function.__code__)
         return function
+
+    # This frame is skipped; the frames of functions that it calls are handled as usual.
     skip_this_frame_only = frame_api._FrameExecStrategy(
         frame_api._FrameAction.SKIP, frame_api._FrameAction.DEFAULT
     )
@@ -193,6 +202,8 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
 
     If the compiler is not loaded, calling the hook does not load it.
     """
+    # `never_compiled` also covers what the hook calls, but loads the compiler at its first call.
+    # `run_as_it_is` covers only `call` itself, which decides whether to go through the former.
     uncompiled = never_compiled(function, recursive=True)
 
     @run_as_it_is
@@ -282,9 +293,10 @@ def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
 
 
 def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
-    """Tells torch the dtypes of a unit whose parameters are all frozen; they may be trained later.
+    """Tells torch the dtypes of a unit whose parameters are all frozen.
 
-    Torch takes them from the parameters that are trained when the unit runs first. Without them a
+    Torch takes these dtypes from the parameters that are trained when the unit runs first. Here
+    there are none yet, but the parameters may be trained later. Then, without the dtypes, a
     gradient in half precision would not fit its parameter in fp32.
     """
     for parameter_group in _parameter_groups(unit):
@@ -319,15 +331,16 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
 
 
 def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
-    """Lets all gradients of a unit have one dtype, before the backward pass that averages them.
+    """Gives all gradients of a unit one dtype, before the backward pass that averages them.
 
     Torch has converted the gradients of earlier micro-batches to the dtype that they are averaged
-    in. A parameter that only the last micro-batch uses has a gradient in half precision, and torch
-    refuses to send both together. So this gradient is converted too.
+    in. A parameter that only the last micro-batch uses gets a *late* gradient in half precision,
+    and torch refuses to send both together. So the late gradient is converted too.
 
     Args:
         unit: the unit.
-        zeros_if_unused: send zeros for parameters that no micro-batch uses.
+        zeros_if_unused: let late gradients be added to zeros in the right dtype, which are sent
+            if no micro-batch uses the parameter.
 
     Returns:
         Hooks of the parameters that no micro-batch has used yet, to be removed after the pass.
@@ -338,15 +351,20 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
         for fsdp_parameter in parameter_group.fsdp_params:
             if fsdp_parameter.unsharded_accumulated_grad is None:
                 without_gradient.append(fsdp_parameter)
-        if len(without_gradient) == len(parameter_group.fsdp_params):
+
+        # There was no earlier micro-batch, so all gradients are late and have one dtype.
+        all_are_late = len(without_gradient) == len(parameter_group.fsdp_params)
+        if all_are_late:
             continue
+
         for fsdp_parameter in without_gradient:
             whole = fsdp_parameter.unsharded_param
             if not whole.requires_grad:
                 continue
-            dtype = fsdp_parameter.reduce_dtype
+
             if zeros_if_unused:
-                zeros = whole.new_zeros(whole.shape, dtype=dtype)
+                # Torch adds a late gradient to these zeros, and so converts it.
+                zeros = whole.new_zeros(whole.shape, dtype=fsdp_parameter.reduce_dtype)
                 fsdp_parameter.unsharded_accumulated_grad = zeros
             else:
                 convert = partial(_accumulate_gradient, fsdp_parameter)
@@ -458,8 +476,9 @@ def convert_tensors(
 ) -> None:
     """Replaces the tensors of a module as `module.to()` does, and keeps its parameter objects.
 
-    Optimizers and tied modules hold these objects. Layers that keep more than the registered
-    tensors, such as LSTMs and modules under `fully_shard`, bring that up to date.
+    Optimizers and tied modules hold these objects. Some layers keep more than the registered
+    tensors, such as LSTMs and modules under `fully_shard`. Their own `_apply`, which is called
+    here, updates what they keep besides.
 
     Args:
         module: the module.
@@ -507,7 +526,8 @@ def storage_key(tensor: Tensor) -> int:
 def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Inside this context `nn.init.trunc_normal_` calls another function.
 
-    It draws until no value is outside of the bounds, so what it does depends on values.
+    The original draws again until no value is outside of the bounds. How often depends on the
+    values, so it cannot be recorded on tensors without values, such as those on the meta device.
 
     Args:
         replacement: called with the original function, and with what that takes: the tensor, mean,
@@ -546,9 +566,9 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any
     """Returns the arguments that an operation writes to, such as `x` in `x.uniform_()`.
 
     Args:
-        operation: what a `TorchDispatchMode` is given.
-        args: of its call.
-        kwargs: of its call.
+        operation: the `OpOverload` that a `TorchDispatchMode` is given.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     written: list[Any] = []
     for number, argument in enumerate(operation._schema.arguments):
@@ -713,15 +733,23 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
     original_next = iterator_class.__next__
 
     def watched_next(iterator: Any) -> Any:
-        """Does what torch's own `__next__` does, and passes the result to `on_batch` too."""
+        """Replaces the method `__next__` of a DataLoader's iterator.
+
+        Returns the next batch as before. `on_batch` is called with each batch, and with
+        `END_OF_PASS` after the last one.
+        """
+        # The user's sampler is usually inside of torch's own BatchSampler, which only groups the
+        # samples. A batch sampler of the user's own is passed on itself.
         sampler = iterator._index_sampler
-        if type(sampler) is BatchSampler:  # torch's own, around the sampler of the samples
+        if type(sampler) is BatchSampler:
             sampler = sampler.sampler
+
         try:
             batch = original_next(iterator)
         except StopIteration:
             on_batch(iterator, iterator._dataset, sampler, END_OF_PASS)
             raise
+
         on_batch(iterator, iterator._dataset, sampler, batch)
         return batch
 
@@ -761,6 +789,8 @@ def on_shadowed_iteration(callback: Callable[[], object]) -> None:
     """
     from torch.distributed.algorithms.join import Join
 
+    # A rank without batches asks once per iteration how many ranks still have batches, and takes
+    # part in their collectives if there are any.
     original: Any = Join._get_num_nonjoined_procs
 
     def get_num_nonjoined_procs(self: Join) -> int:
@@ -895,14 +925,16 @@ def flight_record(*, lines: bool) -> str:
 
     Args:
         lines: include the stack of each call. 2000 calls take 0.2 s with stacks, 50 ms without.
-            Stacks are left out in a process that has not loaded torch's compiler (one that uses DDP
-            has): torch would load it now, in 2 s and while it holds the interpreter's lock.
+            Stacks are left out in a process that has not loaded torch's compiler, because torch
+            would load it now, in 2 s and while it holds the interpreter's lock. A process that
+            uses DDP has loaded it.
     """
     import torch._C._distributed_c10d as c10d
 
     with_stacks = lines and _compiler_is_fully_imported()
     records: list[bytes] = []
     for name in RECORDERS:
+        # Torch has two functions for each recorder. Only the one without `_json` returns stacks.
         function_name = name if with_stacks else f"{name}_json"
         if hasattr(c10d, function_name):
             records.append(getattr(c10d, function_name)())
@@ -918,7 +950,8 @@ def _compiler_is_fully_imported() -> bool:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None:
         return False
-    # Python's import system sets this attribute while a module is being imported.
+    # Python's import system sets this attribute while a module is being imported. A module that has
+    # no such attribute counts as being imported, to be safe.
     import_spec = getattr(compiler, "__spec__", None)
     is_being_imported = getattr(import_spec, "_initializing", True)
     return not is_being_imported
@@ -932,7 +965,8 @@ def take_gpu(index: int | None = None) -> None:
     memory.
 
     Args:
-        index: of the GPU, if the process group does not say which it uses; None: LOCAL_RANK.
+        index: number of the GPU. If the process group says which GPU it uses, this one is taken
+            instead; if neither says it, the number in LOCAL_RANK is.
     """
     cuda = sys.modules.get("torch.cuda")
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -1009,12 +1043,16 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
             if "group_name" not in values:  # torch has not chosen it yet
                 return None
             assert c10d is not None  # the frame is one of its functions
-            waits_for_all = c10d._is_barrier_after_init() == 1
+            # After `new_group` all ranks of the run wait for each other, if torch has a barrier
+            # there and the caller did not ask that only the members of the group do.
+            has_barrier_of_all = c10d._is_barrier_after_init() == 1
+            members_only = values["use_local_synchronization"]
+            all_ranks_wait = has_barrier_of_all and not members_only
             return {
                 "name": str(values["group_name"]),
                 "ranks": [int(rank) for rank in values["ranks"]],
                 "backend": str(values["backend"]),
-                "members_only": values["use_local_synchronization"] or not waits_for_all,
+                "members_only": not all_ranks_wait,
             }
         frame = frame.f_back
     return None

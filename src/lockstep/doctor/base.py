@@ -26,7 +26,7 @@ class Finding(NamedTuple):
     do: str = ""
 
 
-def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
+def join_findings(summary: str, problems: Sequence[Finding]) -> Finding:
     """Joins several problems into one finding, which has the worst level among them.
 
     Without problems, the level is `OK`. A problem may have this level too, if it is only worth

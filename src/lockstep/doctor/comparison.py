@@ -15,15 +15,16 @@ from typing import Any
 
 from lockstep.communication.link import Link
 from lockstep.distributed.network import is_loopback_address
-from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, join_findings
 from lockstep.run.machines.hosts import NAMES_OF_ONE_MACHINE
 from lockstep.wording import count_noun
 
 VERSIONS = ("python", "torch", "cuda", "rocm", "nccl", "lockstep")
 MAX_SHOWN_DIFFERENCES = 5
 MAX_SHOWN_MACHINES = 3
-MAX_CLOCK_OFFSET_S = 1.0
-MAX_CLOCK_OFFSET_WITHOUT_ERROR_S = 60.0
+CLOCK_OFFSET_OF_WARNING_S = 1.0
+CLOCK_OFFSET_OF_ERROR_S = 60.0
+"""A clock that differs by more than these seconds is reported as a warning, or as an error."""
 MAX_BANDWIDTH_RATIO = 10.0
 """If the fastest link is more than this many times as fast as the slowest, the slowest is probably
 broken. A busy machine makes a smaller difference."""
@@ -137,8 +138,9 @@ def _compare(
         problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
     problems += _warnings_about_unknown(unknown)
 
-    summary = "" if problems else if_equal
-    return verdict(summary, problems)
+    if not problems:
+        return Finding(OK, if_equal)
+    return join_findings("", problems)
 
 
 def _warnings_about_unknown(machines: Sequence[str]) -> list[Finding]:
@@ -157,7 +159,7 @@ def _facts_of_check(machines: Machines, check: str) -> dict[str, Facts]:
     return {name: facts["checks"].get(check, NO_ANSWER) for name, facts in machines.items()}
 
 
-def _select(facts: Facts, name: str) -> Facts:
+def _one_fact(facts: Facts, name: str) -> Facts:
     """Returns one fact of a machine as a mapping, which is the form that `_compare` expects.
 
     A single value becomes a mapping with that value: `{"digest": "12ab"}`. If the facts are not
@@ -191,9 +193,9 @@ def _judge_packages(machines: Machines) -> Finding:
     """Finds installed packages whose versions differ."""
     packages = {}
     for name, software in _facts_of_check(machines, "software").items():
-        packages[name] = _select(software, "packages")
+        packages[name] = _one_fact(software, "packages")
 
-    # This number is only shown if all machines have the same packages.
+    # This number is only shown if all machines have the same packages, and so equally many.
     num_packages = max(len(versions) for versions in packages.values())
     return _compare(
         packages,
@@ -212,6 +214,8 @@ def _judge_variables(machines: Machines) -> Finding:
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
 
+    # In a run, `lockstep run --hosts` sends some variables from this machine to all of them. So
+    # `hosts` has put them into the facts of each machine, and they do not differ here.
     return _compare(
         compared,
         level=WARNING,
@@ -229,18 +233,18 @@ def _judge_clocks(machines: Machines) -> Finding:
     """
     offset_s = {name: facts["clock"] for name, facts in machines.items() if "clock" in facts}
     largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
-    if largest_s <= MAX_CLOCK_OFFSET_S:
+    if largest_s <= CLOCK_OFFSET_OF_WARNING_S:
         measured_s = max(largest_s, 0.001)  # the measurement is not more precise than that
         return Finding(OK, f"within {measured_s:.3f} s of this machine")
 
     wrong_clocks = []
     for name, seconds in offset_s.items():
-        if abs(seconds) > MAX_CLOCK_OFFSET_S:
+        if abs(seconds) > CLOCK_OFFSET_OF_WARNING_S:
             direction = "ahead of" if seconds > 0 else "behind"
             wrong_clocks.append(f"{name} is {abs(seconds):.1f} s {direction} this machine")
 
     return Finding(
-        ERROR if largest_s > MAX_CLOCK_OFFSET_WITHOUT_ERROR_S else WARNING,
+        ERROR if largest_s > CLOCK_OFFSET_OF_ERROR_S else WARNING,
         _join_differences(wrong_clocks),
         "timedatectl set-ntp true, or start chrony, as root",
     )
@@ -271,7 +275,8 @@ def _judge_names(machines: Machines) -> Finding:
                     found = f"{machine} does not know {name}"
                     problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
             elif len(machines) > 1 and _are_all_loopback(addresses):
-                # With a loopback address, a machine only reaches itself.
+                # At loopback, a machine only reaches itself. That is wrong for the name of another
+                # machine, and for its own name it is unusual.
                 found = f"on {machine}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == machine else ERROR
                 problems.append(Finding(level, found, ADVICE_ON_NAMES))
@@ -281,7 +286,7 @@ def _judge_names(machines: Machines) -> Finding:
         names = _name_machines(list(reached_by_address))
         summary += f"; not all know {names}: a run uses the address"
 
-    return verdict(summary, [*_warnings_about_unknown(unknown), *problems])
+    return join_findings(summary, [*_warnings_about_unknown(unknown), *problems])
 
 
 def _are_all_loopback(addresses: Sequence[str]) -> bool:
@@ -325,12 +330,13 @@ def _judge_links(machines: Machines) -> Finding:
 
     problems = _shorten(problems)
     if not measured:
-        summary = "none" if len(machines) > 1 else "one machine"
-        return verdict(summary, problems)
+        # A single machine has no links. Of several, none could be measured.
+        summary = "one machine" if len(machines) == 1 else "none"
+        return join_findings(summary, problems)
 
     slowest = min(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
-    bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
+    bandwidth = str(Link(latency_s, slowest.bandwidth))  # a link is written as `960 Mb/s`
     summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
 
     # Each pair of machines has two links, one in each direction.
@@ -342,7 +348,7 @@ def _judge_links(machines: Machines) -> Finding:
         summary += f", over {', '.join(sorted(interfaces))}"
 
     problems += _warnings_about_slow_link(measured)
-    return verdict(summary, problems)
+    return join_findings(summary, problems)
 
 
 def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding]:
@@ -371,15 +377,15 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
 def _shorten(problems: Sequence[Finding]) -> list[Finding]:
     """Removes the texts of all but the first few problems, and adds `and 3 more`.
 
-    The others keep their level and their advice, which `verdict` needs when it joins all problems.
+    The others keep their level and their advice, which `join_findings` needs.
     """
-    shown = list(problems[:MAX_SHOWN_DIFFERENCES])
+    shortened = list(problems[:MAX_SHOWN_DIFFERENCES])
     hidden = problems[MAX_SHOWN_DIFFERENCES:]
     for problem in hidden:
-        shown.append(problem._replace(found=""))
+        shortened.append(problem._replace(found=""))
     if hidden:
-        shown.append(Finding(ERROR, f"and {len(hidden)} more"))
-    return shown
+        shortened.append(Finding(ERROR, f"and {len(hidden)} more"))
+    return shortened
 
 
 def _judge_folder(machines: Machines) -> Finding:
@@ -389,29 +395,27 @@ def _judge_folder(machines: Machines) -> Finding:
     The fact `shared` is True if a machine has seen the file, and False if not. It is None on the
     machine that could not write it, and missing if a machine did not answer.
     """
-    no_answer = []
-    not_shared = []
-    for name, facts in machines.items():
-        if "shared" not in facts:
-            no_answer.append(name)
-            continue
+    sees_file = {name: facts["shared"] for name, facts in machines.items() if "shared" in facts}
+    no_answer = [name for name in machines if name not in sees_file]
 
-        sees_file = facts["shared"]
-        if sees_file is None:  # the machine that should have written the file could not
-            found = f"not known: {name} cannot write there"
-            return Finding(WARNING, found, "name another folder")
-
-        if not sees_file:
-            not_shared.append(name)
+    # Without the file, nothing is known of any machine.
+    could_not_write = [name for name, seen in sees_file.items() if seen is None]
+    if could_not_write:
+        name = could_not_write[0]
+        found = f"not known: {name} cannot write there"
+        return Finding(WARNING, found, "name another folder")
 
     problems = []
+    not_shared = [name for name, seen in sees_file.items() if not seen]
     if not_shared:
         found = f"not shared: files written there are not visible on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
         problems.append(Finding(WARNING, found, do))
-
     problems += _warnings_about_unknown(no_answer)
-    return verdict("" if problems else "all machines see the same files", problems)
+
+    if not problems:
+        return Finding(OK, "all machines see the same files")
+    return join_findings("", problems)
 
 
 def _judge_script(machines: Machines) -> Finding:
@@ -431,7 +435,9 @@ def _judge_token(machines: Machines) -> Finding:
     """
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
-        digests[name] = _select(token, "digest")
+        digests[name] = _one_fact(token, "digest")
+
+    # With `lockstep run --hosts`, different tokens do no harm.
     do = (
         "launchers started by hand on each machine will reject each other (lockstep run --hosts "
         "sends one): copy the file ~/.config/lockstep/token of one machine to the others"
@@ -445,8 +451,10 @@ def _judge_data(machines: Machines) -> Finding:
     The kinds are the number of files, their sizes, their names, and pieces of their contents. The
     facts are the result of `data.gather`.
     """
+    # A machine has facts, or None if nothing is at the path. If it did not answer, its facts have
+    # only the key `UNKNOWN`.
     data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
-    missing = [name for name, facts in data.items() if facts is None]  # nothing is at the path
+    missing = [name for name, facts in data.items() if facts is None]
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
 
@@ -466,7 +474,7 @@ def _judge_data(machines: Machines) -> Finding:
     )
     findings = []
     for key in ("files", "bytes", "sizes", "names", "contents"):
-        compared = {machine: _select(facts, key) for machine, facts in data.items()}
+        compared = {machine: _one_fact(facts, key) for machine, facts in data.items()}
         findings.append(_compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal))
 
     differences = [finding for finding in findings if finding.level == ERROR]

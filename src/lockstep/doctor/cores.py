@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 from lockstep.run.start.machine import cores_allowed, cpu_quota
 
 MAX_LOAD_PER_CORE = 1.5
@@ -47,4 +47,4 @@ def judge(facts: Facts) -> Finding:
         found = f"{load:.1f} processes want them"
         problems.append(Finding(WARNING, found, "use top to see what else is running"))
 
-    return verdict(f"{facts['allowed']} of {machine}", problems)
+    return join_findings(f"{facts['allowed']} of {machine}", problems)

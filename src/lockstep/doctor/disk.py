@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, join_findings
 from lockstep.wording import count_noun
 
 # How the speed is measured.
@@ -35,9 +35,11 @@ def gather(folder: Path) -> Facts:
     If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
     bytes per second. It is None if the folder cannot be written; then `problem` says why.
     """
+    # For `a/b/c`, where `a` is a folder and `a/b` is a file: `a/b` and `a`.
     places = [folder, *folder.absolute().parents]
-    nearest_path = _first(places, os.path.lexists)  # of any kind
+    nearest_path = _first(places, os.path.lexists)
     nearest_folder = _first(places, os.path.isdir)
+
     usage = shutil.disk_usage(nearest_folder)
     file_system = os.statvfs(nearest_folder)
     facts: dict[str, Any] = {
@@ -99,7 +101,7 @@ def judge(facts: Facts) -> Finding:
 
     # The texts of the problems follow the summary: `3 GiB of ...; it is nearly full`.
     problems = []
-    if facts["problem"] is not None:  # the speed is not known
+    if facts["problem"] is not None:  # the reason why nothing can be written; no speed was measured
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
     elif facts["speed"] < MIN_SPEED:
@@ -123,7 +125,7 @@ def judge(facts: Facts) -> Finding:
         found = f"{gib(facts['temporary_free'])} free in {facts['temporary']}, where logs go"
         problems.append(Finding(WARNING, found, "make room, or give lockstep run --log-dir"))
 
-    return verdict(summary, problems)
+    return join_findings(summary, problems)
 
 
 def fix(facts: Facts) -> list[str]:

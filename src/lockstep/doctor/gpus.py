@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, join_findings
 from lockstep.wording import count_noun
 
 MATRIX_SIZE = 512
@@ -31,13 +31,14 @@ def gather(folder: Path) -> Facts:
 
     Returns:
         `gpus`, a dictionary for each GPU, and `nvml`, why NVML cannot be used or None. For a GPU,
-        `difference` is that from the result of the CPU, or None if computing failed with `error`.
+        `difference` says how much its product of two matrices differs from that of the CPU. It is
+        None if computing failed; then `error` says why.
     """
     import torch
 
     from lockstep.distributed.device import why_cuda_fails
 
-    # If CUDA does not work, the check of the software says so.
+    # If CUDA does not work, the check of the software says so, and NVML is not needed.
     if not torch.cuda.is_available() or why_cuda_fails() is not None:
         return {"gpus": [], "nvml": None}
 
@@ -164,7 +165,7 @@ def judge(facts: Facts) -> Finding:
     summary = f"{len(gpus)} x {', '.join(names)}"
     if facts["nvml"]:
         summary += f" (memory, other processes, ECC and throttling not known: {facts['nvml']})"
-    return verdict(summary, problems)
+    return join_findings(summary, problems)
 
 
 def _problems(gpu: Facts) -> list[Finding]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.distributed.network import LOOPBACK, address_reaching, is_loopback_address, resolve
-from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 
 MAX_LOOKUP_S = 1.0
 
@@ -22,9 +22,13 @@ def gather(folder: Path) -> Facts:
     the name of its own address.
     """
     name = socket.gethostname()
-    address = address_reaching() or LOOPBACK  # the address from which it reaches other machines
+    # The address of this machine from which packets to other machines leave.
+    address = address_reaching() or LOOPBACK
+
+    # Torch looks up an IPv4 address in this form, since its sockets are IPv6. A system may answer
+    # the one form at once and the other one late.
     if ":" not in address:
-        address = f"::ffff:{address}"  # an IPv4 address in the form that torch's IPv6 sockets use
+        address = f"::ffff:{address}"
 
     begin = time.monotonic()
     with suppress(OSError):  # only the time matters: an address without a name is not a problem
@@ -62,4 +66,4 @@ def judge(facts: Facts) -> Finding:
         problems.append(Finding(WARNING, found, do))
 
     summary = f"{name} is {', '.join(addresses)}" if addresses else ""
-    return verdict(summary, problems)
+    return join_findings(summary, problems)

@@ -148,10 +148,10 @@ class _Examination:
                 )
                 continue
 
+            # A machine knows its address from the ssh connection that leads to it. None leads to
+            # this machine. But the others see from which address they were reached.
             address = answer["own"]
             if self._remotes[name].here:
-                # No ssh connection leads to this machine, which would show its address. But the
-                # others were reached from it, and have seen its address.
                 address = _address_of_this_machine(answers.values()) or address
 
             self.facts[name] = {"own": address, "links": {}, "checks": {}}
@@ -230,8 +230,10 @@ class _Examination:
             address, port = places[neighbors[remote.host.name]]
             return await remote.ask(ask="measure", address=address, port=port, token=self._token)
 
-        # Half of the remaining time is kept for the links that are measured next.
-        links = await self._ask(measure, timeout_s=self._remaining_s() / 2, names=neighbors)
+        # This is called for one round of links after the other. Half of the remaining time is kept
+        # for the rounds to come.
+        machines = list(neighbors)
+        links = await self._ask(measure, timeout_s=self._remaining_s() / 2, names=machines)
         for name, link in links.items():
             self.facts[name]["links"][neighbors[name]] = link
 
@@ -260,8 +262,8 @@ class _Examination:
             timeout_s=self._remaining_s(reserve_s=ANSWER_TRANSFER_S),
         )
 
-        # `lockstep run --hosts` sends these variables from here to each machine, so in a run they
-        # have the same values everywhere.
+        # In a run, `lockstep run --hosts` sends these variables from here to each machine. So their
+        # values here replace those that each machine has found.
         forwarded = {}
         for name, value in variables.gather(self._folder).items():
             if is_forwarded(name):

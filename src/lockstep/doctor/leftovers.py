@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import OK, WARNING, Facts, Finding, join_findings
 from lockstep.units import MIB
 from lockstep.wording import count_noun
 
@@ -164,7 +164,10 @@ def judge(facts: Facts) -> Finding:
         found = f"logs of {runs} of more than two weeks ago take {size_mib} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))
 
-    return verdict("of earlier runs" if problems else "nothing that matters", problems)
+    # The findings follow the name of the check: "leftovers  of earlier runs; /dev/shm holds ...".
+    if not problems:
+        return Finding(OK, "nothing that matters")
+    return join_findings("of earlier runs", problems)
 
 
 def fix(facts: Facts) -> list[str]:

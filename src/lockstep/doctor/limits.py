@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 
 MIN_OPEN_FILES = 4096
 USUAL_OPEN_FILES = 65536
@@ -64,7 +64,7 @@ def judge(facts: Facts) -> Finding:
         found = f"InfiniBand needs locked memory, and {locked // 2**10} KiB may be locked"
         problems.append(Finding(WARNING, found, "as root, memlock unlimited in limits.conf"))
 
-    return verdict(f"{'unlimited' if files is None else files} open files", problems)
+    return join_findings(f"{'unlimited' if files is None else files} open files", problems)
 
 
 def _how_to_raise_open_files(hard_limit: int | None) -> str:

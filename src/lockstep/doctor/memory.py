@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.distributed.control_groups import available_in_group
-from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, join_findings
 
 MIN_FOR_A_MODEL = 2 * 2**30  # bytes
 MIN_FOR_TORCH = 2**28  # bytes
@@ -25,7 +25,7 @@ def gather(folder: Path) -> Facts:
     return {
         "total": memory.total,
         "available": memory.available,
-        "group": available_in_group(Path("/")),
+        "group": available_in_group(root=Path("/")),
     }
 
 
@@ -34,18 +34,18 @@ def judge(facts: Facts) -> Finding:
     available = facts["available"]
     group = facts["group"]
     do = "end the programs that use it"
-    # The texts of the problems follow the summary: `3 GiB of 8 GiB available; ...`.
-    problems = []
+    # Their texts follow the summary: `3 GiB of 8 GiB available; ...`.
+    findings = []
 
     # The smaller of the two limits matters: that of the machine, or that of the control group.
     if group is not None and group < available:
         available = group
-        problems.append(Finding(OK, f"its control group leaves {gib(group)}"))
+        findings.append(Finding(OK, f"its control group leaves {gib(group)}"))
 
     if available < MIN_FOR_TORCH:
-        problems.append(Finding(ERROR, "too little for one process with torch", do))
+        findings.append(Finding(ERROR, "too little for one process with torch", do))
     elif available < MIN_FOR_A_MODEL:
         found = "a process with torch takes about 0.5 GiB, without any model"
-        problems.append(Finding(WARNING, found, f"start few processes, or {do}"))
+        findings.append(Finding(WARNING, found, f"start few processes, or {do}"))
 
-    return verdict(f"{gib(facts['available'])} of {gib(facts['total'])} available", problems)
+    return join_findings(f"{gib(facts['available'])} of {gib(facts['total'])} available", findings)

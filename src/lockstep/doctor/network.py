@@ -19,7 +19,7 @@ from lockstep.distributed.network import (
     listing,
     local_addresses,
 )
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, join_findings
 from lockstep.errors import SettingError
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"  # names of interfaces
@@ -95,7 +95,7 @@ def judge(facts: Facts) -> Finding:
             summary = f"no default route: {listing(other_interfaces)}"
         else:
             summary = "no route to other machines; runs on this machine use loopback"
-        return verdict(summary, problems)
+        return join_findings(summary, problems)
 
     summary = f"{facts['interface']} ({facts['address']}) has the default route"
     if facts["mbits"]:
@@ -107,7 +107,7 @@ def judge(facts: Facts) -> Finding:
             found = "packets are so small that much of the bandwidth is lost"
             problems.append(Finding(WARNING, found, "as root: ip link set ... mtu 1500"))
 
-    return verdict(summary, problems)
+    return join_findings(summary, problems)
 
 
 def _names_interfaces(variable: str, value: str, interfaces: Iterable[str]) -> bool:

@@ -53,7 +53,8 @@ def facts(
 
     Args:
         folder: the folder for checkpoints.
-        names: the address or host name of each machine, by the name that the user gave it.
+        names: for each machine the address or host name to look up, such as `{"gpu1": "10.0.0.5"}`;
+            the key is the name that the user gave the machine.
         files: the files to compare: `script`, a file, and `data`, a file or folder.
         fix: whether to repair what can be repaired.
         seconds: how long everything may take. Facts that take longer are not known, see
@@ -146,8 +147,8 @@ def receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Tries to connect to other machines.
+def unreachable(places: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """Tries to connect to other machines, and returns those that cannot be reached.
 
     Args:
         places: the address and port of each machine, by its name.
@@ -238,7 +239,6 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 
         # `seconds` includes one latency, in which the acknowledgement came back. At least half of
         # `seconds` is regarded as the time of sending, as the measured latency may be too large.
-        #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
 
@@ -284,7 +284,7 @@ ANSWER_FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": facts,
     "serve": serve,
     "measure": measure,
-    "reach": reach,
+    "reach": unreachable,
     "write": write,
     "read": read,
 }

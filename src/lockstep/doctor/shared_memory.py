@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, join_findings
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SIZE = 2**30  # bytes
@@ -26,8 +26,8 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds shared memory that cannot be written, is nearly full, or is as small as in most
-    containers.
+    """Finds shared memory that cannot be written, is nearly full, or is too small for DataLoader
+    workers, as it is in most containers.
     """
     if facts["total"] is None:
         return Finding(OK, "there is no /dev/shm on this system")
@@ -38,10 +38,12 @@ def judge(facts: Facts) -> Finding:
         found = "this user may not write there"
         problems.append(Finding(ERROR, found, "as root: chmod 1777 /dev/shm"))
     elif facts["total"] < MIN_SIZE:
+        # "64 MiB of 64 MiB free in /dev/shm; so little that ..."
         found = "so little that DataLoader workers may die with a bus error"
         problems.append(Finding(WARNING, found, "docker run --shm-size=8g, or num_workers=0"))
     elif facts["free"] < MIN_FREE:
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
 
-    return verdict(f"{gib(facts['free'])} of {gib(facts['total'])} free in /dev/shm", problems)
+    summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in /dev/shm"
+    return join_findings(summary, problems)

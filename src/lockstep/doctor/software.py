@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import __version__
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, join_findings
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
@@ -94,7 +94,7 @@ def judge(facts: Facts) -> Finding:
     if facts["torch"] is None:
         found = f"torch cannot be imported: {facts['problem']}"
         problems.append(Finding(ERROR, found, "reinstall torch in this environment"))
-        return verdict(", ".join(versions), problems)
+        return join_findings(", ".join(versions), problems)
 
     versions.append(f"torch {facts['torch']}")
     nccl_name = "RCCL" if facts["rocm"] else "NCCL"
@@ -116,7 +116,7 @@ def judge(facts: Facts) -> Finding:
         do = "check that nvidia-smi works and that the driver is new enough for this CUDA"
         problems.append(Finding(ERROR, found, do))
 
-    return verdict(", ".join(versions), problems)
+    return join_findings(", ".join(versions), problems)
 
 
 def _major_and_minor(version: str) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ def gather(folder: Path) -> Facts:
     facts["source"] = token.source
     facts["open"] = token.open_to_all
 
-    # These 16 bits are enough to see that two machines differ, but too few to guess the token.
+    # The key is a hash of the secret. These 16 bits of it are enough to see that two machines
+    # differ, but too few to guess the secret.
     facts["digest"] = token.key.hex()[:4]
     return facts
 
@@ -75,8 +76,8 @@ def fix(facts: Facts) -> list[str]:
     path = Path(facts["source"])
     if not path.is_file():
         return []
-    is_open_to_others = path.stat().st_mode & MODE_FOR_OTHERS != 0
-    if not is_open_to_others:  # there is another problem
+    mode_for_others = path.stat().st_mode & MODE_FOR_OTHERS
+    if mode_for_others == 0:  # others may not read it, so the problem is another one
         return []
 
     path.chmod(0o600)

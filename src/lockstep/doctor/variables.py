@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 PREFIXES = (
@@ -60,4 +60,5 @@ def judge(facts: Facts) -> Finding:
         found = "CUDA_VISIBLE_DEVICES hides all GPUs"
         problems.append(Finding(WARNING, found, "unset it to use them"))
 
-    return verdict(f"{len(facts)} that torch and its libraries read", problems)
+    # Printed behind the name of the check: "variables  3 that torch and its libraries read".
+    return join_findings(f"{len(facts)} that torch and its libraries read", problems)
