@@ -216,7 +216,7 @@ def test_every_operation_on_the_disk_is_stopped_in_these_tests() -> None:
     defined = {
         n for n, v in vars(storage).items() if getattr(v, "__module__", "") == storage.__name__
     }
-    use_the_others = {"in_place", "new_file", "remove_tree", "sync_folder"}
+    use_the_others = {"replacing", "new_file", "remove_tree", "sync_path"}
     assert defined - set(CALLS) == use_the_others
 
 

@@ -19,7 +19,7 @@ from lockstep.checkpoint.encoding import why_unstorable
 from lockstep.checkpoint.file_errors import unreadable
 from lockstep.checkpoint.formats.reading import FoundState, Source, read_source, read_values
 from lockstep.checkpoint.lazy_tensor import LazyTensor, TensorInMemory, dtype_name
-from lockstep.checkpoint.sharding import copy_to_memory, view_key
+from lockstep.checkpoint.sharding import copy_to_memory, tie_key
 
 MAX_EXPANSION_BYTES = 2**26
 """A tensor may claim this many bytes more than its storage has, as expanded tensors do."""
@@ -71,7 +71,7 @@ def open_contents(
 
     training_tensors = {}
     if training:
-        # In a torch file this finds all tensors, including those of the model.
+        # The source may also list the tensors of the model here, which are left out.
         model_tensor_ids = {id(tensor) for tensor in tensors.values()}
         for tensor_name, tensor in source.find_training_tensors():
             if id(tensor) not in model_tensor_ids:
@@ -80,10 +80,11 @@ def open_contents(
     for tensor in (*tensors.values(), *training_tensors.values()):
         tensor.check()  # raises an error if the tensor is not in its file
 
+    # If the model is inside a dictionary of a torch file, the user is told where: "['model']".
     facts = dict(source.facts)
     is_checkpoint = bool(source.modules)
-    if largest.place and not is_checkpoint:
-        # The model is inside a dictionary of a torch file. The user is told where: "['model']".
+    is_in_dictionary = bool(largest.place) and not is_checkpoint
+    if is_in_dictionary:
         facts = {"read": largest.place, **facts}
     return Contents(
         source=source,
@@ -113,17 +114,18 @@ def _split_state(
     """
     tensors: dict[str, LazyTensor] = {}
     extra: dict[str, Any] = {}
-    tensor_of_view: dict[object, LazyTensor] = {}
-    view: object
+    tensor_of_tie: dict[object, LazyTensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
-            view = view_key(value)  # equal for tied tensors: address, shape, dtype and so on
-            if view is None:
-                view = name  # a tensor without memory is tied to no other
-            if view not in tensor_of_view:
-                tensor_of_view[view] = TensorInMemory(value)
-            tensors[name] = tensor_of_view[view]
+            # Equal for tied tensors. A tensor without memory has no such key: it is tied to no
+            # other, so its name is used.
+            tie: object = tie_key(value)
+            if tie is None:
+                tie = name
+            if tie not in tensor_of_tie:
+                tensor_of_tie[tie] = TensorInMemory(value)
+            tensors[name] = tensor_of_tie[tie]
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:

@@ -125,22 +125,23 @@ def _write_torch(
     """
     state: dict[str, Any] = {}
     values_of_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
-    storages_in_use: set[int] = set()
+    storages_in_use: set[int] = set()  # `with_own_storage` adds to it
     for name, lazy_tensor in tensors.items():
         is_first_name = id(lazy_tensor) not in values_of_id
         if is_first_name:
             values = cast(lazy_tensor.read(), dtype, name).contiguous()
-            # For a view, torch.save would write the whole storage.
+            # torch.save writes the whole storage of a tensor. So a view of a larger storage, or of
+            # the storage of another tensor, is cloned.
             values_of_id[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
         state[name] = values_of_id[id(lazy_tensor)]
     state.update(extra)
 
     with plain_errors("saving weights to", out):
         make_parent_folders(out)
-        with storage.in_place(out) as temporary:
+        with storage.replacing(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state, file)
-            storage.sync_folder(temporary)
+            storage.sync_path(temporary)
 
 
 def _new_names(
@@ -156,7 +157,8 @@ def _new_names(
     new_names = {name: name for name in names}
     for prefix in remove_prefixes:
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
-        if changed == new_names:
+        if changed == new_names:  # no name has the prefix
+            # The end of the sentence "the first is ...".
             first_name = names[0] if names else "not there"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",
@@ -189,7 +191,7 @@ def _check_output(source: Source, out: Path) -> None:
     """Checks that the output has a known extension and would not overwrite the files to be read.
 
     Raises:
-        SettingError: it has not, or would.
+        SettingError: the extension is not known, or a file that is read would be overwritten.
     """
     if out.suffix not in (".safetensors", *TORCH_ENDINGS):
         raise SettingError(

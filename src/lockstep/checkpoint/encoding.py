@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape, dtype_name
-from lockstep.checkpoint.sharding import is_replicated_copy, view_key
+from lockstep.checkpoint.sharding import is_replicated_copy, tie_key
 from lockstep.checkpoint.shards import Box, TensorInShards
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
@@ -127,7 +127,7 @@ def encode(
         CheckpointError: the state holds a value of another type; the message says where.
     """
     encoder = Encoder(inside, to_host or on_cpu, main)
-    tree = encoder.encode(state, ())
+    tree = encoder.encode(state, ())  # also collects the tensors, and the boxes of shards
     return EncodedState(tree, encoder.tensors, encoder.boxes)
 
 
@@ -149,9 +149,9 @@ def decode(
     """
     try:
         return _Decoder(tensors, find_shards).decode(tree)
+    except CheckpointError:
+        raise  # it says what is wrong
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             "reading a saved state",
             f"it is damaged: {type(error).__name__}: {str(error)[:200]!r}",
@@ -238,9 +238,10 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
         """The stored tensors by name, as in `EncodedState`."""
         self.boxes: dict[str, Box] = {}
-        """The boxes of the stored tensors by name, as in `EncodedState`."""
-        self._tree_of_view: dict[object, Tree] = {}
-        """The trees of the tensors so far, by `view_key`: tied tensors have the same key."""
+        """For each stored tensor that is a shard, the region that it fills, as in
+        `EncodedState`."""
+        self._tree_of_tie: dict[object, Tree] = {}
+        """The trees of the tensors so far, by `tie_key`: tied tensors have the same key."""
         self._storages_in_use: set[int] = set()
         """The addresses of the storages of `tensors`."""
         self._open_containers: set[int] = set()
@@ -341,43 +342,61 @@ class Encoder:
 
         If the tensor is tied to one that was stored before, returns the tree of that tensor.
         """
+        # A DTensor is not stored itself, but the shard of this rank.
         local = value.detach().to_local() if is_sharded(value) else value
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
 
-        view = view_key(value)  # equal for tied tensors; None for a tensor without memory
-        if view in self._tree_of_view:
-            return self._tree_of_view[view]
+        tie = tie_key(value)  # equal for tied tensors; None for a tensor without memory
+        if tie in self._tree_of_tie:
+            return self._tree_of_tie[tie]
 
         box = self._box_to_store(value)
-        is_whole = box is not None and box.sizes == value.shape
+
         # If a DTensor is replicated over some ranks, only the first of them stores it.
-        another_rank_stores_it = is_replicated_copy(value)
-        if self._main and is_whole and not another_rank_stores_it:
+        if is_replicated_copy(value):
+            box = None
+
+        # Rank 0 stores a tensor that it has completely as such. In all other cases the tensor is
+        # put together from what the ranks have stored of it. On a rank other than 0, this may also
+        # be a whole tensor: one that rank 0 does not have.
+        is_whole = box is not None and box.sizes == value.shape
+        if self._main and is_whole:
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # The tree names the tensor even if this rank stores no elements of it.
-            name = self._free_name(path)
-            has_elements = box is not None and 0 not in box.sizes
-            if box is not None and has_elements and not another_rank_stores_it:
-                self._store(name, self._to_host(local))
-                self.boxes[name] = box
-            tree = {
-                "$sharded": name,
-                "dtype": dtype_name(value.dtype),
-                "shape": list(value.shape),
-            }
+            tree = self._add_shard(value, local, box, path)
 
-        if view is not None:
-            self._tree_of_view[view] = tree
+        if tie is not None:
+            self._tree_of_tie[tie] = tree
         return tree
+
+    def _add_shard(self, value: Any, local: Tensor, box: Box | None, path: KeyPath) -> Tree:
+        """Stores this rank's shard of a tensor, and returns the tree of the whole tensor.
+
+        Args:
+            value: the tensor.
+            local: the part of it that this rank has.
+            box: the region of the tensor that this rank stores; None if it stores nothing of it.
+            path: the location of the tensor in the state.
+        """
+        # The tree names the tensor even if this rank stores no elements of it.
+        name = self._free_name(path)
+        if box is not None and 0 not in box.sizes:
+            self._store(name, self._to_host(local))
+            self.boxes[name] = box
+
+        return {
+            "$sharded": name,
+            "dtype": dtype_name(value.dtype),
+            "shape": list(value.shape),
+        }
 
     def _box_to_store(self, value: Any) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing of it.
 
         Here it is the region that this rank has, which is the whole tensor unless it is sharded.
-        Subclasses may choose a smaller region.
+        This is so on every rank. Subclasses may choose a smaller region.
         """
         if is_sharded(value):
             return Box(*local_box(value))
@@ -440,7 +459,7 @@ class Encoder:
                 "state[0].exp_avg".
             problem: what is wrong with the value: "contains itself".
         """
-        place = self.inside
+        place = self.inside  # the name of the whole state, for example "optimizer"
         for part in path:
             if type(part) is str and _is_dotted_name(part):
                 place += f".{part}" if place else part
@@ -541,6 +560,8 @@ class _Decoder:
         if "dtype" not in tree:
             return stored
 
+        # A tied tensor occurs several times in the tree, but is converted only once, so that it
+        # becomes a single object.
         dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
         shape = as_shape(tree["shape"])
         if name not in self._tensors_from_bytes:

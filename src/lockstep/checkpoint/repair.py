@@ -142,7 +142,7 @@ def carry_out(plan: Sequence[Repair]) -> None:
             elif repair.what == "remove":
                 # Hidden first: if the removal is interrupted, no half checkpoint is left.
                 storage.remove_tree(layout.hide(path))
-            storage.sync_folder(path.parent)
+            storage.sync_path(path.parent)
 
 
 def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
@@ -252,7 +252,7 @@ def _rebuild_file_list(path: Path) -> None:
 
     manifest = {**health.manifest, "files": sizes, "checksums": checksums}
     manifest_path = path / layout.MANIFEST
-    with storage.in_place(manifest_path) as temporary, storage.new_file(temporary) as descriptor:
+    with storage.replacing(manifest_path) as temporary, storage.new_file(temporary) as descriptor:
         storage.write(descriptor, seal_manifest(manifest))
 
 

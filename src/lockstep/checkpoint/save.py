@@ -236,7 +236,7 @@ def write_checkpoint(
             _check_files_visible(temporary, full_manifest["files"])
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, seal_manifest(full_manifest))
-            storage.sync_folder(temporary)
+            storage.sync_path(temporary)
 
             check()  # a last chance to interrupt the save
             _put_in_place(temporary, final)
@@ -349,7 +349,7 @@ def _make_folders(folder: Path) -> None:
     with suppress(FileExistsError):
         storage.make_folder(folder)
     folder.stat()  # raises an error if the path is a broken symbolic link
-    storage.sync_folder(folder.parent)
+    storage.sync_path(folder.parent)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
@@ -373,7 +373,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
             storage.rename(replaced, final)  # restores the older checkpoint
         raise
 
-    storage.sync_folder(final.parent)
+    storage.sync_path(final.parent)
     if replaced.exists():
         _remove_if_possible(replaced)
 

@@ -89,12 +89,13 @@ def entries_to_store(
         A state of the same form. Entries that other ranks store are None in the state of a module,
         and left out of the state of an optimizer.
     """
+    # For each rank, the keys of its entries. None stands for all entries.
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
     def is_stored_here(key: int | str) -> bool:
         """Returns True if this rank is the first that has the entry."""
         for other_rank, keys in enumerate(key_sets):
-            has_entry = keys is None or key in keys
+            has_entry = keys is None or key in keys  # None: the rank has all entries
             if has_entry:
                 return other_rank == rank
         # No rank has the entry, because the whole model is on the meta device. Rank 0 takes it, and
@@ -134,6 +135,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
     for number, entry in state["state"].items():
         parameter = parameter_of_number.get(number)
         resharded_entry = map_leaves(partial(reshard, like=parameter), entry)
+
+        # What has no shard of its own now may still be a view of a file that is removed later.
         entries[number] = map_leaves(_copy_leaf, resharded_entry)
     return {**state, "state": entries}
 
@@ -189,7 +192,7 @@ def reshard(value: Any, like: Any) -> Any:
     # Imported here, because the import is slow. It was done already by the code that made `like`.
     from torch.distributed.tensor import DTensor
 
-    local = _part_for(value, like)
+    local = _part_for(value, like)  # reads this rank's shard if `value` has not been read yet
     if not isinstance(value, TensorInShards):
         # Copied, because `value` may be mapped from a file that is removed later.
         local = local.clone()
@@ -220,18 +223,20 @@ def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
     """Copies values into a tensor. If it is a DTensor, only this rank's part is read and copied.
 
     Args:
-        value: the whole tensor, of the shape of the target.
+        value: the whole tensor, of the shape of the target. A lazy tensor has not been read yet.
         target: the tensor that is overwritten. It keeps its dtype and device.
     """
+    if not is_sharded(target):
+        whole_value = value.read() if isinstance(value, LazyTensor) else value
+        target.copy_(whole_value)
+        return
+
+    # Of the lazy tensors, only a `TensorInShards` can read a region of itself.
     if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
         value = in_one_shard(value)
 
-    if is_sharded(target):
-        to_local(target).copy_(_part_for(value, target))
-    elif isinstance(value, LazyTensor):
-        target.copy_(value.read())
-    else:
-        target.copy_(value)
+    own_shard_of_target = to_local(target)
+    own_shard_of_target.copy_(_part_for(value, target))
 
 
 def in_one_shard(value: LazyTensor) -> TensorInShards:
@@ -253,7 +258,7 @@ def storage_addresses(tree: Any) -> set[int]:
     return addresses
 
 
-def view_key(tensor: Any) -> tuple[object, ...] | None:
+def tie_key(tensor: Any) -> tuple[object, ...] | None:
     """Returns a key that two tensors share if they are the same view of the same memory.
 
     This is how tied weights are found. It also works for DTensors on ranks whose shards are empty,

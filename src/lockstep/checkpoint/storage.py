@@ -47,8 +47,8 @@ def close(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk; given a file, until its content is."""
+def sync_path(path: Path) -> None:
+    """Waits until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -88,7 +88,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def in_place(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Replaces a file completely or not at all. Yields a temporary path to write to.
 
     At the end of the block, the temporary file is renamed to `path`. It is removed instead if the
@@ -98,7 +98,7 @@ def in_place(path: Path) -> Iterator[Path]:
     with termination.cleaned_up_on_failure(partial(temporary.unlink, missing_ok=True)):
         yield temporary
         rename(temporary, path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def remove_tree(path: Path) -> None:

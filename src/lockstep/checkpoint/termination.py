@@ -53,7 +53,7 @@ class _Watcher:
         if current_fd != self._write_end:
             signal.set_wakeup_fd(current_fd)
 
-        os.write(self._write_end, b"\0")
+        os.write(self._write_end, b"\0")  # ends the thread: no signal has the number 0
         self._thread.join()
         os.close(self._read_end)
         os.close(self._write_end)
@@ -92,7 +92,11 @@ def protect(cleanup: Callable[[], object]) -> None:
 
 
 def unprotect(cleanup: Callable[[], object]) -> None:
-    """Undoes `protect` for one function. After the last one, signals act as they did before."""
+    """Undoes `protect` for one function. After the last one, signals act as they did before.
+
+    In any thread but the main thread this does nothing, as `protect` does nothing there: only the
+    main thread can install signal handlers.
+    """
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return

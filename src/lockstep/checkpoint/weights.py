@@ -42,7 +42,7 @@ from lockstep.checkpoint.modules import (
     unwrap,
 )
 from lockstep.checkpoint.name_matching import Match, match_names
-from lockstep.checkpoint.sharding import in_one_shard, is_meta, view_key
+from lockstep.checkpoint.sharding import in_one_shard, is_meta, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
@@ -143,7 +143,8 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     """Gathers on rank 0 the state of a model that is spread over the ranks.
 
     A sharded tensor is put together from its shards; any other tensor comes from the first rank
-    whose copy is not on the meta device. Tied tensors are gathered once, and stay one tensor.
+    whose copy is not on the meta device. Tied tensors that are sharded are gathered once, and stay
+    one tensor.
 
     Args:
         state: the state of the model. Its values are replaced by whole CPU tensors on rank 0, and
@@ -153,20 +154,22 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
 
-    gathered_of_view: dict[object, Any] = {}  # the gathered sharded tensors, by `view_key`
+    # Sharded tensors are known as tied by `tie_key`, which needs no values, so all ranks find the
+    # same ones. Other tied tensors are gathered under each of their names.
+    gathered_of_tie: dict[object, Any] = {}
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        view = view_key(value) if is_sharded(value) else None
-        is_tied = view is not None and view in gathered_of_view
-        if is_tied:
-            state[name] = gathered_of_view[view]
+        tie = tie_key(value) if is_sharded(value) else None
+        is_gathered = tie is not None and tie in gathered_of_tie
+        if is_gathered:
+            state[name] = gathered_of_tie[tie]
             continue
 
         source = _first_rank_with(name, names_of_ranks)
         gathered = _gather_tensor(value, source, collectives)
         state[name] = gathered
-        if view is not None:
-            gathered_of_view[view] = gathered
+        if tie is not None:
+            gathered_of_tie[tie] = gathered
 
 
 def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
@@ -180,6 +183,7 @@ def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
     """
     if is_sharded(value):
         # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
+        # All ranks get the whole tensor. Every rank has a shard of a DTensor, so `source` is 0.
         value = value.to(collectives.device).full_tensor()
     if source > 0:  # rank 0 does not have the values
         value = collectives.broadcast(value, source)
@@ -211,11 +215,11 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     action = f"saving weights to {path}"
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        problem: str | None
+        # The reason why the value cannot be stored, for example "is a list". None: it can be.
+        problem: str | None = f"is {describe_type(value)}"
         if isinstance(value, Tensor):
             problem = why_unstorable(value)
-        else:
-            problem = f"is {describe_type(value)}"
+
         if problem is not None:
             raise CheckpointError(
                 action,
@@ -278,11 +282,10 @@ def load_weights(
 
 
 def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> WeightsReport:
-    """Does the work of `load_weights`."""
+    """Checks that a file fits a model, then copies its values. The arguments are as above."""
     run = run_of(model)
-    if run is None:
+    if run is None:  # the model is not prepared
         plan = _plan_loading(model, path, strict=strict, trust=trust)
-        _defer_loading(model, plan)
     else:
         # No rank copies anything unless the file fits on all of them.
         plan = run_on_all_ranks(
@@ -290,6 +293,12 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             f"loading {path}",
             partial(_plan_loading, model, path, strict=strict, trust=trust),
         )
+
+    # Nothing can be copied into tensors on the meta device, which have no memory. Below, these are
+    # left out. In a prepared model, their values belong to other ranks. In any other model,
+    # `world.prepare` will read the values, once the tensors have memory.
+    if run is None:
+        _record_sources_of_meta_tensors(model, plan)
 
     for batch in plan.batches:
         values = {}
@@ -301,7 +310,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     return plan.report
 
 
-def _defer_loading(model: nn.Module, plan: _LoadPlan) -> None:
+def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
     """Records, for tensors on the meta device, from where `world.prepare` can read their values."""
     to_plain_name = plain_names(model)
     for name, tensor in model.state_dict().items():
@@ -311,12 +320,15 @@ def _defer_loading(model: nn.Module, plan: _LoadPlan) -> None:
 
         module_name, _, own_name = name.rpartition(".")
         owner = model.get_submodule(module_name)
-        recorded = find_source(owner, own_name, tensor)
+        earlier_source = find_source(owner, own_name, tensor)
+
         # If weights were loaded before, the new file replaces the earlier one, and the original
         # initialisation stays recorded.
-        if isinstance(recorded, FileSource):
-            recorded = recorded.recorded
-        sources_of(owner)[own_name] = FileSource(plan.values[plain_name], recorded)
+        if isinstance(earlier_source, FileSource):
+            initialisation = earlier_source.recorded
+        else:
+            initialisation = earlier_source
+        sources_of(owner)[own_name] = FileSource(plan.values[plain_name], initialisation)
 
 
 def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:
@@ -371,7 +383,9 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         mismatched=differences.mismatched,
         changes=tuple(changes),
     )
-    return _LoadPlan(_batches(fitting, _check_shards(fitting, own)), fitting, report)
+    _check_shards(fitting, own)
+    batches = _batches(fitting, _names_that_need_memory(fitting, own))
+    return _LoadPlan(batches, fitting, report)
 
 
 def _missing_names(
@@ -396,7 +410,7 @@ def _missing_names(
     return tuple(missing)
 
 
-def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
+def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Checks that the shards of all values that will be copied are in their files.
 
     Tensors on the meta device are skipped, because nothing is copied into them here: in a prepared
@@ -406,23 +420,30 @@ def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]
         values: the values that are loaded, by plain names.
         own: the state of the model by plain names.
 
-    Returns:
-        The names of values that take memory while they are loaded, because they are not copied
-        straight from a mapped file.
-
     Raises:
         CheckpointError: a file does not have a shard.
     """
-    needs_memory = set()
     for name, value in values.items():
-        if is_meta(own[name]):
-            continue
-        if isinstance(value, TensorInShards):
+        if isinstance(value, TensorInShards) and not is_meta(own[name]):
             value.check()
-            needs_memory.add(name)
-        elif is_sharded(own[name]):
-            needs_memory.add(name)
-    return needs_memory
+
+
+def _names_that_need_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
+    """Returns the names of values that take memory while they are loaded.
+
+    All others are copied straight from a mapped file into a plain tensor, or not copied at all.
+
+    Args:
+        values: the values that are loaded, by plain names.
+        own: the state of the model by plain names.
+    """
+    names = set()
+    for name, value in values.items():
+        is_copied = not is_meta(own[name])
+        is_read_first = isinstance(value, TensorInShards) or is_sharded(own[name])
+        if is_copied and is_read_first:
+            names.add(name)
+    return names
 
 
 def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:
@@ -486,14 +507,17 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
     Args:
         own: the state of the model by plain names.
     """
-    names_of_view: dict[object, list[str]] = {}
+    names_of_tie: dict[object, list[str]] = {}
     for name, value in own.items():
         if shape_of(value) is None:  # not a tensor, or a parameter without a shape yet
             continue
-        view: object = storage_key(value) if is_meta(value) else view_key(value)
-        if view is not None:
-            names_of_view.setdefault(view, []).append(name)
-    return [names for names in names_of_view.values() if len(names) > 1]
+
+        # `tie_key` tells tensors apart by their memory. A tensor on the meta device has no memory,
+        # but it has a storage object, which tied tensors share.
+        tie: object = storage_key(value) if is_meta(value) else tie_key(value)
+        if tie is not None:
+            names_of_tie.setdefault(tie, []).append(name)
+    return [names for names in names_of_tie.values() if len(names) > 1]
 
 
 def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:

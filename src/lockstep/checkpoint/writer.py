@@ -159,6 +159,8 @@ class Writer:
                 raise SaveGivenUp("there was no time left for it")
             self._thread.join()
             self._thread = None
+
+        # The folder is written, so a signal need not remove it any more.
         termination.unprotect(self._end_at_signal)
 
         error = self._error
@@ -169,25 +171,28 @@ class Writer:
     def close(self, failed: bool, timeout_s: float | None = None) -> None:
         """Completes the last save at the end of the run, together with the other ranks.
 
-        If this rank has failed, it does so alone. If a signal interrupts the wait, the half-written
-        checkpoint is removed.
+        If this rank has failed, it completes its part alone, and only warns if that does not
+        succeed. If a signal interrupts the wait, the half-written checkpoint is removed.
 
         Args:
             failed: True if this process ends with an error.
             timeout_s: as in `finish`; only used if this rank has failed.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written.
+            CheckpointError: the last checkpoint could not be written. Not raised if this rank has
+                failed, so that the error with which it ends is not replaced.
         """
         self._run_failed = self._run_failed or failed
         if self.busy:
             # The handler of `checkpoint.step()` for SIGTERM has been removed, so the signal ends
             # the process from now on. The half-written folder must be removed before that.
             termination.protect(self._end_at_signal)
-            python_exits = not threading.main_thread().is_alive()
-            if failed and python_exits:
-                # Python waits for all threads at its exit, before it calls `close`. If the thread
-                # is still busy, Ctrl-C has ended that wait: do not wait again.
+
+            # After an uncaught error, Python first ends the main thread, then waits for all other
+            # threads, and only then calls `close`. If the thread is still busy, the user has ended
+            # that wait with Ctrl-C. So the save is given up at once.
+            python_has_waited = not threading.main_thread().is_alive()
+            if failed and python_has_waited:
                 timeout_s = 0.0
 
         # After a failure some ranks may be missing, so this rank does not wait for the others. It

@@ -240,7 +240,7 @@ def _write_files_and_index(
                 weight_map[name] = file.name
 
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        with storage.in_place(index) as temporary, storage.new_file(temporary) as descriptor:
+        with storage.replacing(index) as temporary, storage.new_file(temporary) as descriptor:
             storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
 
 
@@ -251,7 +251,7 @@ def _write_file(
     dtype: torch.dtype | None,
 ) -> None:
     """Writes the tensors of these names to one file, completely or not at all."""
-    with storage.in_place(file) as temporary:
+    with storage.replacing(file) as temporary:
         values = {name: cast(tensors[name].read(), dtype, name) for name in names}
         write_tensors(temporary, values)
 
