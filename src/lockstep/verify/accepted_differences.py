@@ -333,28 +333,45 @@ def updates_leave_same_parameters(
             sums_of_first_replica = sums_of_replicas[0]
         expected_after_updates.append(sums_of_first_replica)
 
-    # Compare them with the parameters that each rank has after the same update.
     ranks_after_updates = _sums_after_updates(parallel_run, parallel_final_sums)
+    if not _ranks_agree_after_updates(expected_after_updates, ranks_after_updates, tolerance):
+        return False
+
+    for expected, actual in zip(reference_run, parallel_run, strict=True):
+        if not _optimizer_states_agree(expected, actual, tolerance):
+            return False
+
+    # Equal parameters prove nothing if the training changes none.
+    sums_before_training = reference_run[0][0].parameter_sums
+    return _parameters_change(sums_before_training, expected_after_updates)
+
+
+def _ranks_agree_after_updates(
+    expected_after_updates: Sequence[Mapping[str, Array]],
+    ranks_after_updates: Sequence[SumsOfRanks],
+    tolerance: Tolerance,
+) -> bool:
+    """True if the models of every rank have the parameters of one process after every update.
+
+    False if no parameters could be compared at all, since this proves nothing.
+
+    Args:
+        expected_after_updates: for each update, sums over the parameters of one process.
+        ranks_after_updates: for each update, sums over the parameters of each rank.
+        tolerance: tolerance within which values are equal.
+    """
     num_compared = 0
     for expected, ranks in zip(expected_after_updates, ranks_after_updates, strict=True):
+        expected_of_models = _only_arrays_of_models(expected)
         for actual in ranks:
             actual_of_models = _only_arrays_of_models(actual)
             if not actual_of_models:  # nothing was recorded on a rank that had joined (`Join`)
                 continue
-            if not _are_equal(_only_arrays_of_models(expected), actual_of_models, tolerance):
+            if not _are_equal(expected_of_models, actual_of_models, tolerance):
                 return False
             num_compared += 1
 
-    for expected_update, actual_update in zip(reference_run, parallel_run, strict=True):
-        if not _optimizer_states_agree(expected_update, actual_update, tolerance):
-            return False
-
-    # Equal parameters prove nothing if none were compared, or if the training changes none.
-    parameters_before_training = reference_run[0][0].parameter_sums
-    training_changes_parameters = _parameters_change(
-        parameters_before_training, expected_after_updates
-    )
-    return num_compared > 0 and training_changes_parameters
+    return num_compared > 0
 
 
 def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[SumsOfRanks]:

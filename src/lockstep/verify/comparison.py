@@ -134,10 +134,10 @@ class Comparison:
             SettingError: The script has fewer virtual ranks than there are processes.
         """
         num_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
-        config = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
-        # With virtual ranks, other settings of the script must be kept than without, so the
-        # configuration of the run on one process is built anew.
-        config = config.reference()
+        config_with_virtual_ranks = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
+        # On one process, some settings of the script are replaced. Which ones these are depends on
+        # whether there are virtual ranks, so they are determined anew.
+        config = config_with_virtual_ranks.reference()
         reference = self._record(config)
         self.reason_without_bits = reason_bits_not_comparable(reference)
         if self.reason_without_bits:
@@ -158,11 +158,11 @@ class Comparison:
                 "beginning",
             )
 
-    def _compare_bits(self, reference: RunRecord, way: RunConfig) -> BitVerdict | None:
+    def _compare_bits(self, bit_reference: RunRecord, way: RunConfig) -> BitVerdict | None:
         """Runs the script in one way with virtual ranks, and compares the run by bits.
 
         Args:
-            reference: run on one process with virtual ranks.
+            bit_reference: run on one process with virtual ranks.
             way: configuration of the run.
 
         Returns:
@@ -170,11 +170,11 @@ class Comparison:
         """
         config = replace(
             way,
-            virtual_ranks=reference.config.virtual_ranks,
-            steps=self._steps_to_compare_with(reference),
+            virtual_ranks=bit_reference.config.virtual_ranks,
+            steps=self._steps_to_compare_with(bit_reference),
         )
         other = self._record(config)
-        verdict = judge_bits(reference, other)
+        verdict = judge_bits(bit_reference, other)
 
         # The run may have ended with an error, so that its bits cannot be compared. But if bits
         # differ before the error, this difference says more than the error.
@@ -185,7 +185,7 @@ class Comparison:
             return None
 
         self.reason_without_bits = ""
-        return replace(verdict, notes=self._find_rounding_noise(reference))
+        return replace(verdict, notes=self._find_rounding_noise(bit_reference))
 
     def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
         """Yields the result of a comparison by bits, followed by a comparison within the tolerance.

@@ -284,8 +284,8 @@ def _ranks_exchange_outputs(update: Update) -> bool:
         # Outputs are exchanged before the backward pass of their loss. After the last backward pass
         # of the update, the ranks exchange something else, such as metrics.
         num_passes_before_call = call.passes_before
-        another_pass_follows = num_passes_before_call < update.backward_passes
-        if not another_pass_follows:
+        is_after_last_pass = num_passes_before_call >= update.backward_passes
+        if is_after_last_pass:
             continue
 
         # These calls move activations from one rank to another, as between pipeline stages.

@@ -253,8 +253,8 @@ class ForwardRecorder:
     def _record_parameters_before_pass(self, is_first_since_backward: bool) -> None:
         """Records the parameters that a forward pass uses.
 
-        Before the first backward pass of the update, these are the parameters at the start of the
-        update. After it, only the parameters are recorded that the script has changed since then.
+        Before the first backward pass of the update, all parameters are recorded. They should stay
+        the same until the step. So later, only those are recorded that the script has changed.
 
         Args:
             is_first_since_backward: whether no model has been called since the last backward pass.

@@ -153,7 +153,7 @@ class InputRecorder:
         self._unused.use(batch_number)
 
     def end_update(self) -> list[Batch]:
-        """Removes the batches on which the step was not trained from the update.
+        """Keeps only those batches in the update that models have trained on in this step.
 
         Returns:
             The batches that were fetched ahead for a later update.

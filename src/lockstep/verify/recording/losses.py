@@ -245,8 +245,8 @@ class LossRecorder:
     def _value(self, loss: Tensor) -> float:
         """Returns the loss as a number. The mean over an empty batch, which is NaN, becomes 0.
 
-        A batch is empty if the last batch of a loader, or the last input of a model, has no
-        samples.
+        The batch of the loss is empty if the last batch of a loader, or the last input of a model,
+        has no samples.
         """
         value = float(loss.detach())
         if not math.isnan(value):
@@ -278,8 +278,8 @@ class LossRecorder:
             if divisor != 0:
                 divisors["divisor of the loss"] = divisor
 
-        # The weight of a call is the number that torch divides the sum over its samples by, such as
-        # the number of labels.
+        # The weight of a call is the number by which torch divides a sum to get a mean, such as the
+        # number of labels.
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
         state.update.loss_divisors.append(divisors)

@@ -183,7 +183,10 @@ class Models:
         return arrays
 
     def sums_of_parameters(self) -> dict[str, Array]:
-        """Returns a summary of each parameter that is not sharded, by name."""
+        """Returns two numbers for each parameter that change with any of its values, by name.
+
+        Sharded parameters are left out, since this rank has only a part of their values.
+        """
         return {name: summarize(p) for name, p in self.parameters() if not is_sharded(p)}
 
     def parameters_with_gradient_at(self, storage: int) -> Iterator[tuple[str, nn.Parameter]]:

@@ -189,8 +189,10 @@ class OptimizerRecorder:
 
         self._record_wrapping(parameter_ids, optimizer)
         self._record_optimizer(optimizer)
-        self._record_origin_of_gradients(optimizer)
-        # Batches that the loader has handed out ahead belong to the next update.
+        state.update.earlier_outputs_line = self._line_of_earlier_outputs(optimizer)
+        state.update.gradient_draw_line = self._line_of_draw_behind_gradients()
+
+        # Batches that loaders have handed out ahead belong to the next update.
         self._batches_for_next_update = self._inputs.end_update()
 
     def _copy_backward_passes_of_last_update(self) -> None:
@@ -222,13 +224,13 @@ class OptimizerRecorder:
             values_at_first_forward = update.initial
             update.initial = {**values_now, **values_at_first_forward}
 
-        # Before every step, sums over the parameters are recorded.
+        # Sums over the parameters are recorded before every step.
         sums_now = state.models.sums_of_parameters()
         sums_at_first_forward = state.notes.sums_at_start
         update.parameter_sums = {**sums_now, **sums_at_first_forward}
 
-        # The same for parameters without a name: no model has them, and their optimizer has not
-        # stepped yet.
+        # Sums over parameters that have no name yet, because no model has them, and their optimizer
+        # has never stepped. They were computed at the first forward pass.
         update.unstepped_sums = state.notes.unstepped_sums
 
         # Tensors of modules that are neither parameters nor buffers.
@@ -271,35 +273,43 @@ class OptimizerRecorder:
         update.learning_rates = [float(group["lr"]) for group in groups_with_rate]
         update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
 
-    def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
-        """Records whether gradients depend on random numbers or on outputs of earlier steps.
+    def _line_of_earlier_outputs(self, optimizer: Optimizer) -> str:
+        """Returns the line of an earlier step that called a model, if the loss depends on the call.
 
-        This sets two fields of the update. `earlier_outputs_line` is the line that called a model
-        before the last step of this optimizer, if the loss was computed from the outputs of that
-        call. `gradient_draw_line` is the line that drew random numbers. They are empty if there is
-        no such line.
+        For example, a script may compute the loss from outputs that it has kept from the last step.
+        The result is empty if the loss was only computed from calls of models in this step.
+
+        Args:
+            optimizer: optimizer that steps.
         """
-        state = self.state
-
-        # A loss may be computed from outputs of several calls of models. A call is earlier if it
-        # was made while an update before this optimizer's last step was recorded. For example, the
-        # optimizer made its last step in update 4, so 5 updates (0 to 4) were complete after it.
-        num_updates_after_last_step = state.num_updates_after_step_of.get(optimizer, 0)
-        state.update.earlier_outputs_line = ""
-        for update_number_of_call, line in state.notes.model_calls_behind_loss.items():
-            is_earlier_call = update_number_of_call < num_updates_after_last_step
+        # Every call is known by the number of the update that was being recorded at the time. If
+        # the optimizer made its last step in update 4, then 5 updates (0 to 4) were complete after
+        # it, and calls in these updates are earlier ones.
+        num_updates_after_last_step = self.state.num_updates_after_step_of.get(optimizer, 0)
+        for update_number, line in self.state.notes.model_calls_behind_loss.items():
+            is_earlier_call = update_number < num_updates_after_last_step
             if is_earlier_call:
-                state.update.earlier_outputs_line = line
-                break
+                return line
 
-        # Draws of random numbers are numbered. Those up to `count_before` belong to earlier steps.
-        state.update.gradient_draw_line = ""
+        return ""
+
+    def _line_of_draw_behind_gradients(self) -> str:
+        """Returns the line that drew random numbers from which gradients were computed.
+
+        For example, a script may add noise to the gradients. The result is empty if it does not.
+        """
         marks = marks_of(list(self._gradients.all_gradients()))
-        if "draw" in marks:
-            number_of_draw, line, _digest = marks["draw"]
-            was_drawn_for_this_step = number_of_draw > state.step_draws.count_before
-            if was_drawn_for_this_step:
-                state.update.gradient_draw_line = line
+        if "draw" not in marks:
+            return ""
+
+        # All draws of the process are numbered. Those up to `count_before` belong to earlier steps.
+        number_of_draw, line, _digest = marks["draw"]
+        was_drawn_for_this_step = number_of_draw > self.state.step_draws.count_before
+        if not was_drawn_for_this_step:
+            return ""
+
+        drawn_line: str = line
+        return drawn_line
 
     # After the step
 

@@ -794,7 +794,7 @@ def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> No
         original_start(process)
 
         # The new process has its own copy of `process`. In this process, the replaced method is no
-        # longer needed: it refers to `process`, which would never be freed.
+        # longer needed. It refers to `process`, and would keep the object alive.
         vars(process).pop("run", None)
 
     BaseProcess.start = start  # type: ignore

@@ -14,6 +14,7 @@ import numpy as np
 
 from lockstep.verify.cause import Cause, format_by_process, name_ranks, name_reference
 from lockstep.verify.compare import Divergence
+from lockstep.verify.joined_parts import belongs_only_to_optimizer
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
 from lockstep.verify.training_record import Update
@@ -30,12 +31,16 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     Evidence: how many such parameters the optimizer has.
     """
     # Such a parameter has a name like "/parameter 3 of optimizer 1", and not "Net/layer.weight".
-    stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
+    stale_names = [
+        name for name in case.actual.merged("initial") if belongs_only_to_optimizer(name)
+    ]
     if not stale_names:
         return None
 
     # The optimizer is meant to have parameters outside of models.
-    one_process_has_some_too = any(name.startswith("/") for name in case.expected.merged("initial"))
+    one_process_has_some_too = any(
+        belongs_only_to_optimizer(name) for name in case.expected.merged("initial")
+    )
     if one_process_has_some_too:
         return None
 
@@ -63,8 +68,7 @@ def _models_change(run: Sequence[Update]) -> bool:
     for update in run[1:]:
         sums = update.merged("parameter_sums")
         for name in first_sums:
-            is_in_no_model = name.startswith("/")
-            if is_in_no_model or name not in sums:
+            if belongs_only_to_optimizer(name) or name not in sums:
                 continue
             if not np.array_equal(sums[name], first_sums[name]):
                 return True
