@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.run.start import cuda_state
-from lockstep.run.start.cuda_state import count_gpus, cuda_is_initialised
+from lockstep.run.start.cuda_state import count_gpus, how_cuda_was_initialised
 
 pytestmark = pytest.mark.launcher
 
@@ -73,16 +73,16 @@ def test_other_accelerators_are_counted_by_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_is_seen_who_has_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_is_initialised() is None
+    assert how_cuda_was_initialised() is None
     driver: Any = SimpleNamespace(cuDeviceGetCount=lambda count: 3)  # CUDA_ERROR_NOT_INITIALIZED
     monkeypatch.setattr(cuda_state.ctypes, "CDLL", lambda name, mode: driver)
-    assert cuda_is_initialised() is None
+    assert how_cuda_was_initialised() is None
     driver.cuDeviceGetCount = lambda count: 0
-    assert cuda_is_initialised() == "a library has initialised CUDA's driver"
+    assert how_cuda_was_initialised() == "a library has initialised CUDA's driver"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != THIS_PROCESS)
-    assert cuda_is_initialised() == "torch has asked CUDA for its devices"
+    assert how_cuda_was_initialised() == "torch has asked CUDA for its devices"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert cuda_is_initialised() == "torch has used a GPU"
+    assert how_cuda_was_initialised() == "torch has used a GPU"
 
 
 @pytest.mark.parametrize("users_value", [None, "0"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,13 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from lockstep.run.start.zygote import FreshZygote, Zygote
+from lockstep.run.start.zygote import (
+    FreshZygote,
+    Server,
+    Zygote,
+    _is_gone_or_zombie,
+    control_sockets,
+)
 
 pytestmark = pytest.mark.launcher
 
@@ -294,6 +301,62 @@ def test_processes_left_behind_are_ended_on_request_and_ranks_are_not() -> None:
         assert ends(zygote, 1) == {1: -signal.SIGTERM}
         zygote.end_left_behind()  # nothing is left
     assert gone(pids[1])
+
+
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Waits until a condition is true, for a while."""
+    deadline = time.monotonic() + LEAVE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_zombies_are_not_among_the_processes_that_do_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A zombie that cannot be collected, as that is up to a parent that does not end."""
+    endless = subprocess.Popen(["sleep", "600"])
+    ended = subprocess.Popen(["true"])
+    try:
+        zombie = psutil.Process(ended.pid)
+        assert becomes_true(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
+        left = [psutil.Process(endless.pid), zombie]
+        monkeypatch.setattr("lockstep.run.start.zygote._KILL_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("lockstep.run.start.zygote._wait_for_ends", lambda pids, timeout: set())
+        monkeypatch.setattr(Server, "_children_left_behind", lambda server: left)
+        for name in ("terminate", "kill", "resume"):  # as if it were in state D
+            monkeypatch.setattr(psutil.Process, name, lambda process: None)
+        control, other_end = control_sockets()
+        with control, other_end:
+            assert Server(control, work)._end_left_behind(0.0) == [endless.pid]
+    finally:
+        for process in (endless, ended):
+            process.kill()
+            process.wait()
+
+
+MAIN_THREAD_ENDS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended_has_not_ended_itself() -> None:
+    started_process = subprocess.Popen([sys.executable, "-c", MAIN_THREAD_ENDS])
+    process = psutil.Process(started_process.pid)
+    try:
+        assert becomes_true(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        assert not _is_gone_or_zombie(process)
+        started_process.kill()
+        assert becomes_true(lambda: process.num_threads() == 1)
+        assert _is_gone_or_zombie(process)
+    finally:
+        started_process.kill()
+        started_process.wait()
+    assert _is_gone_or_zombie(process)
 
 
 FRESH = """

@@ -98,6 +98,10 @@ class Rendezvous(RendezvousHandler):
         """
         return ""
 
+    def goes_on_without_lost_nodes(self) -> bool:
+        """Returns True if nodes were lost, and the run can go on without them. Never waits."""
+        return bool(self.describe_lost_nodes())
+
     def lost_nodes(self) -> list[Node]:
         """Returns the nodes of the current round that have left early. Never waits."""
         own_round = self._peers.own.round

@@ -186,8 +186,8 @@ def _signal_handlers(agent: Agent, flags: argparse.Namespace) -> dict[int, Calla
     """Returns what the launcher does at each signal, by the number of the signal."""
     handlers: dict[int, Callable[[int], object]] = {
         signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
-        signal.SIGUSR2: agent.end_unless_started,
-        signal.SIGTSTP: agent.stop,
+        signal.SIGUSR2: agent.end_unless_started,  # another machine has failed, see `ssh_run`
+        signal.SIGTSTP: agent.stop,  # Ctrl-Z
     }
     for text in flags.signals_to_handle.split(","):  # torchrun's flag: "SIGTERM,SIGINT"
         name = text.strip()
@@ -476,12 +476,15 @@ class Agent(api.SimpleElasticAgent):
             if restarts is None:
                 restarts = self._failed_attempts
 
-            environ = dict(os.environ)
+            # If only some GPUs are still used, each rank sees these or, with --virtual-local-rank,
+            # the one of them that `rank_environment` chooses for it.
+            launchers_variables = dict(os.environ)
             if self._devices:
-                environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
-                variables["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
+                devices = ",".join(self._devices)
+                variables["CUDA_VISIBLE_DEVICES"] = devices
+                launchers_variables["CUDA_VISIBLE_DEVICES"] = devices
 
-            variables.update(rank_environment(group, worker, restarts, environ))
+            variables.update(rank_environment(group, worker, restarts, launchers_variables))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
@@ -496,18 +499,18 @@ class Agent(api.SimpleElasticAgent):
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
 
-        # The report lists the ranks of this machine. If the machine is lost later, the other
-        # launchers know from it which ranks are lost.
+        # The first exit report names the ranks of this machine, none of which has ended. If the
+        # machine is lost later, the other launchers know from it which ranks are lost.
         self._publish_report(attempt)
 
         processes = attempt.processes
+        self._spawned_ranks = []  # a script has not spawned any ranks yet
         self._snapshot_exchange = SnapshotExchange(
             self._rdzv,
             attempt.node,
             attempt.nodes,
             lambda call_stacks: take_snapshot(processes, call_stacks=call_stacks),
         )
-        self._spawned_ranks = []
         self._supervisor = Supervisor(
             processes,
             self._plan.hang,
@@ -519,7 +522,8 @@ class Agent(api.SimpleElasticAgent):
     def _watch_spawned_ranks(self, attempt: Attempt) -> None:
         """Makes the supervisor watch the ranks that the only process of an attempt has spawned.
 
-        As long as it has spawned none, the supervisor watches that process itself.
+        If it has spawned none, or all of them have returned, the supervisor watches that process
+        itself.
         """
         spawned = spawned_ranks(attempt.processes[0])
         pids = [process.pid for process in spawned]
@@ -532,9 +536,10 @@ class Agent(api.SimpleElasticAgent):
                 self._journal.find,
             )
             self._spawned_ranks = spawned
+            return
 
-        # `spawned_ranks` creates new `Process` objects each time. Copy their exit codes to the
-        # older objects that the supervisor has.
+        # These are the ranks that are watched already, but `spawned_ranks` creates new `Process`
+        # objects each time. Copy their exit codes to the older objects that the supervisor has.
         for watched, current in zip(self._spawned_ranks, spawned, strict=True):
             watched.code = current.code
 
@@ -548,10 +553,11 @@ class Agent(api.SimpleElasticAgent):
         attempt = self.attempts[-1]
         self._read_events()
 
-        # The user may have pressed Ctrl-Z, or entered `fg`.
-        keyboard_pid = self._running_keyboard_pid()
-        if keyboard_pid is not None:
-            job_control.pass_keyboard(keyboard_pid, self.signal_ranks)
+        # If the run has a single rank, it reads the terminal's keyboard, as the launcher would. The
+        # user may have pressed Ctrl-Z in the meantime, or entered `fg`.
+        pid = self._pid_of_keyboard_rank()
+        if pid is not None:
+            job_control.pass_keyboard(pid, self.signal_ranks)
 
         if self._must_end(attempt) or _process_failures(attempt):
             return self._result_of_failure(attempt)
@@ -576,9 +582,10 @@ class Agent(api.SimpleElasticAgent):
         while attempt.running and time.monotonic() < settled_at:
             self._read_events(timeout=0.05)
 
+        # If a machine has left or wants to join, it is not a failure that ranks have failed. After
+        # HEALTHY, torch elastic reads `num_nodes_waiting`, which is above 0 in this case, and then
+        # restarts all ranks without counting a failure.
         if _process_failures(attempt) and self._is_membership_changing(attempt):
-            # After HEALTHY, torch elastic reads `num_nodes_waiting`. As that is above 0, it
-            # restarts all ranks and counts no failure.
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
         self._failed_attempts += 1
@@ -596,16 +603,11 @@ class Agent(api.SimpleElasticAgent):
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
 
-        # An elastic run goes on without a lost machine, and only then `describe_lost_nodes` names
-        # it.
-        is_node_lost = bool(self._rdzv.lost_nodes())
-        goes_on_without_it = bool(self._rdzv.describe_lost_nodes())
-        if is_node_lost and not goes_on_without_it:
+        # Only an elastic run goes on without a lost machine.
+        if self._rdzv.lost_nodes() and not self._rdzv.goes_on_without_lost_nodes():
             return True
 
-        reports = self._reports_of_others(attempt).values()
-        has_failure_elsewhere = any(report.failed for report in reports)
-        if has_failure_elsewhere:
+        if self._has_failure_elsewhere(attempt):
             return True
 
         # Some checks read files of every rank, so they are made less often.
@@ -648,27 +650,32 @@ class Agent(api.SimpleElasticAgent):
 
             for event in zygote_events:
                 process = process_of_local_rank[event.rank]  # the event has the local rank
+
+                # An end is only news if the rank is not known to have ended. And it must be the end
+                # of this attempt's process: that of an earlier one, on which the launcher had given
+                # up, may still arrive. The pid is None if the zygote died before it reported the
+                # start.
                 was_refused = event.pid is None
                 was_started = event.pid is not None and event.code is None
+                has_just_ended = process.code is None and process.pid in (None, event.pid)
+
                 if was_refused:  # the system did not create the process
                     attempt.processes.remove(process)
                     self._why_not_started = event.reason
                 elif was_started:
                     process.pid = event.pid
                     process.started_at = time.time()
-                elif process.code is None and process.pid in (None, event.pid):
-                    # The rank has ended. Its pid is still None if the zygote died before it
-                    # reported the start.
+                elif has_just_ended:
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
-        """Returns events that say that all ranks were killed, as the kernel does if the zygote
-        ends.
+        """Returns an event for each rank that says that it was killed.
 
-        Each running rank also gets a note that the zygote ended first, which messages call the fork
-        server.
+        The kernel kills the ranks if the zygote ends. For ranks that had ended before, the event
+        is ignored. Each running rank also gets a note that the zygote ended first. In messages for
+        users, the zygote is called the fork server.
         """
         code = self._zygote.wait()
         for process in attempt.running:
@@ -709,10 +716,9 @@ class Agent(api.SimpleElasticAgent):
         if not self._rdzv.elastic:  # machines may neither leave nor join
             return False
 
-        # A failure on another machine explains the failure here.
-        reports = self._reports_of_others(attempt).values()
-        has_failure_elsewhere = any(report.failed for report in reports)
-        if has_failure_elsewhere:
+        # If a rank has failed on another machine, that explains the failure here, and no change of
+        # the machines has to be waited for.
+        if self._has_failure_elsewhere(attempt):
             return False
 
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
@@ -749,16 +755,36 @@ class Agent(api.SimpleElasticAgent):
 
         self._end_ranks(end_signal, before_restart=True)
         if self.failure is not None and not membership_changed:
-            # In an elastic run, a setting that these machines cannot honour may be right for
-            # others.
-            comes_again = not self.failure.may_pass and not self._rdzv.elastic
-            if self.failure.is_repeated or comes_again:
-                raise _vain_restart(self.failure, worker_group.spec.max_restarts)
+            self._raise_if_restart_is_pointless(self.failure, worker_group.spec.max_restarts)
 
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
 
         # Announce the restart now, as the rendezvous that follows may take minutes.
         self._announce_restart(lost_machines, restarts_left)
+
+    def _raise_if_restart_is_pointless(self, failure: FirstFailure, max_restarts: int) -> None:
+        """Raises an error if the ranks would fail in the same way after a restart.
+
+        Args:
+            failure: the first failure of the last attempt.
+            max_restarts: how often the ranks may be restarted, for the error.
+
+        Raises:
+            LockstepError: the same failure came in the same step of an earlier attempt, or it is
+                one that each attempt will meet, such as a wrong setting.
+        """
+        if failure.is_repeated:
+            raise _repeated_failure_error(failure, max_restarts)
+
+        # In an elastic run, a setting that these machines cannot honour may be right for others,
+        # which take part in the next attempt.
+        comes_in_each_attempt = not failure.may_pass and not self._rdzv.elastic
+        if comes_in_each_attempt:
+            raise LockstepError(
+                f"--max-restarts {max_restarts}",
+                "the same command would fail again in the same way: restarting will not help",
+                "repair what it says",  # what the message of the failure says
+            )
 
     def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
         """Excludes GPUs from the next attempt that are held by processes that did not end.
@@ -770,18 +796,23 @@ class Agent(api.SimpleElasticAgent):
         Raises:
             LockstepError: the run may not go on with fewer ranks on this machine.
         """
-        given_up = [process for process in attempt.processes if process.given_up]
-        variables = {**os.environ, **self._plan.environment}
-        uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
-        has_own_device = uses_gpus and self._plan.nproc <= self._plan.gpus
-        if not given_up or not has_own_device:
+        # The ranks whose processes did not end at SIGKILL, so that the launcher gave up on them.
+        not_ended = [process for process in attempt.processes if process.given_up]
+        if not not_ended:
             return
 
-        held = {process.local_rank for process in given_up}
+        # If ranks use no GPUs, or share them, there is no GPU to leave out.
+        variables = {**os.environ, **self._plan.environment}
+        uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
+        each_has_own_gpu = self._plan.nproc <= self._plan.gpus
+        if not uses_gpus or not each_has_own_gpu:
+            return
+
+        held = {process.local_rank for process in not_ended}
         num_left = self._plan.nproc - len(held)
         nproc_asked = str(self._flags.nproc_per_node)
         if nproc_asked not in ("auto", "gpu") or num_left == 0:
-            ranks = format_ranks(process.rank for process in given_up)
+            ranks = format_ranks(process.rank for process in not_ended)
             raise LockstepError(
                 f"--nproc {nproc_asked}",
                 f"the process of {ranks} has not ended and may hold its GPU",
@@ -817,17 +848,21 @@ class Agent(api.SimpleElasticAgent):
             what_follows = translate(
                 f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
             )
-            times = self._count_like(self.failure)
-            if times <= _MAX_FULL_REPORTS:
+            num_alike = self._num_failures_like(self.failure)
+            if num_alike <= _MAX_FULL_REPORTS:
                 self._announce(render_failure(self.failure, translate))
                 self._announce(what_follows)
             else:
-                self._announce(f"{render_briefly(self.failure, times, translate)}; {what_follows}")
+                brief_report = render_briefly(self.failure, num_alike, translate)
+                self._announce(f"{brief_report}; {what_follows}")
 
         self._journal.write("restart", "all ranks are started again")
 
-    def _count_like(self, failure: FirstFailure) -> int:
-        """Returns the number of attempts whose first failure was of the same kind, in any step."""
+    def _num_failures_like(self, failure: FirstFailure) -> int:
+        """Returns the number of attempts whose first failure was of the same kind, in any step.
+
+        The attempt of the given failure is included.
+        """
         count = 0
         for attempt in self.attempts:
             if attempt.failure is not None and attempt.failure.likeness == failure.likeness:
@@ -857,29 +892,38 @@ class Agent(api.SimpleElasticAgent):
         self._publish_report(attempt)
         self._end_processes(attempt, end_signal)
 
-        # Ranks may have started processes that outlive them. Only after a run that has ended well
-        # may these go on.
+        # Ranks may have started processes that outlive them. These may go on after a run that has
+        # ended well. In all other cases they are ended.
         all_ended_well = all(process.code == 0 for process in attempt.processes)
-        if before_restart or self.interrupted is not None or not all_ended_well:
-            with self._delay_interrupts():
-                not_ended = self._zygote.end_left_behind()
-            for pid in not_ended:
-                self._announce(
-                    f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
-                    f"{describe_state(pid)}"
-                )
+        run_has_ended_well = all_ended_well and not before_restart and self.interrupted is None
+        if not run_has_ended_well:
+            self._end_processes_left_behind()
 
+        # Put this process in the foreground of the terminal again, in place of the rank.
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
 
-        # Show everything that the ranks have printed before their failure is reported.
         attempt.over = True
+
+        # Show everything that the ranks have printed before their failure is reported.
         self._console.drain()
         self._announce_deleted_logs(attempt)
 
         attempt.failure = self._first_failure(attempt)
         self._save_evidence(attempt)
         self._journal.end(attempt.failure)
+
+    def _end_processes_left_behind(self) -> None:
+        """Ends the processes that ranks have started and that have outlived them, and announces
+        those that do not end.
+        """
+        with self._delay_interrupts():
+            not_ended = self._zygote.end_left_behind()
+        for pid in not_ended:
+            self._announce(
+                f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
+                f"{describe_state(pid)}"
+            )
 
     def _end_processes(self, attempt: Attempt, end_signal: int) -> None:
         """Asks the ranks to end, waits for them, and kills those that do not end in time.
@@ -934,6 +978,7 @@ class Agent(api.SimpleElasticAgent):
         if pid is None:  # it has not been started yet
             return
 
+        # 1. It may still end in time.
         late_end = self._late_ends.setdefault(pid, LateEnd(pid))
         is_given_up = late_end.is_given_up()
         if not is_given_up and not late_end.is_late:
@@ -943,6 +988,8 @@ class Agent(api.SimpleElasticAgent):
             f"process {pid} has not ended {late_end.waited_s:.0f} s after {since}: "
             f"{describe_state(pid)}"
         )
+
+        # 2. It is late, but still busy: announce that once.
         if not is_given_up:
             if not late_end.is_announced:
                 late_end.is_announced = True
@@ -951,7 +998,7 @@ class Agent(api.SimpleElasticAgent):
                 )
             return
 
-        # From now on the rank is treated as ended.
+        # 3. It is given up. From now on the rank is treated as ended.
         code = exit_code_of_ending(pid)
         process.code = -signal.SIGKILL if code is None else code
         process.ended_at = time.time()
@@ -960,14 +1007,18 @@ class Agent(api.SimpleElasticAgent):
         self._announce(f"rank {process.rank}: {text}; it is not waited for any longer")
 
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
-        """Sends the running ranks a signal to end them, and notes which of them were stopped."""
+        """Sends the running ranks a signal to end them, and notes which of them were stopped, by
+        SIGSTOP or a debugger.
+        """
+        now = time.time()
         for process in attempt.running:
-            process.signals_sent.setdefault(
-                number, time.time()
-            )  # keeps the time of the first signal
-            status = read_process(process.pid or 0)  # None if the rank has not been started yet
+            process.signals_sent.setdefault(number, now)  # keeps the time of the first signal
+
+            # A rank without a process id has not been started yet.
+            status = None if process.pid is None else read_process(process.pid)
             if status is not None and status.state in STOPPED_STATES:
                 process.stopped = True
+
         self.signal_ranks(number)
 
     def _save_evidence(self, attempt: Attempt) -> None:
@@ -1057,13 +1108,13 @@ class Agent(api.SimpleElasticAgent):
         job_control.stop_this_process()
 
         # Here the user has continued this process, by the shell's `fg` or `bg`.
-        keyboard_pid = self._running_keyboard_pid()
-        if keyboard_pid is not None:
-            job_control.give_keyboard(keyboard_pid)
+        pid = self._pid_of_keyboard_rank()
+        if pid is not None:
+            job_control.give_keyboard(pid)
 
         self.signal_ranks(signal.SIGCONT)
 
-    def _running_keyboard_pid(self) -> int | None:
+    def _pid_of_keyboard_rank(self) -> int | None:
         """Returns the process id of the rank that reads the terminal's keyboard.
 
         Returns:
@@ -1115,6 +1166,11 @@ class Agent(api.SimpleElasticAgent):
                     reports[node] = from_values(ExitReport, values)
         return reports
 
+    def _has_failure_elsewhere(self, attempt: Attempt) -> bool:
+        """Returns True if another launcher has reported a failure that ends the run."""
+        reports = self._reports_of_others(attempt).values()
+        return any(report.failed for report in reports)
+
     def _others_run(self, attempt: Attempt) -> bool:
         """Returns True if ranks of other machines are still running.
 
@@ -1158,7 +1214,8 @@ class Agent(api.SimpleElasticAgent):
 
         hangs = [report.hang for report in reports if report.hang is not None]
         first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
-        interrupted = [report for report in reports if report.interrupted is not None]
+        interrupted_reports = [report for report in reports if report.interrupted is not None]
+        interruption = interrupted_reports[0].interrupted if interrupted_reports else None
 
         folder = str(attempt.folder)
         if attempt.logs_deleted:
@@ -1167,7 +1224,7 @@ class Agent(api.SimpleElasticAgent):
         failure = first_failure(
             exits,
             hang=first_hang,
-            interrupted=interrupted[0].interrupted if interrupted else None,
+            interrupted=interruption,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures=earlier_failures,
             folder=folder,
@@ -1179,7 +1236,8 @@ class Agent(api.SimpleElasticAgent):
             return failure
 
         # The user has interrupted the launcher of another machine. The message says which.
-        return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
+        host = interrupted_reports[0].host
+        return replace(failure, headline=f"{failure.headline} on host {host}")
 
     def _earlier_failures(self) -> tuple[str, ...]:
         """Returns the keys of the first failures of all attempts before the last one.
@@ -1211,13 +1269,15 @@ class Agent(api.SimpleElasticAgent):
         return failures
 
     def _has_all_reports(self, attempt: Attempt, own_report: ExitReport) -> bool:
-        """Returns True if the other launchers have reported everything that is needed."""
+        """Returns True if the other launchers have reported everything that is needed to find the
+        first failure.
+        """
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
         if any(report.interrupted for report in reports):
-            return True
+            return True  # the interruption is what ended the run, and further failures follow
         if not any(report.failed for report in reports):
-            return True
+            return True  # nothing failed, so there is no first failure to be found
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
@@ -1227,20 +1287,14 @@ class Agent(api.SimpleElasticAgent):
         return len(complete | lost) >= num_other_nodes
 
 
-def _vain_restart(failure: FirstFailure, max_restarts: int) -> LockstepError:
-    """Returns the error for a run in which the same failure would come again after each restart."""
-    if not failure.is_repeated:
-        return LockstepError(
-            f"--max-restarts {max_restarts}",
-            "the same command would fail again in the same way: restarting will not help",
-            "repair what it says",
-        )
+def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> LockstepError:
+    """Returns the error for a run in which the same failure has come twice in the same step."""
     step = step_of_key(failure.key)
     where = f"after step {step} of the training" if step else "before the first step"
     return LockstepError(
         f"--max-restarts {max_restarts}",
         f"the same failure twice {where}: restarting will not help",
-        "repair what it says",
+        "repair what it says",  # what the message of the failure says
     )
 
 

@@ -89,7 +89,7 @@ def choose_streams(
     """Chooses which streams of each local rank are shown on the console, from torchrun's flags.
 
     By default all of them are. `torch.distributed.elastic.multiprocessing` describes the values of
-    the flags.
+    the flags. A number names the streams: 0 none, 1 stdout, 2 stderr, 3 both.
 
     Args:
         nproc: number of ranks on this machine.
@@ -105,6 +105,7 @@ def choose_streams(
     """
     from torch.distributed.elastic.multiprocessing import Std
 
+    # For each rank, a bit set of `Std.OUT` and `Std.ERR`.
     redirected = _streams_of_ranks("--redirects", redirects, nproc)
     teed = _streams_of_ranks("--tee", tee, nproc)
 
@@ -194,10 +195,13 @@ class Console:
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         self._drained = threading.Event()
+        """Cleared while another thread waits in `drain`; the console's thread then sets it."""
         self._drained.set()
         self._draw_at = math.inf
         self._drain_until = math.inf
+        """When the streams that have not ended are closed, because somebody waits in `drain`."""
         self._flush_deadline: FlushDeadline | None = None
+        """Set at the end of the run: until when the sinks may take what is waiting."""
         self.hurry = False
         """True if the user has asked the run to end, so that nobody waits for a slow console."""
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
@@ -290,7 +294,7 @@ class Console:
                 log=folder / f"{name}.log",
                 filters=[text.encode() for text in self._filters.get(name, ())],
                 error_file=error_file or Evidence.in_folder(folder).error,
-                recent=recent if name == "stderr" else None,
+                recent_output=recent if name == "stderr" else None,
             )
             try:
                 stream.open_log()
@@ -304,7 +308,7 @@ class Console:
 
     def _note_full_disk(self, stream: _Stream, error: OSError) -> None:
         """Announces that a log cannot be written, once for all logs of an attempt."""
-        folder = stream.log.parent.parent
+        folder = stream.log.parent.parent  # the attempt's folder, which holds those of its ranks
         if folder not in self._full_folders:
             self._full_folders.add(folder)
             self._announcements.append(
@@ -332,7 +336,7 @@ class Console:
             self._drained.clear()
             self._drain_until = time.monotonic() + timeout
             self._wake_up()
-            self._drained.wait()
+            self._drained.wait()  # `_end_drain` sets it, in the console's thread
 
     def _wake_up(self) -> None:
         """Makes the thread handle what has changed."""
@@ -386,7 +390,11 @@ class Console:
         )
 
     def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
-        """Draws status rows, shows last words, writes to the sinks, and closes drained streams."""
+        """Draws status rows, shows last words, and writes to the sinks.
+
+        At the end of an attempt, the main thread waits in `drain` until all streams have ended, or
+        until it has waited for too long. This closes the streams, and ends the wait.
+        """
         now = time.monotonic()
         if now >= self._draw_at:
             self._draw_at = math.inf
@@ -402,19 +410,30 @@ class Console:
             sink.flush()
         self._write_announcements()
 
-        # Processes that ended ranks have left behind may keep streams open. These are closed now.
-        is_drain_over = now >= self._drain_until
-        if is_drain_over:
-            for stream in list(self._streams):
-                self._read(stream)
-                if stream in self._streams:
-                    self._end(stream)
+        has_waited_too_long = now >= self._drain_until
+        if has_waited_too_long:
+            self._close_streams_left_open()
 
         if not self._streams:
-            self._drain_until = math.inf
-            is_drain_waiting = not self._drained.is_set()  # in another thread
-            if is_drain_waiting:
-                self._announce_same_last_words()
+            self._end_drain()
+
+    def _close_streams_left_open(self) -> None:
+        """Reads all streams one last time, and closes them.
+
+        Processes that ended ranks have left behind may keep them open.
+        """
+        for stream in list(self._streams):
+            self._read(stream)  # this ends the stream if it is at its end by now
+            if stream in self._streams:
+                self._end(stream)
+
+    def _end_drain(self) -> None:
+        """Ends the wait in `drain`, if the main thread waits there, once all streams have ended."""
+        self._drain_until = math.inf
+        is_waited_for = not self._drained.is_set()
+        if is_waited_for:
+            # The last words of all ranks are known now, and their failure is reported next.
+            self._announce_same_last_words()
             self._drained.set()
 
     def _write_announcements(self) -> None:
@@ -442,8 +461,8 @@ class Console:
             return
 
         lines = stream.finish_lines(data)
-        if stream.recent is not None:
-            stream.recent.add(data)
+        if stream.recent_output is not None:  # kept in memory, for the report on a failure
+            stream.recent_output.add(data)
 
         try:
             stream.write_files(data, lines)
@@ -459,9 +478,11 @@ class Console:
             self._show(stream, stream.sink, lines_to_show)
         else:  # a single rank's stream is passed on unchanged
             stream.sink.write(data)
+            # A line of the launcher's own must not be appended to an unfinished line of the rank.
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
-        # The status row is drawn a moment later, once for everything that arrives until then.
+        # On a terminal, the status row is drawn a moment later, once for everything that arrives
+        # until then.
         if stream.sink.can_draw:
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
@@ -490,9 +511,11 @@ class Console:
         if not lines or stream.sink is None:
             return
 
-        # An error of Lockstep's is left to the launcher. What follows it, such as a line that is
-        # printed at exit, is shown for each rank.
-        if not any(_TRACEBACK_HEADING in line for line in lines):
+        # If an error of Lockstep's has ended the rank, the rank prints no traceback: the launcher
+        # prints the error. The last words are then other lines, such as one that is printed at
+        # exit. They are shown for each rank.
+        has_traceback = any(_TRACEBACK_HEADING in line for line in lines)
+        if not has_traceback:
             self._show(stream, stream.sink, lines)
             return
 
@@ -551,6 +574,9 @@ class Console:
             lines = []
             if stream.prefix and stream.visible_unfinished.strip():
                 lines = [stream.visible_unfinished]
+
+            # If the unfinished line belongs to the last words, it is added to them, and all of them
+            # are shown, or compared with those of other ranks, as one text.
             lines_to_show = stream.hold_back_last_words(lines)
             self._show(stream, stream.sink, lines_to_show)
             self._show_last_words(stream)
@@ -587,7 +613,7 @@ class _Stream:
     """
     error_file: Path
     """The file in which the rank records the exception that ends it."""
-    recent: RecentOutput | None
+    recent_output: RecentOutput | None
     """Keeps the end of the stream for messages; None if it is not needed."""
     unfinished: bytes = b""
     """The line that is not finished yet."""
@@ -640,9 +666,11 @@ class _Stream:
         heading.
         """
         self.last_read = time.monotonic()
-        if not lines or self.log.stem != "stderr" or not self._has_raised():
+        is_standard_error = self.log.stem == "stderr"  # the log is `stdout.log` or `stderr.log`
+        if not lines or not is_standard_error or not self._has_raised():
             return lines
 
+        # If the last words have begun before, all lines belong to them.
         begin = 0
         have_begun_before = bool(self.last_words)
         if not have_begun_before:
@@ -675,7 +703,9 @@ class _Stream:
             return
         self._file.write(data)
 
-        if self.sink is None:  # the filters only apply to lines that are shown
+        # The filters only apply to streams that are shown on the console.
+        is_shown = self.sink is not None
+        if not is_shown:
             return
         prefix = self.prefix.encode()
         filtered = []

@@ -34,14 +34,14 @@ def count_gpus() -> int:
         return count
 
     # If CUDA is initialised already, counting changes nothing any more.
-    if cuda_is_initialised() is not None:
+    if how_cuda_was_initialised() is not None:
         return torch.cuda.device_count()
 
     # Otherwise let a copy of this process initialise CUDA and count.
     return _answer_of_copy(torch.cuda.device_count) or 0
 
 
-def cuda_is_initialised() -> str | None:
+def how_cuda_was_initialised() -> str | None:
     """Returns how CUDA was initialised in this process, so that its copies cannot use it.
 
     torch only reports this once it has used a GPU. This function also notices if torch has asked
@@ -55,7 +55,8 @@ def cuda_is_initialised() -> str | None:
         if torch.cuda.is_initialized():
             return "torch has used a GPU"
 
-        # If this process has asked CUDA for anything, torch refuses to use CUDA in a copy.
+        # If this process has asked CUDA for anything, torch refuses to use CUDA in a copy. So fork
+        # a copy of this process, which finds out whether torch does, and ends.
         from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
 
         if _answer_of_copy(cuda_is_refused_in_this_copy):

@@ -58,7 +58,7 @@ def watch_executed(evidence: Evidence) -> None:
     def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execve(path, argv, env)
+            original_execve(path, argv, env)  # does not return
 
         option = option_without_hook(argv)
         if option:
@@ -79,7 +79,7 @@ def watch_executed(evidence: Evidence) -> None:
     def execv(path: Any, argv: Any) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execv(path, argv)
+            original_execv(path, argv)  # does not return
         execve(path, argv, os.environ)
 
     # `os` has imported both functions from `posix`.
@@ -98,7 +98,10 @@ def option_without_hook(argv: Sequence[Any]) -> str:
     Returns:
         The option, or an empty string if there is none or the program is not Python.
     """
-    program, *words = [os.fsdecode(word) for word in argv] or [""]
+    if not argv:
+        return ""
+
+    program, *words = [os.fsdecode(word) for word in argv]
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
 
@@ -119,11 +122,11 @@ def option_without_hook(argv: Sequence[Any]) -> str:
         # Letters may be written as one word, up to one that takes the rest of it: `-bWignore`.
         letters = word[1:]
         for position, letter in enumerate(letters):
-            if letter in _LETTERS_WITHOUT_HOOK:
+            if letter in _LETTERS_WITHOUT_HOOK:  # -I
                 return word
-            if letter in _LETTERS_BEFORE_PROGRAM:
+            if letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
                 return ""
-            if letter in _LETTERS_WITH_VALUE:
+            if letter in _LETTERS_WITH_VALUE:  # -Wignore, or -W ignore with the value as a word
                 is_value = position == len(letters) - 1
                 break
 

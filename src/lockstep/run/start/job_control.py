@@ -74,7 +74,8 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
         group: the process group of the rank.
         signal_ranks: function that sends a signal to the rank.
     """
-    # While the rank has the keyboard, the rank is in the foreground, and not this process.
+    # While the rank has the keyboard, the rank is in the foreground, and not this process. If this
+    # process is there now, the user has entered `fg`.
     if in_foreground():
         give_keyboard(group)
         signal_ranks(signal.SIGCONT)

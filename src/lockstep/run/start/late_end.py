@@ -44,13 +44,17 @@ class LateEnd:
         return self.waited_s >= GIVE_UP_AFTER_S
 
     def is_given_up(self) -> bool:
-        """Checks the process again, and returns True if it should no longer be waited for."""
+        """Checks the process again, and returns True if it should no longer be waited for.
+
+        A process that uses no processor time is given up after 10 s, and any process after 60 s,
+        even if it is still busy.
+        """
         now = time.monotonic()
         status = read_process(self._pid)
         if status is not None and status.cpu_s != self._cpu_s:
             self._cpu_s = status.cpu_s
             self._last_change = now
 
-        is_busy_for_too_long = now - self._began >= GIVE_UP_BUSY_AFTER_S
-        is_idle_for_too_long = now - self._last_change >= GIVE_UP_AFTER_S
-        return is_busy_for_too_long or is_idle_for_too_long
+        has_taken_too_long = now - self._began >= GIVE_UP_BUSY_AFTER_S
+        has_been_idle_for_too_long = now - self._last_change >= GIVE_UP_AFTER_S
+        return has_taken_too_long or has_been_idle_for_too_long

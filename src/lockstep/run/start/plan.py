@@ -18,7 +18,7 @@ from lockstep.distributed.network import means_loopback
 from lockstep.errors import SettingError
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.torchrun_flags import has_rendezvous_flags
-from lockstep.run.start.worker import MACRO, Command, Script
+from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.wording import count_noun
 
 URL_OF_MEETING = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\s:/\[\]]+):\d+")
@@ -116,8 +116,9 @@ class LaunchPlan:
             for name, value in sorted(self.environment.items()):
                 lines.append(f"  {name}={value}")
 
+        # The command with which the user could start the same run without Lockstep.
         command = self._command_without_lockstep()
-        program = command.partition(" ")[0]
+        program = command.partition(" ")[0]  # "torchrun" or "python"
         lines.append(f"the same with {program}:")
         lines.append(f"  {command}")
         return "\n".join(lines)
@@ -131,7 +132,8 @@ class LaunchPlan:
 
         local_rank = []
         if script.local_rank_flag:
-            local_rank = [f"{script.local_rank_flag}={MACRO}"]  # torchrun replaces the macro
+            # torchrun replaces the macro, too.
+            local_rank = [f"{script.local_rank_flag}={LOCAL_RANK_MACRO}"]
         return shlex.join(["torchrun", *self.flags, script.path, *local_rank, *script.arguments])
 
 

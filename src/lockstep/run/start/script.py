@@ -40,7 +40,7 @@ from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, hidden_by, read_script
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
-from lockstep.run.start.worker import MACRO, Command, Script
+from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 
 
@@ -271,11 +271,12 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         _check_path(script.path, command)
 
     # If a module beside the script has the name of this package, ranks would import that module
-    # instead.
+    # instead. It may be this package itself, if the script lies beside it.
     package = Path(__file__).parents[2]  # the folder of this package
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
-        if path.is_file() and path.resolve() != package / "__init__.py":
+        is_this_package = path.resolve() == package / "__init__.py"
+        if path.is_file() and not is_this_package:
             raise SettingError(
                 f"{command} {script.path}",
                 f"{path} has the name of this package, which each rank imports",
@@ -294,7 +295,12 @@ def _check_module(name: str, command: str) -> None:
 
 
 def _check_path(name: str, command: str) -> None:
-    """Checks that there is a script at a path. The error suggests a similar name."""
+    """Checks that there is a script at a path. The error suggests a similar name.
+
+    Args:
+        name: the path, as the user wrote it.
+        command: the command that the error mentions, such as `lockstep run`.
+    """
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise SettingError(
@@ -337,15 +343,22 @@ def _plan_on_this_machine(
     check_flags(flags, nproc)
     if spec.keep_in_memory:
         check_keep_in_memory(flags)
-    _, most_nodes = node_numbers(flags.nnodes)
+
+    # A script that numbers its processes itself takes the address at which they meet as an
+    # argument: `--dist-url=tcp://10.0.0.1:1234`. Find the network interface that leads there.
+    meeting_interface = None
     own_address = address_reaching(meeting_host(spec.script.arguments))
+    if own_address is not None:  # there is such an argument, and its host can be reached
+        meeting_interface = interface_of(own_address)
+
+    _, most_nodes = node_numbers(flags.nnodes)
     plan = make_plan(
         spec,
         machine,
         environ,
         nproc,
         one_node=most_nodes == 1,
-        meeting_interface=None if own_address is None else interface_of(own_address),
+        meeting_interface=meeting_interface,
     )
     return plan, flags
 
@@ -362,6 +375,8 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     if cold_reason is not None:
         notes.append(f"fresh interpreters ({cold_reason})")
 
+    # With several ranks, each of them would spawn ranks of its own: then the user has not relied on
+    # the script to start them, and the launcher's ranks are the ranks of the run.
     is_only_rank = plan.nproc == 1 and plan.one_node
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
@@ -380,8 +395,9 @@ def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
         return "--no-python"
     if request.flags.numa_binding is not None:
         return "--numa-binding"
-    if any(MACRO in argument for argument in request.spec.script.arguments):
-        return f"{MACRO} among the arguments"
+    # torchrun replaces `${local_rank}` in the arguments by the local rank.
+    if any(LOCAL_RANK_MACRO in argument for argument in request.spec.script.arguments):
+        return f"{LOCAL_RANK_MACRO} among the arguments"
     if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return "PYTHON_EXEC is set"
     if sys.platform != "linux":

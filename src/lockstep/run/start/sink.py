@@ -67,16 +67,16 @@ class Sink:
 
     @property
     def columns(self) -> int:
-        """The width of the terminal minus 1, as some terminals wrap when the last column is
-        used.
+        """The number of columns for a line: the width of the terminal minus 1, as some terminals
+        wrap when the last column is used.
         """
         try:
-            columns = os.get_terminal_size(self.descriptor).columns
-        except OSError:
-            return _DEFAULT_COLUMNS - 1
-        if columns == 0:  # the terminal does not know its width
-            columns = _DEFAULT_COLUMNS
-        return max(_MIN_COLUMNS, columns) - 1
+            width = os.get_terminal_size(self.descriptor).columns
+        except OSError:  # it is no terminal
+            width = _DEFAULT_COLUMNS
+        if width == 0:  # the terminal does not know its width
+            width = _DEFAULT_COLUMNS
+        return max(_MIN_COLUMNS, width) - 1
 
     def colour_prefix(self, prefix: str, rank: int) -> bytes:
         """Encodes the prefix of a rank's lines; on a terminal, in the colour of the rank."""

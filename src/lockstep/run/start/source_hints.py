@@ -103,15 +103,20 @@ def read_source(source: str) -> SourceHints:
         if name.startswith(_IMPORT_TIME_VARIABLE_PREFIXES):
             import_time_variables.append(name)
 
+    # Large modules that the script will probably import, perhaps through other modules. A word in
+    # the text suffices: a warm process imports them in advance, and a wrong guess costs only time.
     imports = []
     for module, word in _WORD_OF_LARGE_MODULE.items():
         if word in source:
             imports.append(module)
 
+    # A script that reads RANK is a rank itself, and its processes are helpers.
+    spawns_ranks = _starts_processes(tree, variables) and not _reads_rank(nodes)
+
     return SourceHints(
         local_rank_flag=_local_rank_flag(nodes),
         variables_for_import=tuple(import_time_variables),
-        spawns_ranks=_starts_processes(tree, variables) and not _reads_rank(nodes),
+        spawns_ranks=spawns_ranks,
         imports=tuple(imports),
         imports_lockstep=_imports_lockstep(nodes),
     )
@@ -197,6 +202,8 @@ def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
         tree: the syntax tree of the script.
         variables: the names of the variables that the script sets.
     """
+    # `mp.spawn(...)` starts processes. The method `spawn` of a random generator, as in
+    # `numpy.random.default_rng().spawn(4)`, does not: it returns more generators.
     called = set()
     for node in _nodes_that_certainly_run(tree):
         if isinstance(node, ast.Call) and not _is_spawn_of_generator(node):
@@ -221,8 +228,10 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
         node = pending.pop()
         nodes.append(node)
 
-        # If this node is the name of a function, the body of that function runs as well. The
-        # function is removed from the table, so that its body is added only once.
+        # If this node is the name of a function (most nodes are no name, and `_last_name` is
+        # empty), the body of that function is assumed to run as well: the name may be called, or
+        # passed on, as in `mp.spawn(train)`. The function is removed from the table, so that its
+        # body is added only once.
         function = functions.pop(_last_name(node), None)
         if function is not None:
             pending.extend(function.body)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.language import in_english, translate
 from lockstep.run.start import worker
-from lockstep.run.start.cuda_state import cuda_is_initialised
+from lockstep.run.start.cuda_state import how_cuda_was_initialised
 from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
@@ -231,10 +231,15 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
     has_script = was_started_as_module or (file is not None and Path(file).is_file())
 
-    # At the prompt there is no script, and none is needed if the call uses nothing of `__main__`.
+    if has_script:
+        return pickled, ""
+
+    # Without a script file, this process runs code from the prompt or from standard input. At the
+    # prompt, no script is needed if the call uses nothing that was defined there. Code from
+    # standard input counts as a script, which multiprocessing would try to import.
     is_at_prompt = file is None
-    needs_script = not is_at_prompt or b"__main__" in pickled
-    if has_script or not needs_script:
+    uses_main = b"__main__" in pickled
+    if is_at_prompt and not uses_main:
         return pickled, ""
     return None, "there is no script file that a fresh process could import"
 
@@ -258,8 +263,8 @@ def _check_copies_can_use_gpus(
     if gpus == 0 or gpus_are_hidden:
         return
 
-    how = cuda_is_initialised()
-    if how is None:
+    how = how_cuda_was_initialised()
+    if how is None:  # it was not
         return
 
     raise UsageError(
@@ -302,12 +307,12 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     modules = {*large_modules(sys.modules), *hints.imports}
 
     # The data that multiprocessing passes to a new process before it imports the script: sys.path,
-    # sys.argv and so on. The type of the secret key can only be pickled while multiprocessing
-    # starts a process, so the key is passed as plain bytes. It stays secret, as the file has no
-    # name.
+    # sys.argv and so on. One item is a secret key, of a type that refuses to be pickled unless
+    # multiprocessing itself is starting a process. So the key is passed as plain bytes. It stays
+    # secret, as the file has no name.
     preparation = multiprocessing.spawn.get_preparation_data("")
     preparation["authkey"] = bytes(preparation["authkey"])
-    path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
+    import_path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
 
     with unnamed_file() as file:
         pickle.dump(preparation, file)
@@ -316,7 +321,7 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
 
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        arguments = [json.dumps(path), json.dumps(sorted(modules)), str(file.fileno())]
+        arguments = [json.dumps(import_path), json.dumps(sorted(modules)), str(file.fileno())]
         command = [python, *options, "-c", _FRESH_ZYGOTE_PROGRAM, *arguments]
         return FreshZygote(command, {**os.environ, **plan.environment}, [file.fileno()])
 
@@ -331,15 +336,21 @@ def _raise_if_interrupted(agent: Agent) -> None:
         KeyboardInterrupt: the signal was Ctrl-C.
         SystemExit: it was another signal.
     """
+    # The run was interrupted before anything failed: this process was sent the signal, or its only
+    # rank was ended by Ctrl-C.
     if agent.failure is not None and agent.failure.kind == "interrupted":
-        # The signal was sent to the launcher, or Ctrl-C to the only rank.
         exit_code = agent.failure.exit_code
+
+    # This process was sent the signal, but the run did not fail of it: no rank had been started
+    # yet, or a rank had failed before.
     elif agent.interrupted is not None:
         exit_code = 128 + agent.interrupted.signal
+
     else:
         return
 
-    if exit_code == 128 + signal.SIGINT:
+    is_ctrl_c = exit_code == 128 + signal.SIGINT
+    if is_ctrl_c:
         raise KeyboardInterrupt
     raise SystemExit(exit_code)
 
@@ -478,19 +489,19 @@ def run_copy(call: FunctionCall) -> NoReturn:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
-    exit_codes = []
+    # The exit code of `run`, which multiprocessing calls without passing on what it returns. It
+    # stays 1 if `_bootstrap` fails, after it has printed the exception.
+    exit_code = 1
 
     def run() -> None:
-        exit_codes.append(worker.run_recorded(lambda folder: _run_call(call, folder)))
+        nonlocal exit_code
+        exit_code = worker.run_recorded(lambda folder: _run_call(call, folder))
 
     # multiprocessing runs `_bootstrap` in a process that it has forked, to drop the children,
     # finalizers and locks of the launching process. `exit_now` then ends this process without
     # calling the functions that the launching process has registered with `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
-
-    # There is no exit code if `_bootstrap` failed, after it has printed the exception.
-    exit_code = exit_codes[0] if exit_codes else 1
     exit_now(exit_code)
 
 
@@ -523,8 +534,9 @@ def _read_call(file: int) -> FunctionCall:
     """
     process = multiprocessing.current_process()
 
-    # multiprocessing sets this attribute too, while a process imports the script. Meanwhile the
-    # script must neither start processes nor call `launch`, see `_refuse_inside_a_rank`.
+    # While a script is imported, it must neither start processes nor call `launch`. As long as this
+    # attribute is set, multiprocessing refuses the one and `_refuse_inside_a_rank` the other.
+    # multiprocessing sets it in the same way in the processes that it starts.
     process._inheriting = True  # type: ignore[attr-defined]
     try:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:

@@ -30,7 +30,8 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
     """Turns a lack of processes, threads, files or memory into an error that explains it.
 
     Whether there are enough file descriptors is tried out at once, by opening as many pipes as the
-    run needs. Later, a C++ library might be the one that gets none, and abort the process.
+    run needs. If they ran out later, in a C++ library, it might abort the process instead of
+    raising an error.
 
     Args:
         nproc: number of ranks on this machine.

@@ -53,7 +53,9 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
     """
     *lines, unfinished = text.split(b"\n")
 
-    # After a carriage return, the line is drawn again. One at the very end erases nothing yet.
+    # After a carriage return, the line is drawn again, so what comes before can be dropped. A
+    # carriage return at the very end does not count, as nothing has been drawn after it yet:
+    # "10%\r20%\r" becomes "20%\r".
     last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1 if there is none
     unfinished = unfinished[last_return + 1 :]
 

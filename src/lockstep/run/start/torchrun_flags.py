@@ -62,9 +62,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """
     from torch.distributed.run import get_args_parser
 
+    # torch's parser reads its defaults from PET_ variables. Those of flags without a value, such as
+    # PET_STANDALONE, must be numbers, as the parser calls int() on them.
     try:
         parser = get_args_parser()
-    except ValueError:  # it calls int() on the variables of flags that take no value
+    except ValueError:
         texts = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_pet(name)]
         raise SettingError(
             "torchrun's variables " + ", ".join(texts),
@@ -141,6 +143,7 @@ def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
                 "reached",
             )
 
+    # torchrun's parser requires the name of a script, so it is given any.
     port = parse_flags([*torchrun, "script"]).master_port if torchrun else None
     if port is not None and not 0 < port <= _MAX_PORT:
         raise SettingError(
@@ -248,8 +251,11 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
     _check_numbers(flags)
     _check_names(flags)
     _check_folder(flags)
+
+    # These two raise an error for a value that they cannot parse. Their results are not needed yet.
     rendezvous_parameters(flags)
     choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
+
     _check_devices(flags, nproc)
 
 

@@ -32,7 +32,7 @@ from lockstep.run.start.exec_hook import watch_executed
 from lockstep.run.start.process_exit import exit_process
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
-MACRO = "${local_rank}"
+LOCAL_RANK_MACRO = "${local_rank}"
 """In arguments, this is replaced by the local rank (torch.distributed.elastic.utils.macros)."""
 PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
@@ -91,11 +91,11 @@ class Command(NamedTuple):
             SettingError: the rank cannot be bound.
         """
         number = str(local_rank)
-        line = tuple(word.replace(MACRO, number) for word in self.line)
+        line = tuple(word.replace(LOCAL_RANK_MACRO, number) for word in self.line)
 
         environment = {}
         for name, value in self.environment.items():
-            environment[name] = value.replace(MACRO, number)
+            environment[name] = value.replace(LOCAL_RANK_MACRO, number)
 
         if self.numa is not None:
             from lockstep.distributed.torch_compat import bound_to_processors
@@ -169,6 +169,8 @@ def _run_watched(script: Script, folder: Path) -> None:
         _give_address_to_script_processes()
         script_processes.watch_script_processes(folder)
 
+    # After a restart, the store may still have keys of the earlier ranks. If the launcher cannot
+    # delete them with this version of torch, the keys of this attempt get a prefix of their own.
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts > 0:
         from lockstep.distributed.torch_compat import separate_attempts
@@ -232,7 +234,9 @@ def _give_address_to_script_processes() -> None:
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # If MASTER_PORT is not the port of the launcher's store, it is free already.
+    uses_launchers_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not uses_launchers_store:
         return
 
     # Reserve a free port. torch's store sets this option too, so it can listen at the port while
@@ -247,7 +251,7 @@ def _give_address_to_script_processes() -> None:
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
-    # In this process only, connections to the free port lead to the launcher's store.
+    # In this process only, torch connects to the launcher's port where the free one is asked for.
     store_elsewhere(free_port, launchers_port)
 
 
@@ -357,7 +361,9 @@ def _call_excepthook(error: BaseException) -> None:
 
 
 def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
-    """Removes the outermost frames from a traceback that belong to files in this folder."""
+    """Removes the launcher's frames from a traceback: the outermost ones, as far as their files are
+    in this folder.
+    """
     this_folder = os.path.dirname(__file__)
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -368,7 +374,9 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def install_after_exec() -> None:
-    """Makes a program visible to the launcher that a rank has executed in its place."""
+    """Makes this process visible to the launcher, after a rank has executed another program in its
+    place by `os.exec*`: the program that runs here now.
+    """
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
@@ -401,7 +409,8 @@ def run_as_main(script: Script) -> None:
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
 
-    # `python FOLDER` and `python FILE.zip` run the `__main__.py` in them, which is a module.
+    # `python FOLDER` and `python FILE.zip` run the `__main__.py` in them, which is a module. For
+    # these, `script.folder` is the path itself, and not the folder in which the script lies.
     is_folder_or_zip = script.folder == os.path.abspath(script.path)
     if script.module or is_folder_or_zip:
         _run_module(script)
@@ -416,9 +425,12 @@ def _run_module(script: Script) -> None:
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
 
+    # The second argument says whether `sys.argv[0]` becomes the path of the module's file, as with
+    # `python -m`. For a folder or zip file it stays the path that the user gave.
     name = script.path if script.module else "__main__"
+    alter_argv = script.module
     try:
-        runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
     except SystemExit as end:
         # runpy exits if it does not find the module, after it has printed why. An ImportError is
         # recorded as the cause of the failure instead.

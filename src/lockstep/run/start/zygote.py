@@ -188,11 +188,13 @@ class Zygote:
         with contextlib.suppress(OSError, ChildProcessError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
 
-            # The zygote answers with an event that has this number instead of a rank's.
+            # The zygote answers with an event that has this number instead of a rank's, and that
+            # lists the processes in its `reason`: "4711 4712".
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
             while time.monotonic() < deadline:
                 for event in self.events(timeout=0.1):
-                    if event.rank == _LEFT_BEHIND:
+                    is_answer = event.rank == _LEFT_BEHIND
+                    if is_answer:
                         return [int(pid) for pid in event.reason.split()]
         return []
 
@@ -329,7 +331,7 @@ class Server:
         self.running: dict[int, int] = {}
         """The numbers of the running ranks, by process id."""
         self.given_up: set[int] = set()
-        """The process ids of ranks that do not end and are no longer waited for."""
+        """The process ids of ranks that do not end, so that the launcher has given up on them."""
         self.non_python_pids: set[int] = set()
         """The process ids of ranks whose program is not Python."""
         self.ignored: set[int] = set()
@@ -365,12 +367,14 @@ class Server:
 
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
-            # Spares are forked one at a time, whenever there is nothing else to do.
+            # While there are spares to fork, this does not wait for a message. One spare is forked
+            # in each turn in which there is none. A spare that cannot be forked is left out: the
+            # rank that is requested later is forked then, and the error reported.
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
             if self.spares_to_fork and not readable:
                 self.spares_to_fork -= 1
-                with contextlib.suppress(OSError):  # reported when the rank is requested
+                with contextlib.suppress(OSError):
                     self._fork_spare()
 
             if self.wake_reader in readable:
@@ -423,7 +427,10 @@ class Server:
         """
         request = _read_request(files)
         rank = request["rank"]
-        self.spares_to_fork = 0  # from now on, ranks are forked when they are requested
+
+        # `serve` forks spares as long as this is above 0. From now on, ranks are forked when they
+        # are requested.
+        self.spares_to_fork = 0
 
         try:
             pid = self._make_rank(files)
@@ -482,7 +489,7 @@ class Server:
             if pid == 0:  # in the spare
                 try:
                     zygotes_end.close()
-                    self._close_zygotes_descriptors(parent)
+                    self._separate_from_zygote(parent)
                     _, files = _receive(spares_end)
                     spares_end.close()
                     is_needed = bool(files)  # otherwise the zygote has closed its end
@@ -493,17 +500,22 @@ class Server:
 
         self.spares[pid] = zygotes_end
 
-    def _close_zygotes_descriptors(self, parent: int) -> None:
-        """Closes, in a spare, the descriptors inherited from the zygote, and makes it end with the
-        zygote.
+    def _separate_from_zygote(self, parent: int) -> None:
+        """Separates a spare from the zygote that it was forked from. The spare calls this.
+
+        It closes the descriptors that it has inherited, and ends when the zygote does.
 
         Args:
             parent: process id of the zygote.
         """
-        signal.set_wakeup_fd(-1)
         die_with_parent(parent)
+
+        # The pipe through which signals wake up the zygote. With -1, no signal writes to it.
+        signal.set_wakeup_fd(-1)
         os.close(self.wake_reader)
         os.close(self.wake_writer)
+
+        # The sockets to the launcher, and to spares that were forked before.
         self.control.close()
         for channel in self.spares.values():
             channel.close()
@@ -563,7 +575,10 @@ class Server:
             if pid == 0:  # all remaining processes are still running
                 return
 
+            # A rank that the launcher has given up on may end after all. The launcher has treated
+            # it as ended since then, so it is not reported.
             self.given_up.discard(pid)
+
             rank = self.running.pop(pid, None)
             if rank is not None:
                 # If the rank was killed, its DataLoader workers may be left in its process group.
@@ -606,18 +621,21 @@ class Server:
 
         deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
         while self.running and time.monotonic() < deadline:
-            select.select([self.wake_reader], [], [], max(0.0, deadline - time.monotonic()))
+            # Wait until a rank ends or the time is over.
+            remaining_s = max(0.0, deadline - time.monotonic())
+            select.select([self.wake_reader], [], [], remaining_s)
             self._reap()
 
         self._signal(signal.SIGKILL, set(self.running.values()))
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
+        # Those that have not ended may still be the parents of processes to end below.
         self.given_up |= _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
         self.running.clear()
         self.spares.clear()
 
         if was_running:
-            self._end_left_behind(0.0)
+            self._end_left_behind(term_grace_s=0.0)  # by SIGKILL at once, as the time is over
 
     def _end_left_behind(self, term_grace_s: float) -> list[int]:
         """Ends processes left behind by ranks, by SIGTERM and some seconds later by SIGKILL.
@@ -628,7 +646,8 @@ class Server:
             term_grace_s: time between SIGTERM and SIGKILL, in seconds.
 
         Returns:
-            The ids of processes that have not ended some seconds after SIGKILL.
+            The ids of processes that have not ended some seconds after SIGKILL. A zombie has ended,
+            though its parent has not collected its exit status.
         """
         import psutil
 
@@ -660,7 +679,7 @@ class Server:
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
             time.sleep(_MAX_POLL_S)  # even if none of them is a child of this process
 
-        return [process.pid for process in processes if process.is_running()]
+        return [process.pid for process in processes if not _is_gone_or_zombie(process)]
 
     def _children_left_behind(self) -> list[psutil.Process]:
         """Returns the children of this process that are neither ranks nor spares.
@@ -675,7 +694,7 @@ class Server:
             if child.pid in self.given_up:
                 with contextlib.suppress(psutil.Error):
                     for helper in child.children():
-                        if helper.status() != psutil.STATUS_ZOMBIE:
+                        if not _is_gone_or_zombie(helper):
                             children.append(helper)
             elif child.pid not in self.running and child.pid not in self.spares:
                 children.append(child)
@@ -710,6 +729,21 @@ def _wait_for_ends(pids: set[int], timeout: float) -> set[int]:
         if not pids or time.monotonic() >= deadline:
             return pids
         time.sleep(_MAX_POLL_S)
+
+
+def _is_gone_or_zombie(process: psutil.Process) -> bool:
+    """Returns True if a process has ended, whether or not its parent has collected its exit status.
+
+    The kernel shows a process as a zombie as soon as its main thread has ended. While another
+    thread, which perhaps waits for a device, has not, the process has not ended either.
+    """
+    import psutil
+
+    try:
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or (is_zombie and process.num_threads() <= 1)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _has_ended(pid: int) -> bool:

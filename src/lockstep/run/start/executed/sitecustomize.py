@@ -36,6 +36,7 @@ def begin() -> None:
         if is_rank:
             sys.meta_path.insert(0, AfterTorch(values["packages"]))
 
+    # Python imports one module of this name, and has found this one first.
     import_users_sitecustomize()
 
 
