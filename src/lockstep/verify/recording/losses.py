@@ -90,9 +90,9 @@ class LossRecorder:
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
 
-        # Keep the list of forward passes as it is now. The test for coupled samples runs backward
-        # passes, which may recompute checkpointed parts of the model; `state.notes` then gets a
-        # new list that also has these passes.
+        # Keep the list of forward passes as it is now. To test whether samples influence each
+        # other, `_record_sample_coupling` runs backward passes of its own. They may recompute
+        # checkpointed parts of the model, and `state.notes` then gets a new list with these, too.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
