@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,40 @@ def test_clearing_through_the_model_is_noticed(world):
             model.zero_grad()
             world.backward(mean_loss(model, batch))
             optimizer.step()
+
+
+def step_in_the_last_micro_batch_only(world: lockstep.World, *, clears_first: bool) -> None:
+    """Trains with a condition around `step`, but with none around `zero_grad`."""
+    model, optimizer = ready(world)
+    for batch in world.loader(tensors(), 10, micro_batch_size=5):
+        if clears_first:
+            optimizer.zero_grad()
+        world.backward(mean_loss(model, batch))
+        if world.is_last_micro_batch:
+            optimizer.step()
+        if not clears_first:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_a_step_whose_first_gradients_zero_grad_has_cleared_is_warned_of(world, clears_first):
+    with pytest.warns(LockstepWarning, match="the optimizer has stepped with those of the later"):
+        step_in_the_last_micro_batch_only(world, clears_first=clears_first)
+
+
+def test_a_global_batch_that_is_cleared_and_left_out_is_not_warned_of(world):
+    model, optimizer = ready(world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LockstepWarning)
+        number = 0
+        for batch in world.loader(tensors(), 10, micro_batch_size=5):
+            world.backward(mean_loss(model, batch))
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+            if world.is_last_micro_batch:
+                number += 1
+    assert number > 2
 
 
 def test_an_optimizer_that_is_not_prepared_and_steps_in_each_micro_batch_is_noticed(world):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.batch.plan import part_sizes, virtual_rank_bounds
 from lockstep.batch.shares import initial_shares
@@ -135,6 +136,8 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
+        self._is_incomplete = False
+        """True if the script has cleared gradients of the present global batch."""
 
     # Events
 
@@ -154,9 +157,10 @@ class VirtualRankGradients(Extension):
 
         if micro_batch.first:  # a new global batch begins
             self._partial_sums.clear()
+            self._is_incomplete = False
         elif micro_batch.virtual_rank_begins and previous is not None:
             # The gradients of the previous virtual rank are still in `parameter.grad`.
-            self._check_not_cleared(previous)
+            self._is_incomplete |= self._was_cleared(previous)
             self._push_gradients(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -177,15 +181,27 @@ class VirtualRankGradients(Extension):
         """Returns True if any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def _check_not_cleared(self, micro_batch: MicroBatch) -> None:
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if the script has cleared the gradients of a virtual rank.
 
-        The gradients are only part of a sum, so `zero_grad` of a prepared optimizer would have kept
-        them.
+        They are only a part of the gradient with which the optimizer is about to step. A loop that
+        clears them and leaves the step out is right.
         """
-        was_cleared = self._backward_left_gradients and not self._has_gradients()
-        if was_cleared and counts_in_sum(micro_batch):
-            raise cleared_gradients_error()
+        if not self._is_incomplete:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._index_in_module:
+                    raise cleared_gradients_error()
+
+    def _was_cleared(self, micro_batch: MicroBatch) -> bool:
+        """Returns True if the script has cleared the gradients of a virtual rank.
+
+        Args:
+            micro_batch: the last micro-batch of the virtual rank.
+        """
+        is_cleared = self._backward_left_gradients and not self._has_gradients()
+        return is_cleared and counts_in_sum(micro_batch)
 
     # Sums
 

@@ -171,6 +171,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """In how many of its micro-batches `step()` was called in the latest global batch with a
         missed step, and how many micro-batches it had."""
 
+        self._num_backwards = 0
+        """The number of backward passes since the present optimizer step began to accumulate."""
+        self._gradients_cleared_in: StepKey | None = None
+        """The latest optimizer step in which `zero_grad()` cleared gradients of micro-batches that
+        belong to it."""
+        self._warned_of_cleared_gradients = False
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
@@ -257,6 +263,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.stepping = False
 
         self._stepped_in = present_step
+        if self._gradients_cleared_in == present_step:
+            self._warn_of_cleared_gradients()
         if micro_batch.last:
             self._step.mark_stepped()
 
@@ -330,6 +338,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._clearing_postponed_in = self._step_called_in
             return
 
+        has_stepped = self._stepped_in == self._step.key
+        if self._num_backwards and not has_stepped and not self._is_whole_batch():
+            # If the optimizer still steps for this global batch, it lacks what is cleared here. If
+            # it does not, the loop leaves the step out, which is no mistake.
+            self._gradients_cleared_in = self._step.key
+
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -352,6 +366,25 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         has_stepped = self._stepped_in == called_in
         return not has_stepped and self._step.is_unfinished(called_in)
 
+    def _is_whole_batch(self) -> bool:
+        """Returns True if the present micro-batch is all that the optimizer steps for."""
+        micro_batch = self._step.micro_batch
+        return micro_batch.opens_step and micro_batch.closes_step
+
+    def _warn_of_cleared_gradients(self) -> None:
+        """Warns, once, that the optimizer has stepped with a part of a global batch's gradients."""
+        if self._warned_of_cleared_gradients:
+            return
+
+        self._warned_of_cleared_gradients = True
+        warn(
+            "optimizer.zero_grad() between the micro-batches of a global batch",
+            "it cleared the gradients of earlier micro-batches, so the optimizer has stepped with "
+            "those of the later ones only",
+            "call optimizer.step() and optimizer.zero_grad() in every iteration, without a "
+            "condition: both act once for each global batch",
+        )
+
     def clear_if_postponed(self) -> None:
         """Clears gradients of a global batch whose step was left out, before the next begins.
 
@@ -362,8 +395,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.inner.zero_grad()
         self._clearing_postponed_in = None
 
+    def count_backward(self) -> None:
+        """Counts a backward pass of the present optimizer step."""
+        self._num_backwards += 1
+
     def begin_global_batch(self) -> None:
         """Resets what is recorded about the calls of a global batch."""
+        self._num_backwards = 0
         self._early_calls = 0
         self._early_call_at = None
         self._is_clipped = False
@@ -736,6 +774,7 @@ class _OptimizerEvents(Extension):
 
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Records when all micro-batches of a global batch have had a backward pass."""
+        self._optimizer.count_backward()
         self._num_backwards += 1
         is_complete = self._num_backwards >= micro_batch.num_micro_batches
         if micro_batch.closes_step and is_complete:
