@@ -81,7 +81,7 @@ def test_no_virtual_rank_is_interrupted(
         for index, piece in enumerate(pieces):
             if index == checked.compare_before:
                 assert next_piece == 0
-            assert piece.piece.piece == next_piece
+            assert piece.piece.piece_number == next_piece
             next_piece += 1
             if next_piece == piece.piece.num_pieces:
                 next_piece = 0

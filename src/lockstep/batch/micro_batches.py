@@ -695,9 +695,9 @@ def _micro_batches_of_virtual_ranks(
         piece = checked_piece.piece
         virtual_rank = VirtualRank(
             number=piece.virtual_rank,
-            begins=piece.piece == 0,
-            ends=piece.piece == piece.num_pieces - 1,
-            piece=piece.piece,
+            begins=piece.piece_number == 0,
+            ends=piece.piece_number == piece.num_pieces - 1,
+            piece=piece.piece_number,
             num_on_process=len(virtual_ranks_of_this_rank),
             mean_num_on_process=virtual_ranks_per_rank,
             has_own_step=False,

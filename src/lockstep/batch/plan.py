@@ -283,7 +283,7 @@ class VirtualRankPiece(NamedTuple):
     """A micro-batch of a virtual rank: some consecutive samples of the global batch."""
 
     virtual_rank: int
-    piece: int
+    piece_number: int
     """The number of this piece among the pieces of its virtual rank, counted from 0."""
     num_pieces: int
     """The number of pieces of its virtual rank."""
@@ -341,7 +341,7 @@ def split_over_virtual_ranks(
         end_of_samples = begins[end_of_virtual_ranks]
         padding = VirtualRankPiece(
             virtual_rank=max(0, end_of_virtual_ranks - 1),
-            piece=0,
+            piece_number=0,
             num_pieces=1,
             begin=end_of_samples,
             end=end_of_samples,

@@ -74,8 +74,9 @@ def add_repeats(
         presented = presented_virtual_ranks[owner]
         repeats_of_ranks.append(_repeats_of(pieces_of_ranks[owner], presented))
 
-    # All ranks must have the same number of micro-batches. A rank that repeats fewer than others
-    # fills the gap with micro-batches whose results are not used.
+    # Each rank processes the first micro-batches of its own, then its repeats, then the rest of its
+    # own. All ranks must have the same number of micro-batches, so a rank that repeats fewer than
+    # others fills the gap with micro-batches whose results are not used.
     num_repeats = max(len(repeats) for repeats in repeats_of_ranks)
     checked_of_ranks = []
     for rank, pieces in enumerate(pieces_of_ranks):
@@ -84,11 +85,11 @@ def add_repeats(
         own_after = own[num_pieces_before:]
 
         repeats = repeats_of_ranks[rank]
-        gap = num_repeats - len(repeats)
         unused = _unused_piece(pieces)
+        filling = [unused] * (num_repeats - len(repeats))
         if not own_after:  # the comparison comes before a micro-batch, so one must follow
             own_after = [unused]
-        checked_of_ranks.append([*own_before, *repeats, *[unused] * gap, *own_after])
+        checked_of_ranks.append([*own_before, *repeats, *filling, *own_after])
 
     return CheckedGlobalBatch(checked_of_ranks, compare_before=num_pieces_before + num_repeats)
 
@@ -137,16 +138,16 @@ def _num_pieces_before_repeats(pieces_of_ranks: Sequence[Sequence[VirtualRankPie
     """Returns how many micro-batches of its own each rank processes before the repeated ones.
 
     At that point no rank may be in the middle of a virtual rank. So on every rank the next
-    micro-batch must be the first one of a virtual rank (`piece == 0`). Of the points for which this
-    is true, the last one is taken, because most virtual ranks are complete by then and can be
-    repeated. With two virtual ranks of two micro-batches each on every rank, it is 2.
+    micro-batch must be the first one of a virtual rank (`piece_number == 0`). Of the points for
+    which this is true, the last one is taken, because most virtual ranks are complete by then and
+    can be repeated. With two virtual ranks of two micro-batches each on every rank, it is 2.
 
     If there is no such point between two micro-batches, the repeats come after all of them.
     """
     num_micro_batches = len(pieces_of_ranks[0])
     for num_before in range(num_micro_batches - 1, 0, -1):
         next_pieces = [pieces[num_before] for pieces in pieces_of_ranks]
-        if all(piece.piece == 0 for piece in next_pieces):
+        if all(piece.piece_number == 0 for piece in next_pieces):
             return num_before
     return num_micro_batches
 
@@ -155,7 +156,7 @@ def completed_virtual_ranks(pieces: Sequence[VirtualRankPiece], num_pieces: int)
     """Returns the virtual ranks that a rank has completed after its first `num_pieces` pieces."""
     completed = []
     for piece in pieces[:num_pieces]:
-        is_last_of_virtual_rank = piece.piece == piece.num_pieces - 1
+        is_last_of_virtual_rank = piece.piece_number == piece.num_pieces - 1
         if is_last_of_virtual_rank and not piece.is_padding:
             completed.append(piece.virtual_rank)
     return completed
@@ -180,7 +181,7 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
     # A piece with samples has already been counted, so it is marked as a repeat, whose result is
     # ignored. It is also made the only piece of its virtual rank (number 0 of 1): the virtual rank
     # begins and ends with it, and does not wait for further pieces.
-    only_piece = with_samples[-1]._replace(piece=0, num_pieces=1)
+    only_piece = with_samples[-1]._replace(piece_number=0, num_pieces=1)
     return CheckedPiece(only_piece, is_repeat=True)
 
 

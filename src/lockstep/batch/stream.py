@@ -358,7 +358,7 @@ class IterableLoader(Loader):
 
         for rank_batch in self._read_counted(epoch, start, training):
             if training:
-                self._plan.check_every_replica_has_samples(int(rank_batch.counts.sum()))
+                self._plan.check_every_replica_has_samples(int(rank_batch.samples_of_ranks.sum()))
 
             # With `check_devices`, the states of the devices are compared after some of the steps.
             steps_before = self._steps_before_pass + rank_batch.position
@@ -390,15 +390,15 @@ class IterableLoader(Loader):
 
         Args:
             epoch: number of the epoch.
-            rank_batch: the batches that this rank has read, and in `counts` how many samples each
-                rank has of the global batch.
+            rank_batch: the batches that this rank has read of the global batch. Its
+                `samples_of_ranks` says how many samples of it each rank has.
         """
         sizes = _micro_batch_sizes(rank_batch)  # shape (micro-batches, ranks)
 
         # A micro-batch in which no rank has samples is left out on all ranks.
         num_samples_on_all_ranks = sizes.sum(axis=1)  # shape (micro-batches,)
         indices = np.flatnonzero(num_samples_on_all_ranks)
-        global_samples = int(rank_batch.counts.sum())
+        global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[indices], global_samples)
 
         # Both lists are in the order in which this rank processes its micro-batches. Under DiLoCo
@@ -476,7 +476,7 @@ class IterableLoader(Loader):
                 if work is not None:
                     work.wait()
 
-                count = int(rank_batch.counts.sum())
+                count = int(rank_batch.samples_of_ranks.sum())
                 num_samples_read += count
                 is_short = count < self.batch_size
                 if count == 0 or (is_short and source.drop_last):
@@ -525,22 +525,22 @@ class IterableLoader(Loader):
         """Starts an all-gather of the number of samples that each rank has of a global batch.
 
         Args:
-            rank_batch: the part of the global batch that this rank has read. Its `counts` are
-                replaced by an array of shape `(ranks,)` that the all-gather fills.
+            rank_batch: the part of the global batch that this rank has read. Its `samples_of_ranks`
+                is replaced by an array of shape `(ranks,)` that the all-gather fills.
 
         Returns:
-            The handle of the all-gather. `rank_batch.counts` is valid once it has completed.
+            The handle of the all-gather. The new `samples_of_ranks` is valid once it has completed.
         """
         rank = self._collectives.data_parallel.rank
         world_size = self._collectives.topology.size
-        count = torch.tensor([int(rank_batch.counts[rank])])
+        count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
         counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
 
-        # `counts` shares the memory of the tensor that the all-gather writes to. In a pipeline all
-        # stages read the same data, so only the ranks of the first stage are counted; these have
-        # the lowest numbers.
-        num_data_parallel_ranks = len(rank_batch.counts)
-        rank_batch.counts = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
+        # `samples_of_ranks` shares the memory of the tensor that the all-gather writes to. In a
+        # pipeline all stages read the same data, so only the ranks of the first stage are counted;
+        # these have the lowest numbers.
+        num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
+        rank_batch.samples_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
 
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work
@@ -618,5 +618,5 @@ def _micro_batch_sizes(rank_batch: RankBatch) -> np.ndarray:
     """
     planned_sizes = rank_batch.planned_sizes
     planned_in_earlier_micro_batches = np.cumsum(planned_sizes, axis=0) - planned_sizes
-    samples_left = rank_batch.counts - planned_in_earlier_micro_batches
+    samples_left = rank_batch.samples_of_ranks - planned_in_earlier_micro_batches
     return np.clip(samples_left, 0, planned_sizes)

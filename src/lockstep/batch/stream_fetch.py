@@ -77,7 +77,7 @@ class RankBatch:
     planned_sizes: Indices
     """The planned number of samples of each rank in each micro-batch, shape `(micro-batches,
     ranks)`. At the end of the dataset there may be fewer."""
-    counts: Indices
+    samples_of_ranks: Indices
     """The actual number of samples of each rank, shape `(ranks,)`. If every rank reads the whole
     dataset, all entries are right. Otherwise only the entry of this rank is right, and the others
     hold the planned numbers."""
@@ -110,7 +110,7 @@ class _ReadPart(NamedTuple):
     """The difference between the numbers of neighbouring samples."""
     planned_sizes: Indices
     """See `RankBatch`."""
-    counts: Indices
+    samples_of_ranks: Indices
     """See `RankBatch`."""
     bounds: list[list[int]]
     """For each micro-batch, where this rank's samples begin and end within `samples`."""
@@ -161,7 +161,7 @@ class IterableFetch(Dataset[Any]):
         rank_batch = RankBatch(
             position=key.position,
             planned_sizes=part.planned_sizes,
-            counts=part.counts,
+            samples_of_ranks=part.samples_of_ranks,
             ended=part.ended,
             worker=0 if worker_info is None else worker_info.id,
             digests=self._digests,
@@ -205,7 +205,7 @@ class IterableFetch(Dataset[Any]):
         # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2).
         split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
         sizes = split_sizes(split)  # shape (micro-batches, ranks)
-        num_samples_of_ranks = sizes.sum(axis=0)  # over all micro-batches, shape (ranks,)
+        samples_of_ranks = sizes.sum(axis=0)  # over all micro-batches, shape (ranks,)
         bounds_of_this_rank = split[:, self._data_parallel.rank]  # shape (micro-batches, 2)
 
         return _ReadPart(
@@ -214,7 +214,7 @@ class IterableFetch(Dataset[Any]):
             stride=1,
             # All samples have been read, so the plan is made for exactly these.
             planned_sizes=sizes,
-            counts=num_samples_of_ranks,
+            samples_of_ranks=samples_of_ranks,
             bounds=bounds_of_this_rank.tolist(),
             ended=not samples,
         )
@@ -303,16 +303,16 @@ class IterableFetch(Dataset[Any]):
         bounds = np.minimum(planned_bounds, len(samples))
         begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # shape (micro-batches, 2)
 
-        # The real counts of other ranks are not known here, so theirs are the planned ones.
-        counts = planned_sizes.sum(axis=0)
-        counts[rank] = len(samples)
+        # The real numbers of other ranks are not known here, so theirs are the planned ones.
+        samples_of_ranks = planned_sizes.sum(axis=0)
+        samples_of_ranks[rank] = len(samples)
 
         return _ReadPart(
             samples=samples,
             first_number=first_number,
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
-            counts=counts,
+            samples_of_ranks=samples_of_ranks,
             bounds=begins_and_ends.tolist(),
             ended=ended,
         )

@@ -604,7 +604,8 @@ class SharedMemory:
         local_rank = self._local_rank
         local_size = self._local_size
 
-        # A slot holds one piece of the slice of each rank.
+        # A slot holds one piece of the slice of each rank: `slots[rank][peer]` is the place where
+        # `rank` writes its values for the piece that `peer` reduces.
         piece_numel = self._slot_bytes // slices[0].itemsize // local_size
         for start in range(0, len(slices[0]), piece_numel):
             pieces = [rank_slice[start : start + piece_numel] for rank_slice in slices]

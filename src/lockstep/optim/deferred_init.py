@@ -18,7 +18,7 @@ attribute, so copies of the module have them, too. A piece of memory is identifi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -164,8 +164,12 @@ class Recording:
         self.calls.append(_StreamBegins(None if goes_on else state))
         self._state_now = state
 
-    def _follow_seed(self) -> None:
-        """Records the random stream's state if the script has changed it within the context."""
+    def _record_seeding(self) -> None:
+        """Records the random stream's state if the script has seeded it within the context.
+
+        It is called before each recorded draw. Recorded operations draw nothing themselves, so a
+        new state can only come from the script, e.g. from `torch.manual_seed`.
+        """
         state = torch.get_rng_state()
         if self._state_now is None or not torch.equal(self._state_now, state):
             self.calls.append(_StreamBegins(state))
@@ -199,7 +203,7 @@ class Recording:
 
         is_random = torch.Tag.nondeterministic_seeded in operation.tags
         if is_random:
-            self._follow_seed()
+            self._record_seeding()
 
         overwrites: set[int] = set()
         if name in OPERATIONS_THAT_OVERWRITE:
@@ -218,12 +222,12 @@ class Recording:
             if _is_meta(tensor):
                 self._storages[storage_key(tensor)] = tensor.untyped_storage()
 
-        kept_args, kept_kwargs = pytree.tree_map(self._keep, (args, kwargs))
+        recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, (args, kwargs))
         self.calls.append(
             _Call(
                 operation,
-                kept_args,
-                kept_kwargs,
+                recorded_args,
+                recorded_kwargs,
                 outputs=outputs,
                 reads=frozenset(reads),
                 overwrites=frozenset(overwrites),
@@ -235,32 +239,48 @@ class Recording:
     def add_drawing_function(
         self, function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        """Records a call of a function that draws a tensor, as if it were one operation."""
-        self._follow_seed()
-        kept_args, kept_kwargs = pytree.tree_map(self._keep, ((tensor, *args), kwargs))
+        """Records a call of a function that draws a tensor, as if it were one operation.
+
+        Args:
+            function: a function such as `nn.init.trunc_normal_`, which writes all elements of its
+                first argument.
+            tensor: its first argument, on the meta device.
+            args: its further positional arguments.
+            kwargs: its keyword arguments.
+        """
+        # The state of the random stream from which the function will draw in the replay.
+        self._record_seeding()
+
+        # If the tensor is only a part of its memory, e.g. a slice, the rest keeps its earlier
+        # content. The memory then counts as read, so that the calls that wrote it are replayed too.
         key = storage_key(tensor)
-        overwrites = frozenset([key] if View.of(tensor).fills_memory() else [])
+        fills_memory = View.of(tensor).fills_memory()
+        this_memory = frozenset([key])
+        nothing: frozenset[int] = frozenset()
+
+        arguments = ((tensor, *args), kwargs)
+        recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, arguments)
         self._storages[key] = tensor.untyped_storage()
         self.calls.append(
             _Call(
                 function,
-                kept_args,
-                kept_kwargs,
+                recorded_args,
+                recorded_kwargs,
                 outputs=[],
-                reads=frozenset([key]) - overwrites,
-                overwrites=overwrites,
-                writes=frozenset([key]),
+                reads=nothing if fills_memory else this_memory,
+                overwrites=this_memory if fills_memory else nothing,
+                writes=this_memory,
                 is_random=True,
             )
         )
 
-    def _keep(self, leaf: Any) -> Any:
+    def _recorded_argument(self, leaf: Any) -> Any:
         """Returns the object that stands for an argument in the recording."""
         if _is_meta(leaf):
             return View.of(leaf)
         if isinstance(leaf, Tensor):  # a constant, which the script may change later
             return leaf.detach().clone()
-        if leaf == META and isinstance(leaf, torch.device):
+        if leaf == META and isinstance(leaf, torch.device):  # it will be replayed on the CPU
             return CPU
 
         if isinstance(leaf, torch.Generator):
@@ -310,25 +330,32 @@ class Recording:
         needed = self._needed_calls(keys)
         needed_elsewhere = self._needed_calls(keys_filled_otherwise - keys)
 
-        # Decide which calls run, from the last one to the first. The random stream only has to
-        # advance up to the last needed draw from it.
+        # Decide which calls run, from the last one to the first. `stream_is_needed` is True if a
+        # later needed call draws from the stream as it is at this point.
         remaining_states = list(states)
         runs: list[bool] = []
         stream_is_needed = False
         for number in reversed(range(len(self.calls))):
             call = self.calls[number]
+
+            # The stream is set, or goes on, only if a later call draws from it. If it is set to a
+            # given state, the draws before have no influence on that.
             if isinstance(call, _StreamBegins):
                 runs.append(stream_is_needed)
-                if remaining_states.pop() is not None:
+                sets_stream = remaining_states.pop() is not None
+                if sets_stream:
                     stream_is_needed = False
                 continue
 
+            # For a needed draw, the draws before it must advance the stream to the right state.
             if call.is_random and needed[number]:
                 stream_is_needed = True
 
+            # But draws for tensors whose values come from elsewhere are not part of the sequence,
+            # unless their results are needed for another tensor as well.
             writes_to_filled = not keys_filled_otherwise.isdisjoint(call.writes)
-            is_left_out = writes_to_filled or needed_elsewhere[number]
-            only_advances_stream = call.is_random and stream_is_needed and not is_left_out
+            is_for_filled = writes_to_filled or needed_elsewhere[number]
+            only_advances_stream = call.is_random and stream_is_needed and not is_for_filled
             runs.append(needed[number] or only_advances_stream)
 
         runs.reverse()
@@ -346,6 +373,8 @@ class Recording:
             is_needed = isinstance(call, _Call) and not live.isdisjoint(call.writes)
             if is_needed:
                 assert isinstance(call, _Call)
+                # Before this call, nothing needs to be known of the memory that it overwrites or
+                # creates, but its arguments must be right.
                 live -= call.overwrites
                 live -= {view.key for view in call.outputs}
                 live |= call.reads
@@ -409,11 +438,16 @@ class _Replay:
         self._last_use = self._find_last_uses()
 
     def _find_last_uses(self) -> dict[int, list[int]]:
-        """Returns, for the number of each call, the keys of memory that no later call uses."""
+        """Returns, for the number of each needed call, the keys of memory that it uses last.
+
+        That memory can be freed after the call. The number of a call is its index in the recording;
+        a call that only advances the random stream uses no memory of the replay.
+        """
         last_use: dict[int, list[int]] = {}
         used_later: set[int] = set()
-        for number in reversed(range(len(self._runs))):
-            call = self._recording.calls[number]
+        calls = self._recording.calls
+        for number in reversed(range(len(calls))):
+            call = calls[number]
             if not self._needed[number] or not isinstance(call, _Call):
                 continue
             used = call.reads | call.writes
@@ -450,51 +484,89 @@ class _Replay:
 
         Args:
             call: the recorded call.
-            is_needed: False if the call only advances the random stream. Its results are then
-                dropped.
+            is_needed: False if the call only advances the random stream. It then runs on memory of
+                its own, which is dropped afterwards.
         """
-        scratch: dict[int, torch.UntypedStorage] = {}
+        if is_needed:
+            memory = self._memory
+            keys_to_zero: frozenset[int] = frozenset()
+        else:
+            # Nothing has computed the arguments of such a call. Their values do not matter, but the
+            # operation may refuse some: `torch.bernoulli` wants probabilities. So they are 0.
+            memory = {}
+            keys_to_zero = call.reads
 
-        def real(leaf: Any) -> Any:
-            """Returns the real argument for a recorded one."""
-            if isinstance(leaf, View):
-                memory = self._memory if is_needed else scratch
-                if leaf.key not in memory:
-                    bytes_of_leaf = torch.empty(leaf.num_bytes, dtype=torch.uint8, device=CPU)
-                    if not is_needed and leaf.key in call.reads:  # such as probabilities
-                        bytes_of_leaf.zero_()
-                    memory[leaf.key] = bytes_of_leaf.untyped_storage()
-                return leaf.in_memory(memory[leaf.key])
+        def make_real(leaf: Any) -> Any:
+            return self._real_argument(leaf, memory, keys_to_zero)
 
-            if isinstance(leaf, _GeneratorOfUser):
-                return self._generators[leaf.identifier]
+        args, kwargs = pytree.tree_map(make_real, (call.args, call.kwargs), is_leaf=_is_view)
+        result = call.operation(*args, **kwargs)
+        if is_needed:
+            self._keep_outputs(call, result, args, kwargs)
 
+    def _real_argument(
+        self, leaf: Any, memory: dict[int, torch.UntypedStorage], keys_to_zero: Collection[int]
+    ) -> Any:
+        """Returns the real argument for a recorded one.
+
+        Args:
+            leaf: the recorded argument.
+            memory: the real memory by key. Memory that is missing is allocated and added: it was
+                created by `torch.empty`, for example, which is not recorded.
+            keys_to_zero: keys of the memory that is filled with 0 when it is allocated.
+        """
+        if isinstance(leaf, _GeneratorOfUser):
+            return self._generators[leaf.identifier]
+        if not isinstance(leaf, View):
             return leaf
 
-        is_leaf = lambda leaf: isinstance(leaf, View)  # noqa: E731 - it is a tuple
-        args, kwargs = pytree.tree_map(real, (call.args, call.kwargs), is_leaf=is_leaf)
-        result = call.operation(*args, **kwargs)
-        if not is_needed or not call.outputs:
+        if leaf.key not in memory:
+            allocated = torch.empty(leaf.num_bytes, dtype=torch.uint8, device=CPU)
+            if leaf.key in keys_to_zero:
+                allocated.zero_()
+            memory[leaf.key] = allocated.untyped_storage()
+        return leaf.in_memory(memory[leaf.key])
+
+    def _keep_outputs(self, call: _Call, result: Any, args: Any, kwargs: Any) -> None:
+        """Keeps the memory of the tensors that an operation has created.
+
+        Args:
+            call: the recorded call.
+            result: what the operation has returned.
+            args: the real positional arguments.
+            kwargs: the real keyword arguments.
+        """
+        if not call.outputs:
             return
 
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for view, tensor in zip(call.outputs, _new_tensors(made, args, kwargs), strict=True):
-            same_layout = tuple(tensor.stride()) == view.stride
-            if same_layout and tensor.untyped_storage().nbytes() == view.num_bytes:
+        returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        created = _outside_arguments(returned, args, kwargs)
+        for view, tensor in zip(call.outputs, created, strict=True):
+            same_strides = tuple(tensor.stride()) == view.stride
+            same_size = tensor.untyped_storage().nbytes() == view.num_bytes
+            if same_strides and same_size:
                 self._memory[view.key] = tensor.untyped_storage()
                 continue
-            bytes_of_output = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
-            self._memory[view.key] = bytes_of_output.untyped_storage()
+
+            # On the CPU the operation has chosen another layout than on the meta device. Later
+            # calls refer to the recorded one, so the values are copied to memory with that layout.
+            allocated = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
+            self._memory[view.key] = allocated.untyped_storage()
             view.in_memory(self._memory[view.key]).copy_(tensor)
 
 
-def _new_tensors(made: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
+def _is_view(leaf: Any) -> bool:
+    """Returns True for a `View`, whose fields torch's pytree would otherwise treat as leaves."""
+    return isinstance(leaf, View)
+
+
+def _outside_arguments(returned: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
     """Returns those results of an operation that do not share memory with its arguments."""
-    known: set[int] = set()
+    keys_of_arguments: set[int] = set()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
-            known.add(storage_key(leaf))
-    return [tensor for tensor in made if storage_key(tensor) not in known]
+            keys_of_arguments.add(storage_key(leaf))
+    return [tensor for tensor in returned if storage_key(tensor) not in keys_of_arguments]
 
 
 def _is_meta(leaf: Any) -> bool:
@@ -564,18 +636,22 @@ def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
         name: the name of the tensor in the module.
         tensor: the tensor.
     """
+    # The source that was noted under this name. It is ignored if the tensor has another shape, and
+    # so has replaced the one to which the source belonged.
     source: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
-    if source is not None and source.shape != tuple(tensor.shape):  # the tensor was replaced
+    if source is not None and source.shape != tuple(tensor.shape):
         source = None
 
+    # A file comes first: the user has loaded it after the tensor was initialized.
     if isinstance(source, FileSource):
         return source
 
-    # What is recorded of the tensor itself is right even if the tensor has replaced another one
-    # under this name, as when weights are tied later.
+    # Then the recording of the tensor itself. It is right even if the tensor has replaced another
+    # one of the same shape under this name, as when weights are tied later.
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
 
+    # Last the recording under this name, which a copy of the module has.
     return source
 
 
@@ -686,16 +762,22 @@ def deferred_init() -> Iterator[None]:
 
 
 def _note_sources(module: nn.Module, recording: Recording) -> None:
-    """Records that the values of a module's tensors on the meta device come from a recording."""
+    """Notes at a module that a recording has the values of its tensors on the meta device."""
     own = members(module)
     for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
         if tensor is None or not tensor.is_meta or not recording.knows(tensor):
             continue
-        source: Source = RecordedSource(recording, View.of(tensor))
-        present = sources_of(module).get(name)
-        if isinstance(present, FileSource):  # loaded inside the context
-            source = FileSource(present.value, RecordedSource(recording, View.of(tensor)))
-        sources_of(module)[name] = source
+
+        # If `lockstep.load_weights` was called inside the context, the tensor already has a file as
+        # its source. The value comes from the file. The recording is added, so that a replay knows
+        # which recorded calls it may leave out.
+        recorded = RecordedSource(recording, View.of(tensor))
+        sources = sources_of(module)
+        present = sources.get(name)
+        if isinstance(present, FileSource):
+            sources[name] = FileSource(present.value, recorded)
+        else:
+            sources[name] = recorded
 
 
 @contextmanager
