@@ -65,12 +65,12 @@ def check_state(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Checks that a saved state fits the objects of this run, before anything is loaded.
 
     Args:
         path: the folder of the checkpoint, or a description such as "step 12 in memory".
-        state: the objects of this run by name.
+        objects: the objects of this run by name.
         saved: the saved states by name, with the `manifest`.
 
     Raises:
@@ -90,17 +90,17 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
         )
 
     saved_names = saved.keys() - RESERVED_NAMES  # the names that the user has given
-    if state.keys() != saved_names:
-        not_saved = ", ".join(sorted(state.keys() - saved_names)) or "nothing"
-        only_saved = ", ".join(sorted(saved_names - state.keys())) or "nothing"
+    if objects.keys() != saved_names:
+        not_saved = ", ".join(sorted(objects.keys() - saved_names)) or "nothing"
+        only_saved = ", ".join(sorted(saved_names - objects.keys())) or "nothing"
         raise CheckpointError(
-            f"{action} with {', '.join(sorted(state))}",
+            f"{action} with {', '.join(sorted(objects))}",
             f"not in the checkpoint: {not_saved}; in the checkpoint alone: {only_saved}",
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",
         )
 
-    for name, value in state.items():
+    for name, value in objects.items():
         was_module = name in manifest["modules"]
         misfit = _describe_misfit(name, value, saved[name], was_module)
         if misfit is not None:
@@ -147,7 +147,9 @@ def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, 
         CheckpointError: the scheduler would end earlier or later than it was built for.
     """
     for length in changed_lengths(scheduler, saved):
-        # Only OneCycleLR raises an error after its last step; the others just go on.
+        # Only OneCycleLR raises an error after its last step; the others just go on. Its length is
+        # the attribute `total_steps`, and `place` is the path to it: "total_steps", or for one of
+        # several schedulers in a SequentialLR a longer path with this end.
         if length.place.endswith("total_steps"):
             # A prepared scheduler is a wrapper with the user's own as `inner`.
             kind = type(getattr(scheduler, "inner", scheduler)).__name__

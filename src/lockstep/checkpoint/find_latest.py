@@ -102,6 +102,7 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
     if chosen.name is not None:
         return  # `read_manifest_of` checks that this rank sees the same checkpoint
 
+    # Rank 0 has passed over all checkpoints, because they are damaged.
     if chosen.passed_over:
         raise CheckpointError(
             f"resuming from {folder}",

@@ -122,7 +122,10 @@ def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
             name = tensor.get("$tensor", tensor.get("$sharded"))
             if not isinstance(name, str):
                 raise ValueError("a tensor of the state has no name")
-            if "$tensor" in tensor:
+
+            # Tensors in shards are added below, because they may be in the files of other ranks.
+            is_whole = "$tensor" in tensor
+            if is_whole:
                 names.add(name)
         names_of_files[layout.tensor_file(state_name)] = names
 
@@ -197,8 +200,10 @@ class Inspection:
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None if the run has not said what is best."""
+        # The checkpoints are in the order of their steps. So after the loop `min_or_max` is what
+        # the latest one says.
         without_problems = []
-        min_or_max: Any = None  # as the latest checkpoint says
+        min_or_max: Any = None
         for health in self.checkpoints:
             if health.manifest is not None and not health.problems:
                 without_problems.append(health.path)
@@ -244,6 +249,7 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     else:
         to_open = path  # a file of weights, or a folder of another library
 
+    # All models of a checkpoint are described, and also the tensors of optimizers and the like.
     contents = open_contents(to_open, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 

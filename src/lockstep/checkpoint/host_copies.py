@@ -38,7 +38,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = _ReusedMemory(pinned=False)
         self._pinned_memory = _ReusedMemory(pinned=True)
-        self._addresses_in_use: set[int] = set()
+        self._addresses_of_training: set[int] = set()
         """The addresses of the storages that the training will change while the copies are
         written."""
         self._copying_gpus: set[torch.device] = set()
@@ -51,9 +51,9 @@ class HostCopies:
             states: pytrees with the training's own tensors. A tensor that is not in them was made
                 only for the checkpoint, so it need not be copied.
         """
-        self._addresses_in_use = set()
+        self._addresses_of_training = set()
         for state in states:
-            self._addresses_in_use |= storage_addresses(state)
+            self._addresses_of_training |= storage_addresses(state)
         self._memory.begin()
         self._pinned_memory.begin()
 
@@ -64,7 +64,7 @@ class HostCopies:
         """
         if value.device.type == "cpu":
             address = value.untyped_storage().data_ptr()
-            if address not in self._addresses_in_use:
+            if address not in self._addresses_of_training:
                 # The tensor was made only for the checkpoint, so nothing will change it.
                 return on_cpu(value)
 
@@ -87,8 +87,10 @@ class _Chunk:
     """A block of memory into which tensors are packed one after the other."""
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
-        self.numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self.num_bytes = num_bytes
         self.num_used = 0
+        """How many of the bytes are in use, counted from the beginning."""
 
 
 class _ReusedMemory:
@@ -114,16 +116,17 @@ class _ReusedMemory:
 
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
-        # Other than a slice of the chunk, this tensor has a storage of its own, so `encode` does
-        # not clone it.
-        flat = torch.frombuffer(chunk.numbers, dtype=dtype, count=count, offset=chunk.num_used)
+        # Unlike a slice of the chunk, this tensor has a storage of its own, so `encode` does not
+        # clone it.
+        flat = torch.frombuffer(chunk.memory, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)
 
     def _chunk_with_room(self, num_bytes: int) -> _Chunk:
         """Returns the first chunk with enough room for `num_bytes`, or a new chunk."""
         for chunk in self._chunks:
-            if len(chunk.numbers) - chunk.num_used >= num_bytes:
+            num_free = chunk.num_bytes - chunk.num_used
+            if num_free >= num_bytes:
                 return chunk
 
         # 1 MB, 2 MB, 4 MB, ... up to MAX_CHUNK_BYTES.

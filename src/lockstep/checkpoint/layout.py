@@ -134,10 +134,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    path_of_step: dict[int, Path] = {}
-    # If a step has a former checkpoint too (`.replaced`), the new one comes later in this order
-    # and takes its place in the dictionary.
+    # `candidates` begins with the highest step. If a step also has a former checkpoint
+    # (`.replaced`), this comes after the new one. In reverse order the new one comes last, and
+    # takes the place of the former one in the dictionary.
     lowest_step_first = reversed(candidates(folder))
+    path_of_step: dict[int, Path] = {}
     for path in lowest_step_first:
         if is_complete(path):
             path_of_step[step_of(path)] = path
@@ -320,15 +321,24 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
 
-    # {"model": {"fc.weight": [[rank, offsets, sizes], ...]}}
+    if not _shards_are_listed(manifest.get("shards", {})):
+        raise ValueError("its list of shards is damaged")
+
+
+def _shards_are_listed(shards_of_states: Any) -> bool:
+    """Returns True if a value has the form {"model": {"fc.weight": [[rank, offsets, sizes], ...]}}.
+
+    The offsets and sizes are checked when the shards are read.
+    """
     try:
-        for shards_of_tensor in manifest.get("shards", {}).values():
+        for shards_of_tensor in shards_of_states.values():
             for shards in shards_of_tensor.values():
                 for rank, _offsets, _sizes in shards:
                     if type(rank) is not int:
-                        raise TypeError  # is turned into a ValueError below
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError("its list of shards is damaged") from None
+                        return False
+    except (AttributeError, TypeError, ValueError):  # something is no dictionary or no list of 3
+        return False
+    return True
 
 
 def _is_tree_of_dict(tree: Any) -> bool:

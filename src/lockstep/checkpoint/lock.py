@@ -76,13 +76,12 @@ class Lock:
                 which the lock was taken.
             OSError: the folder does not exist or is not writable.
         """
-        is_first_save = self._lock is None
+        # Before the first save, the lock is taken.
         if self._lock is None:
             if self._path not in _locks_of_process:
                 _locks_of_process[self._path] = _make_lock(self._path)
             self._lock = _locks_of_process[self._path]
             self._lock.owners += 1
-        if is_first_save:
             return
 
         # The lock was taken for an earlier save. The file must still be the one of this run.
@@ -125,7 +124,8 @@ def find_other_writer(folder: Path) -> str | None:
     if path in _locks_of_process:
         return None  # this process has the lock, so no other run does
 
-    # If the lock is free, `_try_lock` takes it, and closing the file releases it at once.
+    # `_try_lock` returns a description of the run that has the lock. If the lock is free, it takes
+    # the lock and returns None, and closing the file releases it at once.
     with suppress(OSError), path.open("rb+") as file:
         return _try_lock(file.fileno(), path)
     return None
@@ -208,12 +208,13 @@ def _seems_alive(text: bytes, path: Path) -> bool:
             last_save_age_s = time.time() - path.stat().st_mtime
             return last_save_age_s < MAX_SAVE_AGE_S
 
-        # Another process may have the same number now, but then it has another start time.
+        # The process with this number is alive. It is that of the run if it has the same start
+        # time; otherwise another process has got the number since.
         process = psutil.Process(int(run["pid"]))
         difference_s = abs(process.create_time() - float(run["started"]))
-        is_same_process = difference_s < MAX_CLOCK_CHANGE_S
-        is_this_process = process.pid == os.getpid()
-        return bool(is_same_process) and not is_this_process
+        is_process_of_run = bool(difference_s < MAX_CLOCK_CHANGE_S)
+        is_own_process = process.pid == os.getpid()
+        return is_process_of_run and not is_own_process
     except FileNotFoundError:  # the run has removed its lock file just now
         return False
     except (psutil.Error, KeyError, ValueError, TypeError):

@@ -87,6 +87,8 @@ class PlainState:
     def take(self) -> OrderedDict[str, Any]:
         """Returns the present state. Its tensors are those of the module, including parameters."""
         state = self._module.state_dict(keep_vars=True)
+
+        # Finding the plain names is slow, so it is only done again if the names have changed.
         names = list(state)
         if names != self._names:
             self._plain = plain_state_dict(self._module)
@@ -117,7 +119,7 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
     # torch expects the module's own names, with the prefixes of its wrappers.
     own_state_to_load: OrderedDict[str, Any] = OrderedDict()
-    with shapes_are_enough():
+    with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
         own_state = module.state_dict()
     for name, tensor in own_state.items():
         plain_name = to_plain_name(name)

@@ -102,7 +102,7 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
         file_prefixes = _known_prefixes(inner_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
-            names = renaming.apply(inner_names, model)
+            names = renaming.apply(inner_names, model)  # only those that are in the model
             fitting = [name for name, new_name in names.items() if file[name] == model[new_name]]
             # The best renaming has the most names with equal shapes; among these the most names;
             # among these the fewest changes.

@@ -40,22 +40,23 @@ def load_saved_state(
         saved_dtypes: the dtypes of parameters when the state was saved. A parameter that is not
             listed is assumed to have had its present dtype.
     """
-    options_as_built = _tensor_options(optimizer)
+    tensor_options_before = _tensor_options(optimizer)
 
     # Torch would convert strings and arrays to lists, so it gets None in their place.
+    # `_restore_entries` puts them back.
     entries = saved["state"]  # the state of each parameter, by the parameter's number
-    safe_entries = {
-        number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
-    }
+    safe_entries = {}
+    for number, entry in entries.items():
+        safe_entries[number] = map_leaves(_none_for_string_or_array, entry)
     optimizer.load_state_dict({**saved, "state": safe_entries})
     _restore_entries(optimizer, saved, saved_dtypes)
 
     # Options such as the learning rate may be tensors, on a GPU if the step is compiled. Torch has
     # loaded them to the CPU, so they are moved to the device of the option that was there before.
-    for group, options in zip(optimizer.param_groups, options_as_built, strict=True):
-        for name, built in options.items():
+    for group, options_before in zip(optimizer.param_groups, tensor_options_before, strict=True):
+        for name, option_before in options_before.items():
             if isinstance(group.get(name), Tensor):
-                group[name] = group[name].to(built.device)
+                group[name] = group[name].to(option_before.device)
 
 
 def _restore_entries(
@@ -75,14 +76,14 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        # Example: a parameter was float32 when it was saved, and is bfloat16 now. Then momentum in
-        # float32 had the dtype of its parameter, and torch was right to convert it to bfloat16.
+        # Torch converts all tensors of the state to the dtype of the parameter. This is wanted only
+        # if the parameter itself has another dtype now, and for tensors that had its former dtype.
+        # Example: a parameter and its momentum were float32 when they were saved, and the parameter
+        # is bfloat16 now. Then the momentum becomes bfloat16, too.
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        dtype_has_changed = saved_dtype != parameter.dtype
+        former_dtype = saved_dtype if saved_dtype != parameter.dtype else None
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter],
-            entries[number],
-            converted_dtype=saved_dtype if dtype_has_changed else None,
+            optimizer.state[parameter], entries[number], former_dtype
         )
 
 
@@ -137,14 +138,14 @@ def _tensor_options(optimizer: Optimizer) -> list[dict[str, Tensor]]:
     return options_of_groups
 
 
-def _none_if_taken_for_list(leaf: Any) -> Any:
+def _none_for_string_or_array(leaf: Any) -> Any:
     """Returns None for strings and arrays, which torch would convert to lists; others unchanged."""
     if isinstance(leaf, TAKEN_FOR_LISTS_BY_TORCH):
         return None
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -152,30 +153,31 @@ def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None)
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        converted_dtype: tensors that were saved in this dtype were rightly converted, and stay as
-            they were loaded. None: there are no such tensors.
+        former_dtype: the dtype of the parameter when it was saved, if it is another one now.
+            Tensors that were saved in this dtype have been converted with the parameter, and stay
+            as they were loaded. None: the parameter has the same dtype as before.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         keeps_dtype = saved.dtype == loaded.dtype
-        was_rightly_converted = saved.dtype == converted_dtype
-        if keeps_dtype or was_rightly_converted:
+        changes_with_parameter = saved.dtype == former_dtype
+        if keeps_dtype or changes_with_parameter:
             return loaded
         return saved.to(loaded.device)
 
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, converted_dtype)
+                loaded[key] = _restore_saved(loaded[key], value, former_dtype)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, converted_dtype))
+            items.append(_restore_saved(loaded_item, saved_item, former_dtype))
         return type(saved)(items)
 
     return loaded

@@ -70,6 +70,8 @@ class RandomStates:
         if self._common_stream is None or self._warned_of_difference:
             return
 
+        # Ranks that have drawn other random numbers than rank 0. The results are then no longer the
+        # same bits as on another number of processes.
         differing = []
         for rank, state in enumerate(states_of_ranks):
             if state != states_of_ranks[0]:
@@ -100,9 +102,10 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # This run has a common stream. If the checkpoint has one too, `states` has only this one.
-        # Otherwise it has one for each rank, and the first is taken, so that the run goes on as it
-        # would on one process.
+        # This run has one common stream for all ranks. If the saved run had one too, `states` has
+        # only its state. Otherwise it has a state for each rank, and the first known one is taken,
+        # so that the run goes on as it would on one process. Not all ranks were on lost machines,
+        # so at least one state is known.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))

@@ -54,7 +54,8 @@ def keys_of_partial_states(
     """
     partial_keys: dict[str, list[int | str]] = {}
 
-    # The rounding errors of compressed gradients are different on each rank.
+    # The state of the run itself has an entry `state` only if gradients are compressed. It holds
+    # the rounding errors of the compression, which are different on each rank.
     if "state" in states["world"]:
         partial_keys["world"] = list(states["world"]["state"])
 

@@ -120,8 +120,11 @@ def _saves_to_finish(
     to_finish = []
     for path in unfinished_saves:
         is_whole = not health_of[path].problems
-        has_other_checkpoint = layout.step_of(path) in sound_steps or _final_path(path).exists()
-        if is_whole and not has_other_checkpoint:
+        has_sound_checkpoint = layout.step_of(path) in sound_steps
+
+        # A damaged checkpoint of the step may be in the way of the last rename.
+        name_is_taken = _final_path(path).exists()
+        if is_whole and not has_sound_checkpoint and not name_is_taken:
             to_finish.append(path)
     return to_finish
 
@@ -202,7 +205,9 @@ def _readable_weights(path: Path) -> list[Path]:
     """
     readable = []
     for file in sorted(path.glob("*.safetensors")):
-        if layout.is_one_of_several_files(file) or file.stem == layout.TRAINING:
+        holds_only_shards = layout.is_one_of_several_files(file)
+        is_of_no_module = file.stem == layout.TRAINING  # the states of optimizers and the like
+        if holds_only_shards or is_of_no_module:
             continue
         with suppress(CheckpointError):  # a file that cannot be read is left out
             tensors = read_header(file)

@@ -244,7 +244,7 @@ def write_checkpoint(
             remove_unfinished(temporary)
             raise
 
-        # If the new checkpoint has replaced a damaged one, its name no longer stands for that one.
+        # The new checkpoint is sound, even if it has replaced a damaged one of the same name.
         still_damaged = set(damaged_names) - {final.name}
         _remove_old(folder, keep, best, still_damaged)
     return final
@@ -299,7 +299,7 @@ def _list_shards(reports: Mapping[int, Report]) -> dict[str, dict[str, list[Any]
 
 
 def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> None:
-    """Adds entries of a state that another rank has to the entries of rank 0.
+    """Adds another rank's entries of a state to those of rank 0, in the manifest.
 
     Under a pipeline, for example, each rank has the entries of its own layers.
 
@@ -399,7 +399,9 @@ def _remove_old(
 
     for path in checkpoints:
         if path not in to_keep:
-            _remove_if_possible(layout.hide(path))
+            # It is renamed first, so that it vanishes at once for all who look for checkpoints.
+            hidden = layout.hide(path)
+            _remove_if_possible(hidden)
 
 
 def _undamaged(folder: Path, damaged_names: Collection[str]) -> list[Path]:

@@ -225,7 +225,7 @@ class Checkpoint:
             if isinstance(value, Loader):
                 _ = value.fingerprint  # computed now: some datasets change during the training
         self._world = world
-        self._unsettled_world_state = unsettled_world_state or world.state_dict
+        self._world_state_without_checks = unsettled_world_state or world.state_dict
         self._virtual_ranks = virtual_ranks
         self._action = f"saving a checkpoint in {self.folder}"
         self._damaged_names: tuple[str, ...] = ()
@@ -329,7 +329,8 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        # The exchange in `_collect_states` has told all ranks how the previous save ended.
+        # A save is confirmed when all ranks know how it ended. For the previous save, the exchange
+        # in `_collect_states` has told this to all of them.
         self._writer.has_unconfirmed_save = False
 
         other_writers: list[int] = []
@@ -337,7 +338,7 @@ class Checkpoint:
             if rank > 0 and summary.has_own_tensors:
                 other_writers.append(rank)
 
-        # Steps 2 and 3
+        # Steps 2 and 3. The memory of the copies of the previous save is used again.
         self._copies.begin(states.values())
         try:
             prepared, folder_names = exchange_on_all_ranks(
@@ -393,6 +394,8 @@ class Checkpoint:
         if not skip:
             self._writer.finish()  # waits, and raises the error of the previous save
 
+        # A state is partial if each rank has only some of its entries, as under a pipeline. What a
+        # rank has of it, and its shards of DTensors, are its own: rank 0 cannot store them.
         objects = self._objects()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
@@ -422,8 +425,9 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # If this rank proposed to skip the save and rank 0 decided otherwise, this rank has not yet
-        # waited for the previous save.
+        # With `busy="skip"`, a rank that is still writing the previous save proposes to skip this
+        # one, and rank 0 decides. If it has decided to save, this rank has not yet waited for the
+        # previous save. On any other rank this returns at once.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -503,7 +507,8 @@ class Checkpoint:
             return None
         self._last_step_called = number
 
-        # A loop over a loader tells `KeptSteps` by itself that a global batch is done.
+        # If steps are kept in memory, the present step is kept once its global batch is done. A
+        # loop over a loader reports this by itself. In any other loop, this call shows it.
         if self._kept is not None and not self._progress.in_training_loop:
             self._kept.batch_is_done()
 
@@ -551,14 +556,18 @@ class Checkpoint:
         kept = self._kept
         if kept is None:
             is_restart = self._collectives.topology.restarts > 0
-            return self._resume_from_disk("; no steps are kept in memory" if is_restart else "")
+            reason = "; no steps are kept in memory" if is_restart else ""
+            return self._resume_from_disk(reason)
 
         self._attach(kept)
         # True if this run has resumed before, and now goes back to a checkpoint.
         goes_back = self._has_resumed
         answers = gather_answers(
-            self._collectives, RESUMING_FROM_MEMORY, lambda: self._report_memory(kept)
+            self._collectives,
+            RESUMING_FROM_MEMORY,
+            lambda: self._report_memory(kept, goes_back=goes_back),
         )
+        self._has_resumed = True
         folders = sorted({answer["folder"] for answer in answers})
 
         resumed_step, note = self._resume_kept_step(answers, folders, goes_back=goes_back)
@@ -566,16 +575,19 @@ class Checkpoint:
 
         number_of_attempt = int(answers[0]["attempt"])  # all ranks use the number of rank 0
         kept.start(number_of_attempt, folders, resumed_step)
+
+        # The steps in memory are later than the checkpoint to which the run has gone back. If it
+        # fails before it keeps a step, its next start must not resume one of these.
         if goes_back:
             kept.forget_other_steps()
         return found
 
-    def _resume_from_disk(self, more: str = "") -> bool:
+    def _resume_from_disk(self, addition: str = "") -> bool:
         """Resumes the latest sound checkpoint of the folder; returns False if it has none.
 
         Args:
-            more: the end of the sentence that says what was resumed. If there is no checkpoint, the
-                sentence is printed only if `more` is not empty, that is, after a restart.
+            addition: added to the sentence that says what was resumed: the reason why no step in
+                memory was. It is empty at a first start, when no step could be in memory.
         """
         action = f"resuming from {self.folder}"
 
@@ -588,9 +600,11 @@ class Checkpoint:
         self._damaged_names = tuple(chosen.passed_over)
         check_views(self.folder, views)
 
+        # At a first start it is no news that there is nothing to resume.
         if chosen.name is None:
-            self.last_resume_note = f"nothing to resume in {self.folder}{more}"
-            if more:
+            is_first_start = not addition
+            self.last_resume_note = f"nothing to resume in {self.folder}{addition}"
+            if not is_first_start:
                 self._announce_resumed(self.last_resume_note)
             return False
 
@@ -600,7 +614,7 @@ class Checkpoint:
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )
         note = run_on_all_ranks(self._collectives, action, lambda: self._load_states(path, loaded))
-        self._announce_resumed(note + chosen.describe_problems() + more)
+        self._announce_resumed(note + chosen.describe_problems() + addition)
         return True
 
     @_in_checkpoint_phase
@@ -687,8 +701,12 @@ class Checkpoint:
         self._announce_resumed(note)
         return chosen, ""
 
-    def _report_memory(self, kept: KeptSteps) -> dict[str, Any]:
+    def _report_memory(self, kept: KeptSteps, *, goes_back: bool) -> dict[str, Any]:
         """Collects what the other ranks must know to choose a step in memory.
+
+        Args:
+            kept: the object that keeps the steps.
+            goes_back: True if the run has resumed before. Memory is ignored then.
 
         Returns:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
@@ -697,14 +715,13 @@ class Checkpoint:
             random number; the number of rank 0 names the present start of the run.
         """
         latest = layout.latest(self.folder)
-        kept.open()
+        kept.open()  # opens the memory of all ranks of this machine
 
         # After the first resume, the steps in memory are those of the present training itself: a
         # user who resumes again wants to go back to a checkpoint on disk.
-        is_first_resume = not self._has_resumed
-        self._has_resumed = True
+        parts = [] if goes_back else kept.report()
         return {
-            "parts": kept.report() if is_first_resume else [],
+            "parts": parts,
             "folder": kept.folder,
             "disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
             "attempt": secrets.randbits(63),
@@ -756,17 +773,27 @@ class Checkpoint:
                 optimizer_names=[n for n, value in objects.items() if isinstance(value, Optimizer)],
                 partial_names=partial_names,
             )
-            sections.append(Section(RANDOM, ("state",), self._random_states.state(), True, False))
+
+            # Each rank keeps its own random state, so the section is different on each rank.
+            random_section = Section(
+                RANDOM,
+                ("state",),
+                self._random_states.state(),
+                is_partial=True,
+                is_divided=False,
+            )
+            sections.append(random_section)
             return TakenState(facts, sections)
         finally:
             self._extensions.saving_ended()
 
     def _uncopied_states(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects to be kept in memory, and that of the world.
+        """Returns the states of these objects and of the world, with the training's own tensors.
 
-        Other than `_states_of`, this is called in each step, so it must be fast.
+        Unlike `_states_of`, this is called in each step, so it must be fast.
         """
-        states: dict[str, Any] = {"world": self._unsettled_world_state()}
+        # The checks of the run may hold back results. To ask for these may take as long as a step.
+        states: dict[str, Any] = {"world": self._world_state_without_checks()}
         for name, value in objects.items():
             if isinstance(value, nn.Module):
                 if name not in self._plain_states:
@@ -787,6 +814,8 @@ class Checkpoint:
         """
         ids: set[int] = set()
         for value in self._state.values():
+            # An optimizer of torch lacks this method of prepared ones, whose class is in a module
+            # that this module must not import.
             is_prepared_optimizer = isinstance(value, Optimizer) and hasattr(
                 value, "load_saved_state"
             )
@@ -830,6 +859,8 @@ class Checkpoint:
 
         saved = {"manifest": manifest, **training, **modules}
         check_fits(path, self._state, saved)
+
+        # If each virtual rank trains a copy of the model, the copies are saved as "replicas".
         if self._virtual_ranks is not None and "replicas" in saved:
             self._virtual_ranks.check(saved["replicas"])
         return saved
@@ -848,7 +879,7 @@ class Checkpoint:
         modules = {
             name: value for name, value in self._state.items() if isinstance(value, nn.Module)
         }
-        with shapes_are_enough():
+        with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
         notes = ""

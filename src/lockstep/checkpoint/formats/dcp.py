@@ -147,7 +147,7 @@ class ShardInArchive(LazyTensor):
         Raises:
             CheckpointError: it holds something else.
         """
-        tensor, value_sizes = self.archive.load("meta")
+        tensor, value_sizes = self.archive.load("meta")  # without the values, only their sizes
         is_tensor = type(tensor) is Tensor
         if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
             raise load_error(
@@ -277,6 +277,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
         # Where it is: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
+        # `as_shape` raises a ValueError unless both are whole numbers of at least 0.
         offset, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):  # for example compression
             raise ValueError(f"{file_name} was transformed while it was written")
@@ -345,7 +346,8 @@ def _read_tensor(
 def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
     """Puts entries into nested dictionaries, as they were when they were saved.
 
-    An entry with the keys `("model", "fc.weight")` becomes `tree["model"]["fc.weight"]`.
+    An entry with the keys `("model", "fc.weight")` becomes `tree["model"]["fc.weight"]`. The keys
+    of an entry must be a tuple of 1 to `MAX_DEPTH` names or numbers.
 
     Args:
         entries: the entries by name.

@@ -201,6 +201,8 @@ def shape_of_record(record: Any) -> Shape:
     if not is_size or len(record.args) != 1:
         raise ValueError("something else where a size is needed")
     shape = as_shape(record.args[0])
+
+    # A dimension of size 0 is counted as 1. Otherwise it would hide that the others are too large.
     if math.prod(max(extent, 1) for extent in shape) >= MAX_ELEMENTS:
         raise ValueError("a size that no tensor has")
     return shape
@@ -209,8 +211,12 @@ def shape_of_record(record: Any) -> Shape:
 def dtype_of_properties(name: str, properties: Any) -> torch.dtype:
     """Returns the dtype in the pickled properties of a tensor.
 
+    Args:
+        name: the name of the tensor, for errors.
+        properties: the record of a `TensorProperties` object of torch, with the dtype and others.
+
     Raises:
-        ValueError: they are something else, or the dtype is not known here.
+        ValueError: `properties` is no such record, or its dtype is not known here.
     """
     if not isinstance(properties, Record) or properties.class_name != "TensorProperties":
         raise ValueError(f"{name} has no properties")

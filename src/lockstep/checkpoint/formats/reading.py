@@ -223,13 +223,16 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if path.is_dir():
         return _locate_in_folder(path)
 
+    # `save_weights` may have written several files "net-00001-of-00002.safetensors" and their index
+    # in place of "net.safetensors".
     was_split = path.suffix == ".safetensors" and not path.exists() and index_of(path).exists()
     if was_split:
         path = index_of(path)
 
     with opened(path) as file:  # raises an error if it cannot be read
         # People who are used to torch.save may have named a file of save_weights "net.pth".
-        is_safetensors = path.suffix == ".safetensors" or begins_like_safetensors(file)
+        begins_like_one = begins_like_safetensors(file)
+    is_safetensors = path.suffix == ".safetensors" or begins_like_one
 
     if path.suffix == ".json":
         return path, "index"
@@ -313,7 +316,7 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
 
 
 def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundState]:
-    """Yields the states in nested dictionaries, outer ones first, and that of a pickled module.
+    """Yields the states in nested dictionaries, outer ones first; for a pickled module, its state.
 
     A dictionary is taken for a state if it has any tensors. Its values under `USUAL_KEYS_OF_STATES`
     are searched too.
@@ -352,6 +355,7 @@ def _no_weights_error(path: Path, content: Any) -> CheckpointError:
     """Builds the error for a file without weights; it says what the file holds instead."""
     held = type(content).__name__
     if isinstance(content, Mapping):
+        # Keys of other types, such as numbers, are left out.
         keys = [short(repr(key)) for key in content if isinstance(key, str)]
         held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
     return unreadable(
@@ -403,19 +407,20 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     if name is not None and name not in modules:
         raise _no_such_name_error(path, name, modules)
 
-    takes_several = name is None and everything and len(modules) > 1
-    if takes_several:
+    # Of several modules, either all are taken, or the one that is named or usually meant.
+    takes_all = name is None and everything and len(modules) > 1
+    if takes_all:
         state = {}
         for module in modules:
             for key, value in read_stored(path, manifest, module, lazy=lazy).items():
                 state[f"{module}.{key}"] = value
         found = FoundState(state, place="")
     else:
-        module = _only_module(path, modules) if name is None else name
+        module = _default_module(path, modules) if name is None else name
         state = read_stored(path, manifest, module, lazy=lazy)
         found = FoundState(state, f"{module} of {path.name}")
 
-    facts = {}
+    facts = {}  # step, epoch, versions and so on, for the user
     for key in FACTS_IN_MANIFEST:
         if manifest.get(key) is not None:
             facts[key] = manifest[key]
@@ -438,7 +443,8 @@ def _find_training_tensors(
     These are the tensors of optimizers, for example. No values are read.
     """
     # All objects in the tree that stand for tensors: {"$tensor": name} or {"$sharded": name, ...}.
-    # A list of such objects is a tree too, and is decoded to a list of tensors.
+    # `read_stored` accepts any tree. A list of such objects is a tree, too, for which it returns a
+    # list of tensors.
     encoded_tensors = list(tensor_places(manifest["training"]))
     tensors = read_stored(path, manifest, layout.TRAINING, encoded_tensors, lazy=True)
 
@@ -446,7 +452,7 @@ def _find_training_tensors(
     return zip(names, tensors, strict=True)
 
 
-def _only_module(path: Path, modules: Sequence[str]) -> str:
+def _default_module(path: Path, modules: Sequence[str]) -> str:
     """Returns the module to read if the user names none: "model", or the only one.
 
     Raises:
@@ -482,7 +488,7 @@ def read_stored(
     """
     if tree is None:
         tree = layout.trees_of_files(manifest)[name]
-    tensors = _read_header_of(path, manifest, name, 0)
+    tensors = _read_header_of(path, manifest, name, rank=0)  # whole tensors are in rank 0's file
     stored_shards = _StoredShards(path, manifest, name)
     return decode(tree, tensors if lazy else _map_tensors(tensors), stored_shards.find)
 

@@ -140,7 +140,7 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
 
     try:
-        begin, end = as_shape(offsets)
+        begin, end = as_shape(offsets)  # checks that they are whole numbers of at least 0
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
     except ValueError:  # there are not two offsets, or some number is negative
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
@@ -164,7 +164,7 @@ def _check_offsets(
     Raises:
         ValueError: there is a gap or an overlap, or the tensors end before or after the file.
     """
-    end = values_begin
+    end = values_begin  # of the tensors so far; the next tensor must begin here
     for name, tensor in tensors:
         if tensor.offset != end:
             raise ValueError(f"{short(name)} is at byte {tensor.offset}, where {end} is next")

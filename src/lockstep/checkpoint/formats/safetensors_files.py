@@ -167,13 +167,13 @@ def write_weights(
 ) -> list[Path]:
     """Writes tensors to one file, or to several with an index if they exceed `shard_bytes`.
 
-    Former weights of that name are removed once the new ones are complete. At most the tensors of
-    one file are in memory at a time.
+    Files that were written under the same path before are removed once the new ones are complete.
+    At most the tensors of one file are in memory at a time.
 
     Args:
         path: the path of the file.
         tensors: the tensors by name.
-        shard_bytes: the maximum size of a file in bytes, which only a single tensor may exceed.
+        shard_bytes: the maximum size of each file in bytes, which only a single tensor may exceed.
             None: one file.
         dtype: the dtype to which tensors are converted, see `cast`; None to keep their dtypes.
 
@@ -292,12 +292,13 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     Raises:
         CheckpointError: a finite value would become infinite.
     """
-    new_dtype = result_dtype(tensor.dtype, dtype)
+    new_dtype = result_dtype(tensor.dtype, dtype)  # its own dtype if it is not to be converted
     result = tensor.to(new_dtype)
     if result is tensor:
         return tensor
 
-    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize  # also from bf16 to fp16
+    # A dtype of the same size may have a smaller range: float16 has a smaller one than bfloat16.
+    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize
     if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
         largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())
         raise CheckpointError(

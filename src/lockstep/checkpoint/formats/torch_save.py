@@ -82,7 +82,8 @@ def read_torch(path: Path, trust: bool) -> Any:
     except Exception as error:
         raise load_error(path, error) from error
 
-    # The file holds other objects and is trusted.
+    # The file holds other objects and is trusted. A DistributedDataParallel in it is read as a
+    # plain module, because it can only be unpickled while a process group is open.
     try:
         return torch.load(
             path,
@@ -162,7 +163,8 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     compressed = [
         member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
     ]
-    # Members that share the same bytes of the file also claim more memory than the file has.
+    # Even without compression a small file may claim a lot of memory, if several members are the
+    # same bytes of the file. Then they have more bytes together than the file.
     total_size = sum(member.file_size for member in members)
     if compressed or total_size > file_size:
         raise unreadable(
@@ -186,6 +188,8 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
     is_refused = "nsupported" in str(error)
     if not globals_asked_for and not is_refused:
         return load_error(path, error)  # the pickle is damaged: trusting it would not help
+
+    # The names are not known for a file of the older format.
     names = short(", ".join(globals_asked_for[:5]), 300) or "names of code"
     return unreadable(
         path,

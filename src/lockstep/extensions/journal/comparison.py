@@ -128,6 +128,7 @@ class JournalComparison:
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
         """Describes the first step that differs, as lines of text."""
+        # If the runs began with different weights, it is no surprise that the steps differ.
         if self.weights_at_beginning:
             first_line = f"step {found.step}: the {found.differed_first} differs, too"
         else:
