@@ -281,6 +281,8 @@ class RankFailedError(LockstepError, RuntimeError):
     def translated_message(self) -> str:
         """The message for people, without the rank and the line at its end."""
 
+        # What was found may quote the script's output, which must not be translated. So there may
+        # be a text that is translated already, in place of `found`.
         def in_language(text: str) -> str:
             if text == self.found and self._found_for_people:
                 return self._found_for_people
@@ -438,7 +440,15 @@ def check_language(environ: Mapping[str, str]) -> None:
 def _format_message(
     was_set: str, found: str, do: str, code: str | None, in_language: InLanguage
 ) -> str:
-    """Returns a message in a language, without the rank and the line at its end."""
+    """Returns a message in a language, without the rank and the line at its end.
+
+    Args:
+        was_set: what the user asked for, in the user's own terms; the first line.
+        found: what is wrong with it.
+        do: what to change.
+        code: code of the entry in the catalogue, if there is one.
+        in_language: function that translates a text, or leaves it in English.
+    """
     lines = [
         was_set,
         _labelled(in_language("found:"), in_language(found)),

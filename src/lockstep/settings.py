@@ -219,7 +219,7 @@ def check_shares(shares: Any) -> None:
         return
 
     numbers = _whole_numbers(shares)
-    do = _advice_on_shares(None, "rank")
+    do = _advice_on_shares(size=None, of="rank")  # the number of ranks is not known yet
     if numbers is None:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
     if not numbers or min(numbers) < 0 or max(numbers) == 0:
@@ -265,7 +265,7 @@ def _advice_on_shares(size: int | None, of: str) -> str:
 
     Args:
         size: number of ranks or devices; None if it is not known.
-        of: whether the shares are those of ranks or devices: "rank" or "device".
+        of: what has a share each, as a word of the advice: "rank" or "device".
     """
     if size == 1:
         return f"leave shares out: there is one {of}, which gets the whole batch"
@@ -285,7 +285,8 @@ def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
         parts = shares.split(":") if isinstance(shares, str) else shares
         for part in parts:
             number = int(part)
-            if not isinstance(part, str) and number != part:  # e.g. 1.5
+            is_fraction = not isinstance(part, str) and number != part  # 1.5, of which int is 1
+            if is_fraction:
                 return None
             numbers.append(number)
     except (TypeError, ValueError):
@@ -575,12 +576,13 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
         values["virtual_ranks_of_verify"] = None
     elif values.get("virtual_ranks_of_verify") is not None:
         values["virtual_ranks"] = values["virtual_ranks_of_verify"]
-        # Statistics over the global batch would need a process for each virtual rank. `verify`
-        # compares them in another run, in float64.
+        # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
+        # global batch. `verify` compares these in another run, in float64.
         values["sync_batchnorm"] = False
 
-    # The reference run has one process with the whole batch, so its BatchNorm needs no virtual
-    # ranks to compute the statistics of the global batch.
+    # But the reference run has one process with the whole batch, in which BatchNorm computes the
+    # statistics of the global batch if there are no virtual ranks. This undoes the above where the
+    # user has asked for synchronised BatchNorm.
     if values.get("reference_of_verify") and values.get("sync_batchnorm"):
         values["virtual_ranks"] = None
 
@@ -675,6 +677,7 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
 
 def check_names_of_variables(environ: Mapping[str, str]) -> None:
     """Raises SettingError for a misspelt variable such as LOCKSTEP_PRECISON."""
+    # A setting with a reader can be set by a variable: the reader turns its text into a value.
     known_names = []
     for declaration in DECLARATIONS.values():
         if declaration.reader is not None:
@@ -720,6 +723,8 @@ def check_micro_batches(number: Any, size: Any) -> None:
         return
 
     check_whole_number(f"num_micro_batches={number!r}", number)
+
+    # Both say how a global batch is cut.
     if size is not None:
         raise SettingError(
             f"num_micro_batches={number} and micro_batch_size={size!r}",

@@ -225,7 +225,8 @@ class World:
 
         Raises:
             UsageError: an object of another kind, one that is prepared already, or an optimizer
-                with parameters of no prepared module; or results that are mixed up.
+                with parameters of no prepared module; or results that are unpacked into variables
+                in another order than the objects were given.
             DataError: a DataLoader without batch size or length.
             RanksDifferError: the ranks have different models or data.
         """
@@ -543,9 +544,10 @@ class World:
             best: keeps the checkpoint with the smallest or largest `.save(metric=...)` too.
             busy: what a save does while an earlier one is being written.
             asynchronous: False if `.save()` is to return when everything is on disk.
-            memory: True to keep each step in memory of the launcher too, whatever it costs, so that
-                a rank that fails costs the step under way; False not to. By default steps are kept
-                if `lockstep run` may start the ranks again, as often as costs little.
+            memory: True to keep each step in memory of the launcher too, whatever it costs: if a
+                rank fails, only the step under way is lost. False to keep none. By default, if
+                `lockstep run` may start the ranks again, steps are kept as often as it costs little
+                time.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
         from lockstep.checkpoint.schedule import Policy  # not all scripts save
@@ -574,9 +576,10 @@ class World:
             folder: folder of the checkpoint, for the message.
             state: the objects to save, as passed to `checkpoint`.
         """
+        # A script may save the prepared scheduler or its own one, which is inside of it.
         saved_ids = {id(value) for value in state.values()}
         for scheduler in self._preparer.schedulers:
-            optimizer_is_saved = id(scheduler.prepared) in saved_ids
+            optimizer_is_saved = id(scheduler.prepared_optimizer) in saved_ids
             scheduler_is_saved = id(scheduler) in saved_ids or id(scheduler.inner) in saved_ids
             if optimizer_is_saved and not scheduler_is_saved:
                 warn(
@@ -598,14 +601,17 @@ class World:
     def _unsettled_state_dict(self) -> dict[str, Any]:
         """Returns the same as `state_dict`, but does not raise the deferred errors of checks.
 
-        Checks may have to wait for the device to find these, which would take too long in every
-        step.
+        To find such an error, a check may have to wait for the device, which would take too long in
+        every step.
         """
         state: dict[str, Any] = {
             "epoch": self._epochs.next,
             "step": self._run.step.number,
             "scaler": self._preparer.precision.state_dict(),
         }
+
+        # Compression keeps a part of the gradients for later, which differs between the ranks. What
+        # is under "state" is saved for each rank.
         unsent = self._preparer.unsent_gradients()
         if unsent:
             state["state"] = {self.rank: unsent}
@@ -628,11 +634,11 @@ class World:
         Args:
             failed: True if this process had an error.
         """
+        global _steps_at_close
         if self._closed:
             return
 
         self._closed = True
-        global _steps_at_close
         _steps_at_close = self.step
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
@@ -640,7 +646,8 @@ class World:
         self._run.step.close_passes()  # the script may still hold the iterator of a loop
         process_group.leave(self._run, failed=failed)
 
-        # This may raise an error that an extension has deferred.
+        # This may raise an error that an extension has deferred. It comes after the run was left,
+        # so that the other ranks do not wait for this one.
         if not failed:
             self._run.extensions.settle()
         if self.is_main and not failed:
@@ -655,8 +662,9 @@ class World:
 
         self._run.extensions.choices_made(choices)
         if self.is_main:
-            joined = self._run.joined
-            num_hosts = 1 if joined is None else len(set(joined.hosts))  # None: one process
+            # A single process has joined no other ranks.
+            joined_ranks = self._run.joined
+            num_hosts = 1 if joined_ranks is None else len(set(joined_ranks.hosts))
             print_choices(title_of(self.size, num_hosts, __version__), choices)
 
     def _check_open(self, method: str) -> None:

@@ -376,9 +376,9 @@ def test_repeats_and_gaps_are_the_same_however_few_are_compared_at_a_time(at_onc
         ]
         twice, absent = repeats_and_gaps(halves, range(3, 64), at_once)
         counts = np.bincount(samples, minlength=64)
-        assert twice.first.tolist() == np.flatnonzero(counts > 1).tolist()
-        assert absent.first.tolist() == [n for n in range(3, 64) if not counts[n]]
-        assert (twice.count, absent.count) == (len(twice.first), len(absent.first))
+        assert twice.first_samples.tolist() == np.flatnonzero(counts > 1).tolist()
+        assert absent.first_samples.tolist() == [n for n in range(3, 64) if not counts[n]]
+        assert (twice.count, absent.count) == (len(twice.first_samples), len(absent.first_samples))
 
 
 def test_a_long_ledger_is_judged_in_bounded_memory():
@@ -391,5 +391,5 @@ def test_a_long_ledger_is_judged_in_bounded_memory():
         assert tracemalloc.get_traced_memory()[1] < 3 * 2**20
     finally:
         tracemalloc.stop()
-    assert twice.first.tolist() == sorted(rows[18].samples[0].tolist())
-    assert absent.first.tolist() == sorted(order[170_000:180_000].tolist())
+    assert twice.first_samples.tolist() == sorted(rows[18].samples[0].tolist())
+    assert absent.first_samples.tolist() == sorted(order[170_000:180_000].tolist())

@@ -590,7 +590,9 @@ def test_equal_devices_that_have_the_same_to_do_before_the_first_sample(monkeypa
     """What is copied for each but the first, say: fewer samples are dearer ones."""
     overhead = [3.0, 6.0, 6.0]
     monkeypatch.setattr(
-        ProfilingRun, "seconds", lambda run, samples, device: 1.0 + overhead[device] / samples
+        ProfilingRun,
+        "seconds_per_sample",
+        lambda run, samples, device: 1.0 + overhead[device] / samples,
     )
     assert trained(DP(replicas=3), shares="auto")[1].shares == (1, 1, 1)
 

@@ -64,7 +64,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-_seconds = ProfilingRun.seconds
+_seconds = ProfilingRun.seconds_per_sample
 
 
 def seconds_as_if(run: ProfilingRun, samples: int, device: int | None = None) -> float:
@@ -77,7 +77,10 @@ def seconds_as_if(run: ProfilingRun, samples: int, device: int | None = None) ->
 @contextmanager
 def quick_and_sure() -> Iterator[None]:
     """Few times are taken, which do not vary: how noise is met is tested in `data.test_shares`."""
-    with patch.object(shares, "MAX_TIMES", 3), patch.object(ProfilingRun, "seconds", seconds_as_if):
+    with (
+        patch.object(shares, "MAX_TIMES", 3),
+        patch.object(ProfilingRun, "seconds_per_sample", seconds_as_if),
+    ):
         yield
 
 
@@ -450,7 +453,9 @@ def test_the_devices_of_one_process(monkeypatch, settings):
     expected = on_replicas()[0]
     assert difference(expected, on_replicas(strategy=DP(replicas=2), **settings)[0]) < 1e-9
     times = [2.0, 1.0]
-    monkeypatch.setattr(ProfilingRun, "seconds", lambda run, samples, device: times[device])
+    monkeypatch.setattr(
+        ProfilingRun, "seconds_per_sample", lambda run, samples, device: times[device]
+    )
     found, shares, loader, said = on_replicas(strategy=DP(replicas=2), **settings)
     assert difference(expected, found) < 1e-9
     assert shares == (1, 2)

@@ -110,6 +110,8 @@ class Autotune(Extension):
                 "give numbers, or use strategy='ddp'",
             )
 
+        # The loader computes its first micro-batch inside the context `profile`, which records it.
+        # It divides the first global batch differently for that, unless `must_keep_plan()`.
         return AutotuneRequest(
             result=self.found,
             # A single device computes the whole batch, so it has no shares to be found.
@@ -131,38 +133,43 @@ class Autotune(Extension):
         """
         if self._recorded is None:
             return
-        division, num_samples, calls = self._recorded
+        plan_of_loader, num_samples, calls = self._recorded
         self._stop_recording()  # the search calls the modules again
-        search = AutotuneSearch(self.run, self.plan, division, num_samples, calls)
+        search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls)
 
-        request = division.request
-        shares = division.shares  # of the processes
-        if request.shares_are_open:
-            shares = self._find_shares(search, shares)
+        # Both may be wanted, and be known already from another loader.
+        request = plan_of_loader.request
+        must_find_shares = request.shares_are_open
+        must_find_size = request.micro_batch_size_is_open
 
-        if request.micro_batch_size_is_open:
-            size = search.find_micro_batch_size(shares)
+        shares_of_processes = plan_of_loader.shares
+        if must_find_shares:
+            shares_of_processes = self._find_shares(search, shares_of_processes)
+
+        if must_find_size:
+            size = search.find_micro_batch_size(shares_of_processes)
             self.found.micro_batch_size = size
-            largest_part = max(part_sizes(division.batch_size, shares))
+            largest_part = max(part_sizes(plan_of_loader.batch_size, shares_of_processes))
             self._print_translated(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
 
-        # This comes last, because it makes `shares_are_open` False, which the search for the
-        # micro-batch size reads.
-        if request.shares_are_open:
-            self.found.shares = shares
+        # As soon as these are set, the request no longer counts as waiting for shares. The search
+        # for the size names them in its errors, so they are set at the end.
+        if must_find_shares:
+            self.found.shares = shares_of_processes
 
     def _find_shares(
         self, search: AutotuneSearch, shares_of_processes: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Finds shares of the devices, and returns the shares that processes have from now on.
 
-        If each process has one device, those are the shares that were found. Otherwise the shares
-        of the processes stay the same: the loader divides a batch over the processes, and the
-        modules, which get the shares that were found, divide it over the devices.
+        If each process has one device, the shares of the devices are those of the processes.
+        Otherwise they are given to the modules, which divide a process's part of the batch over its
+        devices, and the shares of the processes stay as they are.
         """
         result = search.find_shares()
-        if len(self.plan.local_devices) == 1:
+        process_has_one_device = len(self.plan.local_devices) == 1
+        if process_has_one_device:
             self._print_translated(
                 _describe_shares(result.before, result.after, result.times, "rank")
             )
@@ -194,16 +201,17 @@ class Autotune(Extension):
         Raises:
             UsageError: if an optimizer has stepped, but `world.backward` was not called.
         """
+        # `_stop_recording` leaves this context.
         calls = self._recording.enter_context(record_calls(self.modules))
         recorded = _RecordedMicroBatch(division, num_samples, calls)
         self._recorded = recorded
         try:
             yield
 
-            # `after_backward` removes the recorded micro-batch. If it is still there, the user's
-            # loop has called `loss.backward()` instead of `world.backward(loss)`.
-            backward_was_called = self._recorded is not recorded
-            if self.run.step.training_pass.stepped and not backward_was_called:
+            # `world.backward` calls `after_backward`, which removes the recorded micro-batch. If it
+            # is still there, the user's loop has called `loss.backward()` instead.
+            world_backward_was_called = self._recorded is not recorded
+            if self.run.step.training_pass.stepped and not world_backward_was_called:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -227,6 +235,8 @@ class Autotune(Extension):
         # DDP with a static graph does not support several micro-batches.
         if self.plan.static_graph:
             return True
+
+        # With several optimizers, as in a GAN, a global batch must be one micro-batch.
         if len(self.optimizers) > 1:
             return True
 

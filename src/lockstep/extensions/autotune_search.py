@@ -94,23 +94,26 @@ class AutotuneSearch:
         if len(before) != self._num_devices:
             before = (1,) * self._num_devices
 
+        # A device that computes one micro-batch after the other can have a part of any size.
         has_micro_batches = (
             self._division.micro_batch_size is not None
             or self._division.request.micro_batch_size_is_open
         )
+        no_limits: list[int | None] = [None] * self._num_devices
+
         shares = before
         seconds_of_shares: dict[tuple[int, ...], float] = {}  # the time of a whole step
         times_to_show: list[list[float]] = []
         for _ in range(MAX_DIVISIONS):
-            # This also makes sure that `_measure_times` tries no more samples than fit.
-            limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
-            if has_micro_batches:
-                # Memory does not limit the part of a device, as it computes one micro-batch after
-                # the other.
-                limits = [None] * self._num_devices
-
+            # The limits of memory are found in any case: `_measure_times` tries no more samples
+            # than are known to fit.
+            limits_of_memory = self._find_everywhere(self._find_limit, self._local_devices, shares)
+            limits = no_limits if has_micro_batches else limits_of_memory
             times = self._measure_times(shares)
-            # The first times explain the result best, unless devices turn out to be equally fast.
+
+            # The user is shown the times with the first shares, as they say why other shares were
+            # tried. But if the devices turn out to be equally fast, the first times were wrong, and
+            # later ones are shown.
             if not times_to_show or are_equally_fast(times):
                 times_to_show = times
 
@@ -138,7 +141,7 @@ class AutotuneSearch:
         if len(devices) > 1:
             # The devices of a process are tried together, as they are used. They do not all have
             # the same free memory: one holds the parameters and the optimizer's state.
-            devices = (None,)
+            devices = (None,)  # all of them
         limits = self._find_everywhere(self._find_limit, devices, shares)
 
         sizes_of_parts = part_sizes(self._division.batch_size, shares)
@@ -179,14 +182,19 @@ class AutotuneSearch:
         """Finds how many samples fit in the memory of a device; None if its whole part fits.
 
         The result is remembered, so that calls with other shares try as little as possible.
+
+        Args:
+            device: the number of the device; None for all devices of this process together.
+            shares: the shares that give the device its part of the global batch.
         """
-        if device in self._known_limits:  # more samples did not fit with earlier shares
+        # With earlier shares, more samples than this did not fit.
+        if device in self._known_limits:
             return self._known_limits[device]
         if self._num_samples == 0:  # this rank has recorded no calls that it could repeat
             return None
 
+        # So many have fitted with earlier shares, or at least in the recorded micro-batch.
         size = self._size_of_part(device, shares)
-        # The recorded micro-batch has fitted, at least.
         known_to_fit = self._known_to_fit.get(device, self._num_samples)
         if size <= known_to_fit:
             return None
@@ -210,7 +218,7 @@ class AutotuneSearch:
         if device in self._known_limits:
             size = min(size, self._known_limits[device])
         size = max(2, size)  # BatchNorm cannot train on a single sample
-        return self._profiling.seconds(size, self._index_in_process(device))
+        return self._profiling.seconds_per_sample(size, self._index_in_process(device))
 
     def _index_in_process(self, device: int | None) -> int | None:
         """Returns the number of a device among the devices of this process.
@@ -242,8 +250,8 @@ class AutotuneSearch:
             UsageError: on all ranks, if the function failed on one of them.
         """
         collectives = self._run.collectives
-        shares_are_open = self._division.request.shares_are_open
-        was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
+        shares_are_searched = self._division.request.shares_are_open
+        was_set = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
 
         def find_for_local_devices() -> list[Any]:
             """Calls the function for the devices of this process."""
@@ -261,7 +269,8 @@ class AutotuneSearch:
                     "give numbers instead, such as shares='2:3' and micro_batch_size=16",
                 ) from error
 
-        collectives.exchange("begin")  # so that all ranks begin at the same time
+        # The ranks wait for each other here, so that all of them begin at the same time.
+        collectives.exchange("begin")
         results_of_ranks = gather_answers(collectives, was_set, find_for_local_devices, UsageError)
         results: list[Any] = []
         for results_of_rank in results_of_ranks:

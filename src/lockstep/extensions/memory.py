@@ -102,11 +102,12 @@ def _make_rows(
     sizes_of_attribute: Mapping[str, Mapping[torch.device, int]],
     common: Mapping[str, Any],
 ) -> list[DeviceMemory]:
-    """Returns a row for each device that has anything, the device of this rank first.
+    """Returns a row for each device that holds something, the device of this rank first.
 
     Args:
         device_of_rank: the device of this rank, which has a row in any case.
-        sizes_of_attribute: bytes by device, for attributes of `DeviceMemory`.
+        sizes_of_attribute: for attributes of `DeviceMemory`, the bytes on each device, such as
+            `{"parameters": {cuda:0: 4096}}`.
         common: values that all rows have, by the attribute.
     """
     other_devices: set[torch.device] = set()
@@ -138,20 +139,26 @@ def _rows_of_replicas(
     samples_of_replica: list[int | None] = [None] * model.num_replicas
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))  # how the replicas divide them
+
+    row_of_parameters = rows[0]
     each_has_a_device = len(set(model.devices)) == model.num_replicas
     if not each_has_a_device:
-        return _rows_of_sharing_replicas(rows[0], samples_of_replica)
+        return _rows_of_sharing_replicas(row_of_parameters, samples_of_replica)
+
     samples_of_device: dict[str, int | None] = {}
     for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
         samples_of_device[str(device)] = replica_samples
-    # Each replica has gradients of all parameters until they are added up.
-    gradients = rows[0].gradients
+
     completed: list[DeviceMemory] = []
     for row in rows:
         if row.device in samples_of_device:
+            # Until they are added up, each replica has as many gradients as the first one, which
+            # computes with the parameters themselves.
             device_samples = samples_of_device[row.device]
+            gradients = row_of_parameters.gradients
             completed.append(replace(row, samples=device_samples, gradients=gradients))
-        else:  # no replica computes on this device
+        else:
+            # A device that holds something, such as the loss, but on which no replica computes.
             completed.append(replace(row, samples=None))
     return completed
 
@@ -161,7 +168,11 @@ def _rows_of_sharing_replicas(
 ) -> list[DeviceMemory]:
     """Returns a row for each of several replicas that share one device.
 
-    Each row says what the device would hold if this replica had it for itself.
+    Each row says what the device would hold if this replica had it for itself. The first replica
+    computes with the parameters themselves, and has the optimizer's state, the loss and the
+    measured peak of all. Each other replica has a copy of the parameters.
+
+    In a row, None stands for a number that was not measured, and 0 for nothing.
 
     Args:
         shared: the row of the device, with the bytes of all replicas.
@@ -170,25 +181,26 @@ def _rows_of_sharing_replicas(
     total_samples = sum(samples or 0 for samples in samples_of_replica)
     rows: list[DeviceMemory] = []
     for number, samples in enumerate(samples_of_replica):
+        # The activations are divided in proportion to the samples, because layers that the replicas
+        # compute together, such as BatchNorm, save tensors for all of them.
         activations: int | None = None
         if samples is not None:
-            # In proportion to the samples, because layers that the replicas compute together, such
-            # as BatchNorm, save tensors for all of them.
-            activations_of_all = shared.activations or 0  # None if nothing was saved on the device
+            # After a measurement, None says that nothing was saved on the device.
+            activations_of_all = shared.activations or 0
             activations = activations_of_all * samples // max(1, total_samples)
+
         row = replace(
             shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
         )
-        if number > 0:
-            # The first replica computes with the parameters themselves and has the optimizer's
-            # state, the loss and the measured peak. Another one has a copy of the parameters.
+        is_first = number == 0
+        if not is_first:
             row = replace(
                 row,
                 parameters=0,
                 copies=shared.parameters,
                 state=0,
                 loss=None if samples is None else 0,
-                peak=None,
+                peak=None,  # shown with the first replica
             )
         rows.append(row)
     return rows
@@ -208,18 +220,26 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
         num_bytes = 0
-        half_dtype = gathered_dtype(unit)
+        half_dtype = gathered_dtype(unit)  # None if parameters are gathered in their own dtype
         for parameter in unit.parameters():
             if id(parameter) in counted_ids:
                 continue
             counted_ids.add(id(parameter))
-            gathered_bytes = parameter.nbytes  # the size of the whole one, if it is sharded
+
+            # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.
+            gathered_bytes = parameter.nbytes
             if half_dtype is not None and parameter.is_floating_point():
                 gathered_bytes = parameter.numel() * half_dtype.itemsize
+
             # The parameters of the outermost unit stay gathered and are counted as copies.
             if unit is not units[0]:
                 num_bytes += gathered_bytes
+
+            # A gradient has the dtype of the gathered parameter. In the buffer that is sent, it has
+            # the dtype of the parameter itself.
             if parameter.requires_grad:
-                num_bytes += gathered_bytes + parameter.nbytes  # the gradient, and what is sent
+                gradient_bytes = gathered_bytes
+                sent_bytes = parameter.nbytes
+                num_bytes += gradient_bytes + sent_bytes
         largest = max(largest, num_bytes)
     return largest

@@ -123,7 +123,9 @@ class TrainingSteps:
             `activations`, `loss`, `state`, `peak`.
         """
         with self._undo(), closing(self._endless_batches()) as batches:
+            # This sets `_sizes` to the sizes of copies, activations and loss.
             self._step(batches, count_saved=True)
+
             state = state_tensors(self._optimizer.inner)
             self._sizes["state"] = bytes_by_device(storages(state))
             self._sizes["peak"] = self._measure_peak(batches)
@@ -168,8 +170,11 @@ class TrainingSteps:
                 with counting:
                     loss = self._loss(self._model, batch)
                 self._preparer.backward(loss)
+
+                # The peak on a CPU also has to count the buckets that gradients are in.
                 if count_saved:
                     self._remember_gradients()
+
                 # As in a user's loop: a prepared optimizer does nothing before the last
                 # micro-batch.
                 self._optimizer.step()
@@ -210,18 +215,24 @@ class TrainingSteps:
             self._collect_used_parameters(used_parameters),
         ):
             yield
-        self.samples = samples
-        copies = used_parameters - model_storages
-        # Each storage counts once: `count` leaves out those that are in this set, and adds those
-        # that it counts. So what the calls of the model keep does not count for the loss again.
-        counted = model_storages | copies
+        # A sharded model computes with gathered parameters, and each replica but the first with
+        # parameters of its own. These copies are kept for the backward pass too.
+        copies_of_parameters = used_parameters - model_storages
+
+        # Each storage counts once, for the first of these that has it: the parameters, their
+        # copies, the activations, the loss. `count` leaves out the storages in this set, and adds
+        # those that it counts to it.
+        counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
             activations.update(saved.count(counted))
+        loss = saved_outside.count(counted)
+
+        self.samples = samples
         self._sizes = {
-            "copies": bytes_by_device(copies),
+            "copies": bytes_by_device(copies_of_parameters),
             "activations": activations,
-            "loss": saved_outside.count(counted),
+            "loss": loss,
         }
 
     @contextmanager
@@ -251,7 +262,10 @@ class TrainingSteps:
     def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
         """Returns the most memory that tensors take at one time in a step, by device."""
         if self._run.device.type == "cuda":
-            devices = {self._run.device, *self._sizes["activations"], *self._sizes["loss"]}
+            # Each of the sizes is a dict from devices to bytes.
+            devices_with_activations = self._sizes["activations"].keys()
+            devices_with_loss = self._sizes["loss"].keys()
+            devices = {self._run.device, *devices_with_activations, *devices_with_loss}
             for device in devices:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -265,8 +279,9 @@ class TrainingSteps:
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
         the step, and replicas compute in threads of their own.
         """
-        # What is alive before the step: the model, the optimizer's state, and buckets of gradients
-        # (gradients themselves were cleared).
+        # A thread that has entered `live` counts each tensor that it makes. What is alive already
+        # is counted here: the model, the optimizer's state, and buckets of gradients (gradients
+        # themselves were cleared).
         live = LiveTensors()
         live.count(storages([*self._model.parameters(), *self._model.buffers()]))
         live.count(storages(state_tensors(self._optimizer.inner)))
@@ -293,11 +308,13 @@ class TrainingSteps:
         """
         optimizer = self._optimizer.inner
         precision = self._preparer.precision
+
         # Tensors get their values back in place. A pipeline's other stages are on the meta device.
         tensors_before: list[Tensor] = []
         for tensor in [*self._model.parameters(), *self._model.buffers()]:
             if not tensor.is_meta:
                 tensors_before.append(tensor)
+
         # Dictionaries get their entries back, so that new entries go. Each is paired with a copy.
         state: dict[Any, Any] = optimizer.state
         contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
@@ -307,15 +324,19 @@ class TrainingSteps:
         for module in self._model.modules():
             buffers: dict[Any, Any] = members(module).buffers
             contents.append((buffers, dict(buffers)))
+
+        # The loader and the loss scaler load the state that they have now.
         scaler_state = precision.state_dict()
         loader_state = self._loader.state_dict()
-        loader_trained = self._loader.num_training_passes
+        num_training_passes = self._loader.num_training_passes
+
+        # `restored` also restores random streams, and `preserved` the counters of steps.
         with restored(contents, tensors_before, self._gpus), self._run.step.preserved():
             try:
                 yield
             finally:
                 self._loader.load_state_dict(loader_state)
-                self._loader.num_training_passes = loader_trained
+                self._loader.num_training_passes = num_training_passes
                 self._optimizer.zero_grad()
                 precision.load_state_dict(scaler_state)
 

@@ -110,8 +110,9 @@ class Memory:
         ]
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
-            # A row is left out if it has no figure in the whole table. But if the state of the
-            # optimizer is not known on some device, its row is shown, with "?".
+            # A row is left out of all blocks if no device of the table has a figure. But if the
+            # state of the optimizer is not known on some device of this block, its row is shown
+            # here, with "?".
             has_figures = any(getattr(device, attribute) for device in self.devices)
             state_is_unknown = attribute == "state" and None in values
             if has_figures or state_is_unknown:

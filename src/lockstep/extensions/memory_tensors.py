@@ -33,7 +33,7 @@ from lockstep.training.optimizer import PreparedOptimizer
 
 
 def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
-    """Returns the storages of dense tensors, of a DTensor that of this rank's shard.
+    """Returns the storages of dense tensors. For a DTensor it is the storage of this rank's shard.
 
     Torch returns the same object for a storage as long as it is referred to, so that a set has each
     storage once.
@@ -76,19 +76,21 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
     if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
-    trial, device_of_meta = _copy_on_meta(inner)
+    meta_optimizer, device_of_meta = _copy_on_meta(inner)
     step: Any = type(inner).step
     # The undecorated method: torch wraps `step` to call hooks, which must not see this step.
     step = getattr(step, "__wrapped__", step)
     try:
-        step(trial)
+        step(meta_optimizer)
     except Exception:  # whatever the optimizer raises without data
         return None
+
     sizes: Counter[torch.device] = Counter()
     for meta_parameter, device in device_of_meta.items():
         num_bytes = 0
-        for value in trial.state.get(meta_parameter, {}).values():
-            if isinstance(value, Tensor) and value.dim():  # no step counter, as in state_tensors
+        for value in meta_optimizer.state.get(meta_parameter, {}).values():
+            # Scalars are step counters, which are not counted, as in `state_tensors`.
+            if isinstance(value, Tensor) and value.dim() > 0:
                 num_bytes += value.nbytes
         sizes[device] += num_bytes
     return sizes
@@ -100,9 +102,9 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
     Returns:
         The copy; and for each of its parameters the device of the parameter that it stands for.
     """
-    trial: Any = copy(optimizer)
-    trial.state = type(optimizer.state)(dict)  # an empty `defaultdict(dict)`
-    trial.param_groups = []
+    meta_optimizer: Any = copy(optimizer)
+    meta_optimizer.state = type(optimizer.state)(dict)  # an empty `defaultdict(dict)`
+    meta_optimizer.param_groups = []
     device_of_meta: dict[nn.Parameter, torch.device] = {}
     for group in optimizer.param_groups:
         meta_parameters: list[nn.Parameter] = []
@@ -111,13 +113,13 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
                 meta_parameter = _on_meta(parameter)
                 meta_parameters.append(meta_parameter)
                 device_of_meta[meta_parameter] = parameter.device
-        trial_group = {**group, "params": meta_parameters}
-        # Implementations that do not work on the meta device.
+        # These options choose implementations that do not work on the meta device.
+        meta_group = {**group, "params": meta_parameters}
         for option in ("foreach", "fused", "capturable"):
-            if option in trial_group:
-                trial_group[option] = False
-        trial.param_groups.append(trial_group)
-    return trial, device_of_meta
+            if option in meta_group:
+                meta_group[option] = False
+        meta_optimizer.param_groups.append(meta_group)
+    return meta_optimizer, device_of_meta
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
@@ -157,7 +159,8 @@ class SavedTensors:
         """Returns the bytes of the saved tensors by device.
 
         Args:
-            counted: storages that are left out. The ones counted here are added.
+            counted: storages that were counted elsewhere. They are left out here, except those of
+                arguments, and those that are counted here are added.
         """
         sizes: Counter[torch.device] = Counter()
         # If an argument of the forward pass was saved, only its own bytes count. Its storage may
@@ -225,8 +228,9 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._upper_bound += max(0, num_bytes - size_before)
                 self._sizes[storage] = num_bytes
             if self._upper_bound > self.peak:
-                self._upper_bound = self.total
-                self.peak = max(self.peak, self._upper_bound)
+                exact_sum = self.total  # adds up all sizes
+                self._upper_bound = exact_sum
+                self.peak = max(self.peak, exact_sum)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -249,8 +253,8 @@ def around_calls(
             that makes the call.
     """
     module = model.module if isinstance(model, DataParallel) else model
+    # For each thread, the contexts that it has entered, the outermost first (`entered.contexts`).
     entered = threading.local()
-    """Its attribute `contexts` has the contexts that a thread has entered, the outermost first."""
 
     @outside_compiled_code
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -263,6 +267,8 @@ def around_calls(
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         entered.contexts.pop().__exit__(None, None, None)
 
-    entering = module.register_forward_pre_hook(enter, with_kwargs=True)
-    with entering, module.register_forward_hook(leave, always_call=True):
+    # The handle of a hook is a context manager, which removes the hook when it is left.
+    hook_before = module.register_forward_pre_hook(enter, with_kwargs=True)
+    hook_after = module.register_forward_hook(leave, always_call=True)
+    with hook_before, hook_after:
         yield

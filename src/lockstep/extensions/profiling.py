@@ -68,6 +68,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ForwardCall]]:
 
     with ExitStack() as hooks:
         for module in modules:
+            # The handle is a context manager, which removes the hook when it is left.
             handle = module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
             hooks.enter_context(handle)
         yield calls
@@ -119,7 +120,7 @@ class ProfilingRun:
         torch.cuda.empty_cache()  # does nothing where CUDA has not been used
         return False
 
-    def seconds(self, samples: int, device: int | None = None) -> float:
+    def seconds_per_sample(self, samples: int, device: int | None = None) -> float:
         """Returns the time of one sample if this many are computed at a time.
 
         It is the shortest of several runs, because other programs only make a run slower. The first
@@ -127,7 +128,7 @@ class ProfilingRun:
 
         Args:
             samples: how many samples to compute.
-            device: as for `fits`.
+            device: the number of a device among those of this process. None for all of them.
         """
         run_times: list[float] = []
         with self._restore_everything():
@@ -147,7 +148,7 @@ class ProfilingRun:
 
         Args:
             samples: how many samples to compute.
-            device: as for `fits`.
+            device: the number of a device among those of this process. None for all of them.
             reserved_memory: memory that must not be freed before the end; it is not used.
 
         Raises:
@@ -263,17 +264,22 @@ class ProfilingRun:
             layers += module.modules()
         layers = list(dict.fromkeys(layers))  # modules may share layers
         synchronised = [layer for layer in layers if _communicates(layer)]
-        dictionaries: list[dict[str, Any]] = []  # their entries are restored
+
+        # Two kinds of dictionaries get their entries back. The first are the attributes of layers
+        # that may set some in their forward pass: activations there would keep the memory of the
+        # largest size. `forward` of the synchronised layers is replaced below.
+        dictionaries: list[dict[str, Any]] = []
         for layer in layers:
-            # Attributes are restored as well: one that is set to activations would keep the memory
-            # of the largest size.
             if may_set_attributes(layer) or layer in synchronised:
                 dictionaries.append(vars(layer))
-        buffers: list[Tensor] = []  # their values are restored
+
+        # The second are the buffers of each layer, by name. The buffers also get their values back.
+        buffers: list[Tensor] = []
         for layer in layers:
             buffers_by_name: dict[str, Any] = members(layer).buffers
             dictionaries.append(buffers_by_name)
             buffers += [buffer for buffer in buffers_by_name.values() if buffer is not None]
+
         contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
         blocked_before = collectives.blocked_reason
         with restored(contents, buffers, self._gpus), torch.enable_grad():

@@ -807,19 +807,23 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
 
     Args:
         inner: the user's scheduler.
-        prepared: the prepared optimizer whose learning rate it sets.
+        prepared_optimizer: the prepared optimizer whose learning rate it sets.
         step: the state of the current optimizer step.
         collectives: the collectives of the run.
     """
 
     def __init__(
-        self, inner: LRScheduler, prepared: PreparedOptimizer, step: Step, collectives: Collectives
+        self,
+        inner: LRScheduler,
+        prepared_optimizer: PreparedOptimizer,
+        step: Step,
+        collectives: Collectives,
     ) -> None:
         self.inner = inner
-        self.prepared = prepared
+        self.prepared_optimizer = prepared_optimizer
         self._step = step
         self._collectives = collectives
-        prepared.has_prepared_scheduler = True
+        prepared_optimizer.has_prepared_scheduler = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps after the last micro-batch of a global batch; does nothing in earlier ones.
@@ -835,7 +839,7 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
 
         # A call after the loop is for the whole epoch, whether or not its last step was skipped.
         steps_for_global_batch = self._step.in_training_loop
-        if steps_for_global_batch and self.prepared.skipped:
+        if steps_for_global_batch and self.prepared_optimizer.skipped:
             return
 
         if isinstance(self.inner, ReduceLROnPlateau):

@@ -41,7 +41,7 @@ class EvaluationPassesCheck(Check):
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
-        self._compared: list[LoaderPasses] = []
+        self._passes_at_comparison: list[LoaderPasses] = []
         """This rank's passes over each loader when they were last compared in detail."""
         self._has_warned = False
         if not run.collectives.single_process:
@@ -59,9 +59,11 @@ class EvaluationPassesCheck(Check):
         for index, passes in enumerate(self._passes()):
             begun = passes.begun
             evaluated = passes.evaluated
-            if index < len(self._compared):  # else the loader was prepared after the comparison
-                begun -= self._compared[index].begun
-                evaluated -= self._compared[index].evaluated
+            # A loader that was prepared after the comparison had no passes then.
+            was_compared = index < len(self._passes_at_comparison)
+            if was_compared:
+                begun -= self._passes_at_comparison[index].begun
+                evaluated -= self._passes_at_comparison[index].evaluated
             passes_since.append((begun, evaluated))
         return passes_since
 
@@ -75,7 +77,7 @@ class EvaluationPassesCheck(Check):
         Args:
             details_of_ranks: for each rank, what `history_details` has returned, read from JSON.
         """
-        self._compared = self._passes()
+        self._passes_at_comparison = self._passes()
         self._compare(details_of_ranks)
 
     def close(self, failed: bool) -> None:

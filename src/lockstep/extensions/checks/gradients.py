@@ -48,12 +48,16 @@ class GradientVersionCheck(Check):
         self._num_backwards = 0
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Records the gradients, if they are not yet those that the optimizer will use."""
+        """Records the gradients, if they are not yet those that the optimizer will use.
+
+        They are not if later micro-batches will add to them, or if they are still scaled (fp16).
+        """
         self._num_backwards += 1
-        later_micro_batches_add = not self.run.step.micro_batch.closes_step
+        are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
-        if not later_micro_batches_add and not are_scaled:
+        if are_complete and not are_scaled:
             return
+
         if self._parameters is None:
             self._parameters = self._find_parameters()
         parameters: list[nn.Parameter] = []
@@ -63,7 +67,7 @@ class GradientVersionCheck(Check):
             if gradient is not None:
                 parameters.append(parameter)
                 gradients.append(gradient)
-        gradient_ids = map(id, gradients)
+        gradient_ids = [id(gradient) for gradient in gradients]
         self._records = list(zip(parameters, gradient_ids, write_counts(gradients), strict=True))
 
     def _find_parameters(self) -> list[nn.Parameter]:
@@ -78,10 +82,12 @@ class GradientVersionCheck(Check):
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError if the gradients of earlier micro-batches were written to."""
-        if self.run.step.micro_batch.opens_step:
+        is_first_micro_batch_of_step = self.run.step.micro_batch.opens_step
+        if is_first_micro_batch_of_step:
             return  # no earlier micro-batch has left gradients for this optimizer step
         if self._num_backwards > 0:
-            return  # compared before the first backward pass of this micro-batch
+            return  # already compared, before an earlier backward pass of this micro-batch
+
         if any(_was_written_to(record) for record in self._records):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
@@ -96,6 +102,9 @@ class GradientVersionCheck(Check):
         """Raises UsageError if gradients of this optimizer are still scaled and were written to."""
         if not self.precision.scales(optimizer):
             return
+
+        # Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they
+        # are clipped to a norm of 1 before, they are far too small afterwards.
         stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         for record in self._records:
             parameter, _, _ = record

@@ -88,11 +88,21 @@ class LossCheck(Check):
         Such a loss is multiplied by 0 before the backward pass, but 0 * NaN is NaN.
         """
         has_weight_0 = micro_batch.scale == 0.0
-        if not has_weight_0 or not self.run.collectives.contributes:
+        if not has_weight_0:
             return
+
+        # A rank that does not contribute, such as an earlier stage of a pipeline, has a loss that
+        # is not used.
+        if not self.run.collectives.contributes:
+            return
+
+        # The loss scaler skips the step if gradients of any rank are not finite.
         has_no_rows = not micro_batch.local_rows
         if has_no_rows and self.precision.scaler is not None:
-            return  # the loss scaler skips the step if gradients of any rank are not finite
+            return
+
+        # Only a loss that is not finite can have made the gradients NaN, and looking at all
+        # gradients takes longer.
         if loss.isfinite().item():
             return
         if self._has_nan_gradient():

@@ -79,19 +79,23 @@ class PreparationCheck(Check):
         location = self._line_to_look_at(loss)
         if location is None:
             return
+
+        # `unprepared_leaves` returns None if the loss reaches a prepared parameter. A loss may be
+        # right without one, too.
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
         leaves = unprepared_leaves(loss, prepared_ids)
         if leaves is None or self._may_be_right(leaves):
-            # It reaches a prepared parameter, or it may be right without one.
             self._right_losses[location] = self._right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
+
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         model = self._unprepared_models.get(location)
         if model is None or not model.has_any_of(parameters):
             # The first such loss of this line, or the line trains another model now.
             self._unprepared_models[location] = UnpreparedModel(location, parameters)
             return
+
         model.num_backwards += 1
         model.update_checksum()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
@@ -100,35 +104,52 @@ class PreparationCheck(Check):
     def _line_to_look_at(self, loss: Tensor) -> Location | None:
         """Returns the line of the script that has given this loss to `World.backward`.
 
+        Reading the graph of a loss takes long. So only the first losses of each line are looked at,
+        until it is known whether they are right.
+
         Returns:
-            None if the graph of the loss is not to be read. Reading takes long, so it is done only
-            for the first losses of each line, until it is known whether they are right.
+            None if the graph of this loss is not to be read.
         """
         if not self._is_active:
             return None
+
+        # Later in the run, only lines that were suspicious at its beginning are looked at.
         is_beginning_of_run = self._num_backwards <= MAX_BACKWARDS_WATCHED
         if not is_beginning_of_run and not self._unprepared_models:
             return None
+
+        # The loss of an earlier stage of a pipeline is not used.
         if not self.run.collectives.contributes:
-            return None  # an earlier stage of a pipeline, whose loss is not used
+            return None
+
+        # A loss without a graph reaches no parameters.
         if not loss.requires_grad:
             return None
+
         location = user_location()
         if location is None:
             return None
+
+        # Enough losses of this line were right.
         if self._right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
             return None
+
+        # The line trains an unprepared model. It is looked at again until the checksums of this
+        # model were sent to be compared between the ranks. A model without checksums is not
+        # compared.
         model = self._unprepared_models.get(location)
         if model is not None:
             has_checksums = model.first_checksum is not None
             if not has_checksums or model.checksums_were_sent:
-                return None  # it cannot be compared over the ranks, or was compared
+                return None
+
         return location
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
 
-        A strategy may put other parameters in the place of the user's, such as shards.
+        A strategy may put other parameters in the place of the user's, such as shards. The script
+        may still hold the old ones, so a loss that reaches them reaches a prepared module.
         """
         parameters: list[Tensor] = []
         for wrapped in self.wrapped:
@@ -136,7 +157,7 @@ class PreparationCheck(Check):
             parameters += wrapped.unsharded_parameters
             for old, new in wrapped.replaced_parameters:
                 parameters.append(old)
-                if new is not None:
+                if new is not None:  # None: the new parameter is on another rank
                     parameters.append(new)
         return parameters
 
@@ -189,6 +210,7 @@ class PreparationCheck(Check):
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
         """Warns, on this rank, of an unprepared model that each rank trains in its own way."""
+        # "... belong to no prepared module; they were equal on all ranks, ..."
         prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
@@ -206,12 +228,13 @@ class PreparationCheck(Check):
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Called by torch before any optimizer steps. Warns once of one that is not prepared."""
         if self._num_backwards == 0:
-            return  # a step before any training, such as one that only creates the state
+            return  # nothing was trained yet: scripts step once to create the optimizer's state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
             return  # a prepared optimizer makes this step, of the optimizer inside it
         found = self._why_step_is_wrong(optimizer)
         if found is None:
             return
+
         self._unhook()  # from now on torch does not call this function any more
         name = type(optimizer).__name__
         warn(
@@ -235,21 +258,32 @@ class PreparationCheck(Check):
         num_prepared = len(ids & ids_of_prepared_models)
         if num_prepared == 0:
             return None  # an optimizer of something else
+
         if any(optimizer is prepared.inner for prepared in self._prepared_optimizers):
             return "it was given to world.prepare, which returned another one"
+
+        # Some prepared optimizers consist of others, which they step themselves: the optimizer SAM
+        # steps an SGD with the same parameters. So one that shares parameters with a prepared
+        # optimizer may be a part of it.
         for prepared in self._prepared_optimizers:
             ids_in_prepared_optimizer = {id(p) for p in parameters_of(prepared)}
             if not ids.isdisjoint(ids_in_prepared_optimizer):
-                return None  # a part of the prepared one, such as the optimizer that SAM steps
+                return None
+
         return f"it holds {num_prepared} parameters of a prepared model"
 
     def close(self, failed: bool) -> None:
-        """Compares the models that were not compared yet, so that short runs are checked too."""
+        """Compares the models that were not compared yet, so that short runs are checked too.
+
+        For that, each rank sends its checksums to the store; the last one to send them compares.
+        """
         if not self._is_active:
             return
         self._unhook()
         if failed or self.run.joined is None:
             return
+
+        # The store may be gone by now. Inside this context that is no error, and nobody waits long.
         with store_at_end(self.run.joined):
             for model in list(self._unprepared_models.values()):
                 self._send_checksums(model)

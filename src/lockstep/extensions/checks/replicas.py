@@ -31,6 +31,7 @@ class ReplicaCheck(Check):
             if wrapped.check_every == 0:  # the strategy wants no comparison
                 continue
             if check_due(number, wrapped.check_every):
+                # The strategy names the tensors that must have the same bits on a group of ranks.
                 for equal_tensors in wrapped.equal_tensors():
                     check_equal(equal_tensors, f"step {number}")
 

@@ -31,7 +31,7 @@ class SumOfMeansCheck(Check):
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
-        self._evaluations_before = 0
+        self._evaluations_at_last_sum = 0
         """How many evaluations over prepared loaders had ended when a sum was last recorded."""
         self._sum_location: Location | None = None
         """The line of the script with that sum; None after the script was parsed."""
@@ -61,9 +61,10 @@ class SumOfMeansCheck(Check):
         if self._has_warned:
             return
 
-        # Only the first sum after an evaluation is recorded.
+        # Only the first sum after an evaluation is recorded: since the last recorded sum, there
+        # must have been another evaluation.
         num_evaluations = sum(loader.evaluated for loader in self.run.loaders)
-        if num_evaluations == self._evaluations_before:
+        if num_evaluations == self._evaluations_at_last_sum:
             return
 
         # Whole numbers are not means, but counts, for example of correct predictions.
@@ -76,7 +77,7 @@ class SumOfMeansCheck(Check):
             return
 
         self._parse_script()  # checks the previous sum, which is replaced below
-        self._evaluations_before = num_evaluations
+        self._evaluations_at_last_sum = num_evaluations
         self._sum_location = user_location()
 
     def _parse_script(self) -> None:

@@ -150,6 +150,8 @@ class _ModuleUsage:
         else:
             work.wait(timeout)
 
+        # Each rank has sent its numbers x and the negative ones, -x. The largest -x of all ranks is
+        # the smallest x with a minus, so one reduction has found both.
         largest, negative_smallest = maxima.chunk(2)
         differs = (largest != -negative_smallest).tolist()
         if any(differs):

@@ -62,7 +62,7 @@ class UnpreparedSumCheck(Check):
         """The latest pass over an unprepared loader, until something else is trained or read."""
         self._passes_begun_before = 0
         """How many passes over prepared loaders had begun when that pass ended."""
-        self._counts_samples_too = False
+        self._has_summed_sample_counts = False
         """True if the script also sums the number of samples. Then it divides one sum by the other,
         and the quotient is right."""
         self._doubtful_sum: DoubtfulSum | None = None
@@ -134,7 +134,7 @@ class UnpreparedSumCheck(Check):
         doubtful_sum = self._doubtful_sum
         self._latest_pass = None
         self._doubtful_sum = None
-        self._counts_samples_too = False
+        self._has_summed_sample_counts = False
         if doubtful_sum is None or self._has_warned:
             return
         self._has_warned = True
@@ -153,8 +153,9 @@ class UnpreparedSumCheck(Check):
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
         """Remembers a doubtful sum in `_doubtful_sum`. Called after every sum over the ranks.
 
-        If what is summed is the number of samples, all sums since the latest pass are right: the
-        script divides them by this one. Then no doubtful sum is remembered any more.
+        A sum is doubtful if every rank has brought a number that counts all samples of the pass.
+        But if the script also sums the number of samples, it divides one sum by the other. Then all
+        sums since the latest pass are right, and no doubtful sum is remembered any more.
 
         Args:
             local_leaves: the tensors and numbers that this rank has given to the sum.
@@ -168,17 +169,20 @@ class UnpreparedSumCheck(Check):
             return
         if user_call() != "world.sum()":
             return  # Lockstep itself sums, inside another function that the script has called
-        local_values = numbers_in(local_leaves)
-        totals = numbers_in(summed_leaves)
+
+        numbers = list(zip(numbers_in(local_leaves), numbers_in(summed_leaves), strict=True))
         num_samples = read_pass.samples
-        for local_value, total in zip(local_values, totals, strict=True):
+        for local_value, total in numbers:
+            # A rank may bring all samples that it has read, or a part that adds up to them.
             is_number_of_samples = num_samples in (local_value, total)
             if is_number_of_samples:
-                self._counts_samples_too = True
+                self._has_summed_sample_counts = True
                 self._doubtful_sum = None
-            if self._counts_samples_too or self._doubtful_sum is not None:
-                continue  # no sum is doubtful, or one is already known
-            if not counts_repeatedly(local_value, total, size, num_samples):
+                return
+
+            # Look for a doubtful sum, until one is known or the script has shown that it divides.
+            is_settled = self._has_summed_sample_counts or self._doubtful_sum is not None
+            if is_settled or not counts_repeatedly(local_value, total, size, num_samples):
                 continue
             location = user_location()
             if not _mentions_number_of_ranks(location):

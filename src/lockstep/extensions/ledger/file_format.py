@@ -188,7 +188,13 @@ def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> 
 def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
     """Yields the begin and the end of the content of each complete record.
 
-    Damaged records are skipped.
+    A record that cannot be read is noted in `file`, which is changed. There are three cases:
+
+    - A complete record follows somewhere: the bytes before it are damaged. Reading goes on there.
+    - No complete record follows, and nothing else does: the process was killed while it wrote its
+      last record. The file is cut off.
+    - No complete record follows, but bytes do: the record is damaged, and so is all that follows.
+      The file counts as cut off as well.
 
     Args:
         data: bytes of the file.
@@ -203,22 +209,27 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
             record_begin = end
             continue
 
-        # Either this record is damaged, or it is the last one and the process was killed while
-        # writing it. It is damaged if something follows it: a complete record, or, according to the
-        # length in its frame, at least some bytes.
         next_record = _next_complete_record(data, content_begin + 1)
-        length = 0
-        frame_is_complete = content_begin <= len(data)
-        if frame_is_complete:
-            length, _ = FRAME.unpack(data[record_begin:content_begin])
-        bytes_follow = length > 0 and content_begin + length < len(data)
-        if next_record is not None or bytes_follow:
+        if next_record is not None:
             file.damaged_at.append(record_begin)
+            record_begin = next_record
+            continue
 
-        if next_record is None:
-            file.is_cut_off = True
-            return
-        record_begin = next_record
+        if _bytes_follow(data, record_begin):
+            file.damaged_at.append(record_begin)
+        file.is_cut_off = True
+        return
+
+
+def _bytes_follow(data: bytes | mmap.mmap, record_begin: int) -> bool:
+    """Returns True if a record ends before the file does, according to the length in its frame."""
+    content_begin = record_begin + FRAME.size
+    frame_is_complete = content_begin <= len(data)
+    if not frame_is_complete:
+        return False
+    length: int
+    length, _ = FRAME.unpack(data[record_begin:content_begin])
+    return length > 0 and content_begin + length < len(data)
 
 
 def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | None:

@@ -86,7 +86,7 @@ def judge(folder: str | Path) -> LedgerReport:
 def _first_batch_of_next_epoch(
     epochs: Mapping[LoaderAndEpoch, Sequence[TrainedBatch]], loader: int, epoch: int
 ) -> TrainedBatch | None:
-    """Returns the first global batch of the epoch of a loader that follows on an epoch.
+    """Returns the first global batch of the next epoch of a loader, after the given one.
 
     Args:
         epochs: the global batches of all epochs, by loader and epoch.
@@ -109,6 +109,8 @@ def _first_batch_of_next_epoch(
 def read_folder(folder: Path) -> list[Attempt]:
     """Reads the attempts in a folder, in the order in which they were started.
 
+    Each start of the run has written a file for each rank, and consists of one or several attempts.
+
     Raises:
         CheckpointError: there is no ledger, or one of another version.
     """
@@ -120,12 +122,14 @@ def read_folder(folder: Path) -> list[Attempt]:
         # may have been cut off at its beginning.
         start_name, _, rank = path.name.removesuffix(LEDGER_SUFFIX).rpartition(RANK_INFIX)
         files_of_start[start_name][int(rank)] = read_file(path)
+
     if not files_of_start:
         raise CheckpointError(
             f"the ledger {folder}",
             "the folder holds none" if folder.is_dir() else "there is no such folder",
             "train with lockstep run --ledger FOLDER, and give that folder",
         )
+
     attempts: list[Attempt] = []
     for start_name, files in files_of_start.items():
         attempts += _split_start(start_name, files)
@@ -151,7 +155,8 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
             # A rank that was killed early may have recorded fewer attempts than another.
             has_attempt = number < len(file.batches_by_attempt)
             batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
-        # Only the first attempt of a start has the files, so that each file is checked once.
+        # Later, all files of an attempt are checked for damage and for other settings. Only the
+        # first attempt of a start has the files, so each file is checked once.
         files_of_attempt = files if number == 0 else {}
         attempts.append(Attempt(start_name, num_ranks, files_of_attempt, batches_of_rank))
     return attempts
@@ -161,13 +166,16 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
     """Adds files of an attempt that are missing, cut off or damaged to the report.
 
     Args:
-        attempt: its `files` are empty if it is not the first of its start.
+        attempt: the attempt.
         number: the number of the attempt, from 1.
         report: findings and notes are added to it.
     """
+    # Each rank that has a file has an entry, even if the entry is empty in this attempt.
     for rank in range(attempt.num_ranks):
         if rank not in attempt.batches_of_rank:
             report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
+
+    # The files of a start belong to its first attempt, so each file is looked at once.
     for rank, file in sorted(attempt.files.items()):
         if file.is_cut_off:
             report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
@@ -227,18 +235,19 @@ def _collect_loaders(
         for rank, file in sorted(attempt.files.items()):
             for description in file.loaders:
                 loader = description["loader"]
-                if loader not in loaders:
-                    loaders[loader] = description
-                first = loaders[loader]
+                first_description = loaders.setdefault(loader, description)
+
                 for name in ("length", "batch_size", "drop_last"):
-                    if description[name] == first[name] or (loader, name) in reported:
-                        continue
-                    reported.add((loader, name))
-                    where = f"rank {rank} of start {number}"
-                    _report_other_setting(first, description, name, where, report)
-                if (loader, "data") in reported:
-                    continue
-                if _report_other_data(first, description, number, report):
+                    differs = description[name] != first_description[name]
+                    if differs and (loader, name) not in reported:
+                        reported.add((loader, name))
+                        where = f"rank {rank} of start {number}"
+                        _report_other_setting(first_description, description, name, where, report)
+
+                # The data may have changed, too. This returns True if it has reported that.
+                if (loader, "data") not in reported and _report_other_data(
+                    first_description, description, number, report
+                ):
                     reported.add((loader, "data"))
     return loaders
 
@@ -261,7 +270,9 @@ def _report_other_setting(
     """
     loader = first["loader"]
     report.add_finding(
-        "LS104" if name == "length" else "LS109",  # another length means other data
+        # LS104: the data has changed, which a new length means. LS109: a setting has changed, so
+        # that global batches consist of other samples.
+        "LS104" if name == "length" else "LS109",
         f"loader {loader}: {name} is {description[name]} on {where}, and was {first[name]}",
         loader=loader,
     )
@@ -417,6 +428,10 @@ def _find_fault(
             of them should name the same global batch and its number of samples over all ranks.
         absent_ranks: ranks that have a file and did not record the step.
         num_ranks: how many ranks the attempt has. There are fewer files if some are missing.
+
+    Returns:
+        The fault with its code: LS109 if the ranks disagree about the global batch, LS102 if
+        samples are missing, LS101 if some were trained twice. None if there is no fault.
     """
     first_rank = next(iter(parts))
     first = parts[first_rank]
@@ -436,6 +451,7 @@ def _find_fault(
     if len(parts) < num_ranks:
         # Files are missing, and the samples in them too. That is reported once for each file.
         return None
+
     num_recorded = sum(part.num_recorded for part in parts.values())
     if num_recorded == first.global_samples:
         return None
@@ -453,10 +469,11 @@ def _check_beginnings(
     final_attempts: FinalAttempts,
     report: LedgerReport,
 ) -> None:
-    """Compares the first samples of a stream in an epoch that several attempts have trained.
+    """Checks that a stream has begun with the same samples in each attempt that trained an epoch.
 
     Each attempt has read the stream anew, and rank 0 has recorded digests of the first samples that
-    it got. The first difference in an epoch is added to the report.
+    it got. The first difference in an epoch is added to the report, in which attempts are called
+    starts.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
@@ -471,6 +488,7 @@ def _check_beginnings(
                 beginnings[index] = beginning
         if not beginnings:
             continue
+
         first_index = min(beginnings)
         for index, beginning in beginnings.items():
             sample = first_differing_sample(beginnings[first_index], beginning)
@@ -616,6 +634,9 @@ def _check_positions(
     positions = {batch.position for batch in batches}
     num_steps = loader["steps"]  # of a whole epoch; None: a stream that does not say its length
     trained_end = max(positions) + 1  # the position behind the last one that was trained
+
+    # All positions before this one must have been trained: up to the last one that was, or to the
+    # end of the epoch if the run should have finished it.
     required_end = trained_end
     explanation = ""
     is_unfinished = num_steps is not None and trained_end != num_steps
@@ -630,6 +651,7 @@ def _check_positions(
         else:  # a restart should have gone on in this epoch
             required_end = num_steps
             explanation = "; the run was then taken up in another epoch"
+
     missing = [n for n in range(begin_position, required_end) if n not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
@@ -659,15 +681,15 @@ def _check_samples(
         # One more than the text shows, so that `join_first` adds ", ..." if there are more.
         examples = [
             _describe_sample_with_steps(sample, batches)
-            for sample in repeated.first[: MAX_ITEMS_IN_TEXT + 1].tolist()
+            for sample in repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
         ]
         what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
-        _add_epoch_finding(loader, epoch, "LS101", what, repeated.first, report)
+        _add_epoch_finding(loader, epoch, "LS101", what, repeated.first_samples, report)
     if absent.count:
         number = count_noun(absent.count, "sample")
-        examples_text = format_ranges(absent.first.tolist(), MAX_ITEMS_IN_TEXT)
+        examples_text = format_ranges(absent.first_samples.tolist(), MAX_ITEMS_IN_TEXT)
         what = f"{number} left out: {examples_text}"
-        _add_epoch_finding(loader, epoch, "LS102", what, absent.first, report)
+        _add_epoch_finding(loader, epoch, "LS102", what, absent.first_samples, report)
 
 
 def _describe_sample_with_steps(sample: int, batches: Sequence[TrainedBatch]) -> str:
@@ -707,8 +729,10 @@ def _required_samples(
         if is_whole_epoch and not loader["drop_last"]:
             return range(loader["length"])
         return range(0)
-    if stream not in ("whole", "seek"):  # "own" does not number its samples in a row
+    # A stream that splits itself does not number its samples consecutively.
+    if stream not in ("whole", "seek"):
         return range(0)
+
     # A stream's samples are numbered as they come, so all must be there from the first global batch
     # of the ledger to the last sample that was trained.
     first_sample = begin_position * loader["batch_size"]
@@ -721,17 +745,18 @@ def _required_samples(
 
 
 class SampleCount:
-    """Counts samples, and keeps the first of them."""
+    """Counts samples, and keeps the first few of them."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.first = np.empty(0, np.int64)
+        self.first_samples = np.empty(0, np.int64)
         """The smallest indices, in ascending order."""
 
     def add(self, samples: Indices) -> None:
-        """Counts samples that were not added before, and keeps the smallest of all in `first`."""
+        """Counts samples that were not added before, and keeps the smallest of all of them."""
         self.count += len(samples)
-        self.first = np.sort(np.concatenate([self.first, samples]))[:MAX_SAMPLES_KEPT]
+        samples_in_order = np.sort(np.concatenate([self.first_samples, samples]))
+        self.first_samples = samples_in_order[:MAX_SAMPLES_KEPT]
 
 
 def repeats_and_gaps(
@@ -761,7 +786,7 @@ def repeats_and_gaps(
     repeated = SampleCount()
     absent = SampleCount()
     for remainder in range(num_groups):
-        # The list is freed with this line, so that memory is bounded by one group.
+        # Only the samples of this group are copied, so memory is bounded by one group.
         group = np.concatenate([array[array % num_groups == remainder] for array in arrays])
         distinct, counts = np.unique(group, return_counts=True)
         repeated.add(distinct[counts > 1])

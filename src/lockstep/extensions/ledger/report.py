@@ -88,6 +88,8 @@ class LedgerReport:
             return ["every sample once: nothing was trained twice, nothing was left out"]
         lines = []
         if self.by_position:
+            # Of a stream, the ledger has the positions of samples and not the samples. So this
+            # proves something only if the stream gives the same samples each time it is read.
             loaders = _name_loaders(self.by_position)
             lines.append(
                 f"every position of the streams once ({loaders}): nothing "
@@ -108,9 +110,11 @@ class LedgerReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields of the report and a verdict, as values for `json.dumps`."""
+        # The verdict is about all loaders. It says no more than the loader with the least complete
+        # records allows: positions in a stream, global batches of the script's own order, or
+        # samples.
         if self.findings:
             verdict = "REPEATS OR GAPS"
-        # What can be said of all loaders is what can be said of the one with the sparsest records.
         elif self.by_position:
             verdict = "EVERY POSITION ONCE"
         elif self.by_batch:

@@ -86,8 +86,9 @@ class Ledger(Extension):
         """
         wrote_samples = False
         for loader, batches in self._untrained.items():
-            # If the pass over a loader has ended, it ended before its last global batch was
-            # trained. Then this step has trained something else.
+            # A pass ends only after its last global batch was trained, unless the script left its
+            # loop before. So if there are untrained batches and the pass has ended, the script has
+            # dropped them, and this step has trained something else.
             pass_is_running = loader.mid_epoch
             if pass_is_running:
                 self._write_step(number, loader, batches)
@@ -149,16 +150,20 @@ class Ledger(Extension):
         self._write(json_content(description))
         return number
 
-    def _write_beginning(self, number: int, loader: Loader, epoch: int) -> None:
+    def _write_beginning(self, loader_number: int, loader: Loader, epoch: int) -> None:
         """Writes digests of the first samples of a stream, once in each epoch."""
-        if (number, epoch) in self._recorded_beginnings:
+        if (loader_number, epoch) in self._recorded_beginnings:
             return
         first_samples = loader.first_samples_of_epoch
         if not first_samples:  # the dataset is not a stream
             return
 
-        self._recorded_beginnings.add((number, epoch))
-        values: dict[str, Any] = {"stream": number, "epoch": epoch, "beginning": first_samples}
+        self._recorded_beginnings.add((loader_number, epoch))
+        values: dict[str, Any] = {
+            "stream": loader_number,
+            "epoch": epoch,
+            "beginning": first_samples,
+        }
         self._write(json_content(values))
 
     def _write(self, content: bytes) -> None:
