@@ -733,12 +733,13 @@ class Agent(api.SimpleElasticAgent):
             worker_group: the ranks of this machine (*workers*).
             is_restart: not used, as only torch 2.5 to 2.8 pass it.
         """
-        # The state is HEALTHY if machines have come or gone, and FAILED after a failure here.
+        # The state is HEALTHY if machines have come or gone, and FAILED after a failure here. Only
+        # failures use up the restarts that the user allows.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
 
-        has_failed_too_often = not membership_changed and restarts_left < 0
-        if has_failed_too_often:
+        is_last_failure = not membership_changed and restarts_left < 0
+        if is_last_failure:
             self._end_ranks(signal.SIGTERM)
             return
 

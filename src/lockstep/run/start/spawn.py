@@ -336,16 +336,14 @@ def _raise_if_interrupted(agent: Agent) -> None:
         KeyboardInterrupt: the signal was Ctrl-C.
         SystemExit: it was another signal.
     """
-    # The run was interrupted before anything failed: this process was sent the signal, or its only
-    # rank was ended by Ctrl-C.
     if agent.failure is not None and agent.failure.kind == "interrupted":
+        # The signal is what ended the ranks: it was sent to this process or, if it was Ctrl-C, to
+        # the only rank.
         exit_code = agent.failure.exit_code
-
-    # This process was sent the signal, but the run did not fail of it: no rank had been started
-    # yet, or a rank had failed before.
     elif agent.interrupted is not None:
+        # This process was sent the signal, but that ended no rank: none had been started yet, or
+        # another failure had come first.
         exit_code = 128 + agent.interrupted.signal
-
     else:
         return
 
