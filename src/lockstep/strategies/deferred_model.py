@@ -254,7 +254,7 @@ class DeferredModel(Extension):
             self._stop_watching()
 
     def _watch(self, prepared: nn.Module) -> None:
-        """Registers hooks that compute values when they are needed, and that note what is loaded.
+        """Registers hooks that compute missing values when they are needed, or record a load.
 
         Args:
             prepared: the module that the strategy returned.
@@ -273,6 +273,8 @@ class DeferredModel(Extension):
 
             if name_in_model:
                 parts.add(part)
+
+                # Tensors that `load_state_dict` gives values need not be computed.
                 load_hook = _LoadHook(self._record_loaded, name_in_model)
                 self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 

@@ -147,7 +147,8 @@ class VirtualRankBuffers(Extension):
         """Gives the buffers their initial values before a virtual rank of a global batch begins.
 
         The first virtual rank copies the buffers. Before each later one, they are restored from
-        these copies.
+        these copies. Buffers of SyncBatchNorm layers are not restored, because all virtual ranks
+        give them the same values, those of the global batch.
         """
         if not self._buffer_owners or not micro_batch.virtual_rank_begins:
             return
@@ -392,19 +393,19 @@ class VirtualRankBuffers(Extension):
 
             # Compute the mean of the flat tensors of all virtual ranks.
             lengths = [buffer.numel() for buffer in (*averaged, *counters)]
-            flat_mean = averaged[0].new_empty(sum(lengths))
+            packed_mean = averaged[0].new_empty(sum(lengths))
             partial_sums = [flat_tensors[index] for flat_tensors in self._partial_sums]
-            wait = sums.start(partial_sums, flat_mean, scale=1.0 / sums.num_present)
+            wait = sums.start(partial_sums, packed_mean, scale=1.0 / sums.num_present)
             wait()
 
-            # Divide the flat mean among the buffers.
-            flat_means = torch.split(flat_mean, lengths)
+            # Unpack it: first the means of the averaged buffers, then those of the counters.
+            parts = torch.split(packed_mean, lengths)
             means: list[Tensor] = []
-            for buffer, mean in zip(averaged, flat_means[: len(averaged)], strict=True):
-                means.append(mean.view_as(buffer))
+            for buffer, part in zip(averaged, parts[: len(averaged)], strict=True):
+                means.append(part.view_as(buffer))
 
             copy_to_each(averaged, means)
-            _advance_counters(counters, flat_means[len(averaged) :], sums.num_present)
+            _advance_counters(counters, parts[len(averaged) :], sums.num_present)
 
         self._partial_sums.clear()
 

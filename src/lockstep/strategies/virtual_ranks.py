@@ -226,8 +226,9 @@ class VirtualRankGradients(Extension):
 
         It is called in the last backward pass of this process. The bucket then has the gradients of
         this process's last virtual rank, and the stack of partial sums has those of all others. For
-        example, for virtual ranks 0, 1 and 2 the stack has the sum of 0 and 1, and the bucket has
-        the gradients of 2.
+        example, with virtual ranks 0, 1 and 2 on this process, the stack has the sum of 0 and 1,
+        and the bucket has the gradients of 2. The tree says that one merge follows: the sum is
+        added to the bucket, and nothing is left on the stack.
 
         Returns:
             A function that waits for the result.
@@ -243,6 +244,8 @@ class VirtualRankGradients(Extension):
             partial_sums = [total] if counts_in_sum(micro_batch) else []
             return sums.start(partial_sums, total, scale=scale)
 
+        # The bucket does not count if this process has no virtual rank left to compute, or if it
+        # has repeated one to check a device.
         _, views, parameters, indices = self._views_of_bucket(bucket)
         bucket_counts = counts_in_sum(micro_batch)
         num_merges = 0

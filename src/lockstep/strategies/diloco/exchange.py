@@ -152,11 +152,11 @@ class Exchange:
 
         # If several ranks have the same rows, each of them sends only its share of the columns.
         same_group = self._run.groups.get(SAME_VIRTUAL_RANKS)
-        num_sharing = dist.get_world_size(same_group)
-        if num_sharing > 1:
+        ranks_per_virtual_rank = dist.get_world_size(same_group)
+        if ranks_per_virtual_rank > 1:
             # The last share is padded, so that all have the same width.
-            width = ceil_div(num_columns, num_sharing)
-            padded = F.pad(sent, (0, width * num_sharing - num_columns))
+            width = ceil_div(num_columns, ranks_per_virtual_rank)
+            padded = F.pad(sent, (0, width * ranks_per_virtual_rank - num_columns))
             column_parts = torch.split(padded, width, 1)
             sent = column_parts[dist.get_rank(same_group)].contiguous()
 
@@ -175,11 +175,11 @@ class Exchange:
             of columns, so they exchange these.
             """
             finish_exchange()
-            if num_sharing == 1:  # this rank has received all columns
+            if ranks_per_virtual_rank == 1:  # this rank has received all columns
                 return received
 
-            # Shape (ranks that share, rows, columns of one rank), joined along the columns.
-            gathered = received.new_empty(num_sharing, *received.shape)
+            # Shape (ranks per virtual rank, rows, columns of one rank). Join the columns.
+            gathered = received.new_empty(ranks_per_virtual_rank, *received.shape)
             routing.all_gather(gathered, received, same_group)
             whole_rows = torch.cat(list(gathered), 1)
             return whole_rows[:, :num_columns].contiguous()  # without the padding
