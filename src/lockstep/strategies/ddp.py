@@ -157,12 +157,39 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
 
+        compress = self._compression(module, run)
+        wrapped = self._make_wrapper(module, run, compress, is_on_several_gpus=is_on_several_gpus)
+        return base.PreparedModule(
+            module=wrapped,
+            choices=choices + self._gradient_choices(module, run, compress),
+            equal_tensors=lambda: [base.EqualTensors.of(module)],
+            check_every=self.check_every,
+            extensions=self._extensions(module, wrapped, run),
+            compressed=wrapped.compressed,
+        )
+
+    def _make_wrapper(
+        self,
+        module: nn.Module,
+        run: Run,
+        compress: Compression | None,
+        *,
+        is_on_several_gpus: bool,
+    ) -> ExactDDP:
+        """Wraps a module, whose parameters are equal on all ranks already, in DDP.
+
+        Args:
+            module: the user's module.
+            run: the run of this process.
+            compress: how gradients are compressed; None for no compression.
+            is_on_several_gpus: True if the user has spread the module over several GPUs.
+        """
+        # Torch requires None for a module on the CPU or on several GPUs.
         device_ids = None
         if run.device.type == "cuda" and not is_on_several_gpus:
             device_ids = [run.device.index]
 
-        compress = self._compression(module, run)
-        wrapped = ExactDDP(
+        return ExactDDP(
             module,
             run,
             self,
@@ -172,30 +199,27 @@ class DDP(base.Strategy):
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
-            # The ranks' parameters are equal already. Torch 2.6 lacks this option, and broadcasts
-            # them once more.
+            # Keeps torch from broadcasting the parameters once more. Torch 2.6 lacks this option.
             **accepted(DistributedDataParallel, init_sync=False),
         )
 
+    def _gradient_choices(
+        self, module: nn.Module, run: Run, compress: Compression | None
+    ) -> list[Choice]:
+        """Returns the printed lines about how gradients are averaged."""
         num_bytes = _gradient_bytes(module)
         reason = "averaged in buckets during backward, in place"
-        choices.append(Choice("gradients", format_bytes(num_bytes), reason))
-        choices.append(self._bucket_choice(num_bytes))
-
+        choices = [
+            Choice("gradients", format_bytes(num_bytes), reason),
+            self._bucket_choice(num_bytes),
+        ]
         if compress is not None:
             sent = f"gradients {describe_peers(run.device)}"
             choices.append(
                 Choice("compression", compress, f"{sent}; not the numbers of one device")
             )
 
-        return base.PreparedModule(
-            module=wrapped,
-            choices=choices,
-            equal_tensors=lambda: [base.EqualTensors.of(module)],
-            check_every=self.check_every,
-            extensions=self._extensions(module, wrapped, run),
-            compressed=wrapped.compressed,
-        )
+        return choices
 
     def _extensions(self, module: nn.Module, wrapped: ExactDDP, run: Run) -> list[Extension]:
         """Returns what takes part in each step of a wrapped module, in this order.

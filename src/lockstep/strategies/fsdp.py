@@ -218,14 +218,9 @@ class FSDP(Strategy):
             UsageError: a parameter cannot be sharded.
         """
         if run.topology.size == 1:
-            prepared = on_one_process(module.to(run.device), run)
-            choices = self._precision_choices(module, run)
-            return replace(prepared, may_unfreeze=True, choices=choices)
-
+            return self._wrap_on_one_process(module, run)
         if next(module.parameters(), None) is None:
-            _take_from_first(list(module.buffers()), run.device)
-            nothing = Choice(self.name, "not sharded", "no parameters")
-            return PreparedModule(module=module, choices=[nothing], may_unfreeze=True)
+            return self._wrap_without_parameters(module, run)
 
         check_parameters(module)
         parameters_before = dict(module.named_parameters())
@@ -237,12 +232,8 @@ class FSDP(Strategy):
         check_dtypes(list(units.values()))
 
         # The blocks are described before they are sharded, because torch renames their classes.
-        num_bytes = sum(parameter.nbytes for parameter in parameters_before.values())
-        choices = [self._units_choice(blocks), self._shards_choice(run, num_bytes)]
-        choices += self._precision_choices(module, run)
-
-        in_half = self.computes_in_half(module, run)
-        half_dtype = HALF_DTYPES[run.settings.precision] if in_half else None
+        choices = self._choices(module, blocks, run)
+        half_dtype = self._half_dtype(module, run)
         mesh = self._make_mesh(run)
         outputs_of_units = self._shard_model(units, mesh, run, half_dtype)
 
@@ -277,6 +268,24 @@ class FSDP(Strategy):
             gradient_bits=gradient_bits,
             extensions=extensions,
         )
+
+    def _wrap_on_one_process(self, module: nn.Module, run: Run) -> PreparedModule:
+        """Moves a module to the device of the only process, without sharding it."""
+        prepared = on_one_process(module.to(run.device), run)
+        choices = self._precision_choices(module, run)
+        return replace(prepared, may_unfreeze=True, choices=choices)
+
+    def _wrap_without_parameters(self, module: nn.Module, run: Run) -> PreparedModule:
+        """Gives all ranks the buffers of rank 0, for a module that has nothing to shard."""
+        _take_from_first(list(module.buffers()), run.device)
+        nothing = Choice(self.name, "not sharded", "no parameters")
+        return PreparedModule(module=module, choices=[nothing], may_unfreeze=True)
+
+    def _half_dtype(self, module: nn.Module, run: Run) -> torch.dtype | None:
+        """Returns the half-precision dtype in which units are computed; None for their own."""
+        if not self.computes_in_half(module, run):
+            return None
+        return HALF_DTYPES[run.settings.precision]
 
     def _shard_model(
         self,
@@ -463,6 +472,18 @@ class FSDP(Strategy):
     def _mesh_shape(self, run: Run) -> tuple[int, ...]:
         """Returns the shape of the mesh: `(shards,)`, or `(copies, shards)` under HSDP."""
         return (run.topology.size,)
+
+    def _choices(self, module: nn.Module, blocks: Blocks, run: Run) -> list[Choice]:
+        """Returns the printed lines about units, shards and precision.
+
+        Args:
+            module: the model, before it is sharded.
+            blocks: the blocks that become units.
+            run: the run of this process.
+        """
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        choices = [self._units_choice(blocks), self._shards_choice(run, num_bytes)]
+        return choices + self._precision_choices(module, run)
 
     def _shards_choice(self, run: Run, num_bytes: int) -> Choice:
         """Returns the printed line about the shards.
