@@ -231,7 +231,7 @@ def test_copies_are_packed_and_none_is_rounded_up(monkeypatch: pytest.MonkeyPatc
     memory.begin()
     memory.take(torch.Size([3]), torch.float32)
     memory.free_unused()
-    assert [len(chunk.numbers) for chunk in memory._chunks] == [host_copies.FIRST_CHUNK_BYTES]
+    assert [chunk.num_bytes for chunk in memory._chunks] == [host_copies.FIRST_CHUNK_BYTES]
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ class Step:
         return self.training_pass, self.training_pass.number, self.training_pass.num_parts
 
     def is_unfinished(self, key: StepKey) -> bool:
-        """Returns True if an optimizer step has not been made yet: its micro-batches are trained.
+        """Returns True if a step is still due: the loop is in the middle of its micro-batches.
 
         Args:
             key: the optimizer step: its pass, the number of its global batch, and the number of
@@ -244,9 +244,7 @@ class Step:
 
         # A step of a single micro-batch is never left half-way.
         micro_batch = training_pass.micro_batch
-        is_only_micro_batch = (
-            micro_batch.opens_step and micro_batch.closes_step
-        )  # first and last of the step
+        is_only_micro_batch = micro_batch.opens_step and micro_batch.closes_step
         if is_only_micro_batch:
             return False
 

@@ -172,8 +172,8 @@ class DeviceCheck(Extension):
         if not self._step.micro_batch.checks_devices:
             return
 
-        # Usually the loader has compared the results before it handed out the last micro-batch. If
-        # the loop fetched that ahead, there were no results yet, so they are compared now.
+        # Usually the loader has compared the results when the loop asked for the last micro-batch.
+        # If the loop had fetched it ahead, there were no results yet, so they are compared now.
         if not self._is_compared:
             self.find_dispute()  # sets `_dispute`
 
