@@ -161,6 +161,9 @@ def error_of_world_name(name: str) -> UnknownNameError | None:
 
 def error_of_module_name(name: str) -> UnknownNameError | None:
     """Returns the error for a name that the module does not have; None: nothing is known of it."""
+    # What to write instead, such as `lockstep.init()` or `world.rank`. The name may be one of
+    # another library's module; or of a World, and not of the module; or of another library's
+    # object in place of a World.
     code = CODE_OF_MODULE_NAME.get(name)
     if code is None and name in NAMES_OF_WORLD:
         code = f"world.{name}"
@@ -168,6 +171,7 @@ def error_of_module_name(name: str) -> UnknownNameError | None:
         code = CODE_OF_WORLD_NAME.get(name)
     if code is None:
         return None
+
     do = f"use {code} instead"
     if "world." in code:
         do = f"use {code} instead, where world = lockstep.init()"

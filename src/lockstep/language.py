@@ -209,6 +209,7 @@ def language_of(environ: Mapping[str, str]) -> str | None:
         if name in ("c", "posix"):
             return ENGLISH
         return name if name in LANGUAGES else None
+
     for variable in LOCALE_VARIABLES:
         if environ.get(variable):
             is_chinese = environ[variable].lower().startswith(CHINESE)
@@ -519,6 +520,7 @@ class Catalogue:
         if text not in cache.translations:
             if cache.is_full:
                 return _leave_in_english(text)
+
             # While the text is translated, it counts as no message: the value of a field may be
             # the whole text again, and its translation would never end.
             cache.translations[text] = None
@@ -620,6 +622,7 @@ class Catalogue:
         for part in parts:
             is_last = len(translations) == len(parts) - 1
             mark = "" if is_last else separator.strip()
+
             # Each message has a cache of its own, so that a long list does not fill the cache.
             cache_of_part = Cache(cache.words_are_names) if separates_messages else cache
             translations.append(
@@ -644,7 +647,9 @@ class Catalogue:
                 num_parts = longer_end - begin
                 if num_parts == len(parts):
                     continue  # the whole text, which is known to be no message
+
                 candidate = separator.join(parts[begin:longer_end])
+
                 # The translation itself is not used, so no words in it need to be translated.
                 translation = self._translate_message(candidate, Cache(words_are_names=True))
                 if translation is not None:
@@ -756,6 +761,7 @@ def _join_parts(
                 name = last_part + separator + part
                 joined[-1] = (name, _leave_in_english(name))
                 continue
+
         joined.append((part, translation))
 
     # The untranslated spans of a part are counted from its beginning. They become spans of the

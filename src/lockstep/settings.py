@@ -288,6 +288,7 @@ def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
             is_fraction = not isinstance(part, str) and number != part  # 1.5, of which int is 1
             if is_fraction:
                 return None
+
             numbers.append(number)
     except (TypeError, ValueError):
         return None
@@ -576,6 +577,7 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
         values["virtual_ranks_of_verify"] = None
     elif values.get("virtual_ranks_of_verify") is not None:
         values["virtual_ranks"] = values["virtual_ranks_of_verify"]
+
         # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
         # global batch. `verify` compares these in another run, in float64.
         values["sync_batchnorm"] = False
@@ -595,6 +597,7 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
     """
     if declaration.reader is None:  # this setting can only be set in the script
         return None
+
     text = environ.get(declaration.variable)
     if not text:
         return None
@@ -624,6 +627,7 @@ def check_value(declaration: Declaration, value: Any, was_set: str | None = None
     """
     if declaration.check is None:
         return
+
     try:
         declaration.check(value)
     except SettingError as error:

@@ -154,6 +154,7 @@ def read_launch_file(path: Path) -> LaunchFile:
                 "it has no options of lockstep run: it is no table",
                 "write the options below a line [tool.lockstep]",
             )
+
         content = table
 
     values = {}

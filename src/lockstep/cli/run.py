@@ -210,6 +210,7 @@ def _defaults_from_file(
         if key not in option_of_key:
             if not torchrun_options_are_read:
                 raise click.NoSuchOption(key)
+
             raise _unknown_key_error(file, key, option_of_key)
 
         option = option_of_key[key]
@@ -281,18 +282,21 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
     if option.is_flag:
         if isinstance(value, bool):
             return value
+
         raise SettingError(file.written(key), "it is switched on or off", "write true or false")
 
     if option.multiple:
         texts = value if isinstance(value, list) else [value]
         if all(isinstance(text, str) for text in texts):
             return tuple(texts)
+
         raise SettingError(
             file.written(key), "it takes texts", f'write {key} = ["first", "second"]'
         )
 
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
+
     raise SettingError(file.written(key), "it takes a number or a text", f'write {key} = "..."')
 
 
@@ -366,6 +370,7 @@ def _check_ray_address(
     """
     if value is None or value == RUNNING_CLUSTER or ":" in value:
         return value
+
     raise SettingError(
         f"--ray {value}",
         "this is not the address of a Ray cluster, which has a port",

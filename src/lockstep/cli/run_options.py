@@ -166,6 +166,7 @@ def check_settings(
 
     if values.get("shares") is not None and not is_auto(values["shares"]):
         has_too_many = values["shares"].count(":") + 1 > num_processes
+
         # In a pipeline, several processes have one share, and the script may ask for a pipeline.
         if has_too_many or strategy_name in ONE_PART_FOR_EACH_PROCESS:
             _check_as_written(texts["shares"], parse_shares, values["shares"], num_processes)

@@ -302,6 +302,7 @@ def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunCon
 
     for strategy in options["strategy"]:
         strategy_name = strategy.partition(":")[0]  # its own options follow the colon
+
         # With dp, one process uses all of its devices.
         processes = 1 if strategy_name == "dp" else several.nproc
         configs.append(

@@ -131,9 +131,11 @@ def blank_out_harmless_differences(
         name_and_values = _read_argument(aligned, position)
         if name_and_values is None:
             continue
+
         name, values = name_and_values
         if not _may_differ(name, values, launch, is_only_one=len(differing) == 1):
             continue
+
         for command in blanked:
             flag, equals_sign, _ = command[position].rpartition("=")
             command[position] = f"{flag}{equals_sign}{BLANK}"
@@ -191,6 +193,7 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_one: bo
 
     if not all(NUMBER.fullmatch(value) for value in values):
         return False
+
     numbers = [int(value) for value in values]
 
     # The number of the process or its machine: `--rank 1`, `--node_rank 1`.
@@ -253,6 +256,7 @@ def _read_argument(
         match = NAME_AND_VALUE.fullmatch(command[position])
         if match is None:
             return None  # an empty text
+
         name = match["name"]
         before = command[position - 1] if position > 0 else ""
         if not name and before.startswith("-") and "=" not in before:

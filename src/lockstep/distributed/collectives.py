@@ -180,6 +180,7 @@ class Collectives:
                 one all-reduce in the backward pass, in which all ranks must take part.
         """
         leaves, spec = pytree.tree_flatten(value)
+
         # For each rank, the descriptions of its leaves: type, dtype and shape.
         call = describe_call("gather", leaves, spec)
         descriptions_of_rank = self._agree_on_call(call, can_be_joined)
@@ -193,6 +194,7 @@ class Collectives:
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):  # a number or a string
                 leaf_of_rank = self._exchange(leaf)
+
                 # The ranks that contribute come first.
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])
                 continue
@@ -379,6 +381,7 @@ class Collectives:
             return {}
 
         numbers_of_rank = self._exchange(local_numbers)
+
         # The ranks that contribute come first.
         contributed = numbers_of_rank[: self.num_contributing_ranks]
 
@@ -416,6 +419,7 @@ class Collectives:
                 self.blocked_reason,
                 "sum up inside the loop and call the collective once, after it",
             )
+
         self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
 
         # Ranks that make the same call may have done different things before it, such as training
@@ -589,6 +593,7 @@ class Collectives:
         bytes_per_row = rows.shape[1:].numel() * rows.element_size()
         contributed_rows = rows_of_rank[: self.num_contributing_ranks]
         lengths = [num_rows * bytes_per_row for num_rows in contributed_rows]
+
         # The ranks that do not contribute must take part too, and send no bytes.
         lengths += [0] * (self.topology.size - self.num_contributing_ranks)
 
@@ -770,6 +775,7 @@ def exchange_on_all_ranks(
     messages = collectives.exchange(message)
     if failure is not None:
         raise failure
+
     for rank, message in enumerate(messages):
         if "error" in message:
             was_set, found, do = message["error"]

@@ -56,6 +56,7 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
             mounts = [mount_point, mount_point / "unified"]
         elif controller in controllers.split(","):
             version = 1
+
             # Usually the folder `cpu,cpuacct`, and a link `cpu` to it. Some systems have only one.
             mounts = [mount_point / controllers, mount_point / controller]
         else:

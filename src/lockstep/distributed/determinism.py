@@ -48,6 +48,7 @@ class Determinism(Extension):
 
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         num_threads_here = max(1, num_cores // num_virtual_ranks)
+
         # Machines may have different numbers of cores, so all processes use the smallest number.
         self.num_threads = min(int(number) for number in collectives.exchange(num_threads_here))
         torch.set_num_threads(self.num_threads)
@@ -55,6 +56,7 @@ class Determinism(Extension):
         # In torch's deterministic mode, cuBLAS refuses to compute without a fixed workspace.
         os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")
         torch.use_deterministic_algorithms(True)
+
         # Otherwise torch would fill uninitialised tensors, which takes time. Their values are not
         # used.
         deterministic.fill_uninitialized_memory = False

@@ -60,12 +60,14 @@ def choose_device(
     if num_gpus == 0:
         if given is None:
             return torch.device("cpu"), "no CUDA device is visible" + _format_unused_accelerator()
+
         raise SettingError(
             f"device={wanted!r}",
             "no CUDA device is visible" + _format_visible_devices(environ),
             "use device='cpu', or install a build of torch for CUDA or ROCm and check the driver",
             may_pass=True,
         )
+
     _check_cuda_works(num_gpus, environ)
 
     # The user asked for a GPU by its number.
@@ -240,9 +242,11 @@ def _format_physical_gpu(index: int, environ: Mapping[str, str]) -> str:
     value = environ.get(_visible_devices_variable(environ))
     if not value:
         return ""
+
     visible_gpus = value.split(",")
     if index >= len(visible_gpus):
         return ""
+
     physical_gpu = visible_gpus[index].strip()
     return f" (physical GPU {physical_gpu})" if physical_gpu else ""
 

@@ -59,6 +59,7 @@ def _check_writable(path: Path) -> None:
         raise errors.SettingError(
             setting, f"there is no folder {path.parent}", "create it on every machine"
         )
+
     must_be_writable = path if path.exists() else path.parent
     if not os.access(must_be_writable, os.W_OK):
         raise errors.SettingError(
@@ -84,6 +85,7 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
     reason = _reason_file_is_stale(content, age_s, timeout_s)
     if not reason:
         return
+
     age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # `3 days` or `0:05:12`
     raise errors.StaleInitFileError(
         f"init_method='file://{path}'",
@@ -130,6 +132,7 @@ def _find_requests(content: bytes) -> list[JoinRequest]:
     `{"number": 1, "rank": 0, ...}`.
     """
     text = content.decode(errors="replace")
+
     # Each part except the first follows a mark: it is the rest of a request, then other bytes.
     parts = text.split(REQUEST_MARK)[1:]
     requests = []

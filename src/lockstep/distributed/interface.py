@@ -69,6 +69,7 @@ def choose_interface(
     if from_environment is not None:
         name, _ = from_environment  # may be several names, such as "eth0,eth1"
         is_loopback = name in addresses and _has_only_loopback(addresses[name])
+
         # On one machine, loopback is chosen below anyway, with a reason that says more.
         would_be_chosen_anyway = one_node and is_loopback
         if not would_be_chosen_anyway:
@@ -147,6 +148,7 @@ def _interface_from_environment(
     nccl_pattern = environ.get(NCCL_INTERFACE)
     if not nccl_pattern:
         return None
+
     matching = [name for name in addresses if nccl_matches(nccl_pattern, name)]
     if not matching:
         raise _no_such_interface_error(NCCL_INTERFACE, nccl_pattern, addresses)

@@ -145,6 +145,7 @@ class Join:
         except RuntimeError as error:  # torch's stores raise this type, and so does Lockstep
             if isinstance(error, errors.LockstepError):
                 raise
+
             reason = str(error).partition("\n")[0]
 
         # This is raised outside the `except` block, so that the new error does not refer to the old
@@ -214,6 +215,7 @@ class Join:
             )
 
         decision = json.loads(self.store.get("decision"))
+
         # After an error, rank 0 keeps the store open until it sees this key.
         self.store.set(f"read/{request.number}", "")
 

@@ -272,6 +272,7 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
             return own_address(local_addr)
         if len(outside_addresses) == 1:
             return outside_addresses[0]
+
         default_route_address = address_reaching()  # any address outside of this network
         if default_route_address is not None and default_route_address in outside_addresses:
             return default_route_address
@@ -333,6 +334,7 @@ def _check_loopback(address: str, family: socket.AddressFamily) -> None:
         interface_is_broken = error.errno in (None, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
         if not interface_is_broken:
             raise
+
         raise SettingError(
             f"processes of this machine meet at {address}",
             "it cannot be reached: the loopback interface is down, or lacks this address",
@@ -487,5 +489,6 @@ def wait_until(attempt: Callable[[], T], deadline: float, *, ranks: int = 1) -> 
         remaining_s = deadline - time.monotonic()
         if result or remaining_s <= 0:
             return result
+
         time.sleep(min(pause_s, remaining_s))
         pause_s = min(2 * pause_s, longest_pause_s)

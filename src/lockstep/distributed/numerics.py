@@ -162,6 +162,7 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
         for value, ranks in ranks_of_value.items():
             if value == usual_value:
                 continue
+
             verb = "has" if len(ranks) == 1 else "have"
             differences.append(
                 f"{format_ranks(ranks)} {verb} another {name} ({value}, others {usual_value})"

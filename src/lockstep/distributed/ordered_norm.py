@@ -33,6 +33,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     if not tensors:
         return torch.tensor(0.0)
+
     # For each tensor the sum of |x| ** norm_type, or its largest or smallest |x|.
     values = torch.stack(_values_of_tensors(tensors, norm_type))
     if norm_type == math.inf:

@@ -129,6 +129,7 @@ def run_of(module: nn.Module) -> Run | None:
         inner_module = without_compile(module)
         if inner_module is module:  # it was not made by `torch.compile`
             return None
+
         module = inner_module
     return run
 
@@ -232,6 +233,7 @@ def _find_topology(
     if detected.size > 1:
         if detected.rank == rank and detected.size == world_size:
             return detected
+
         raise SettingError(
             f"rank={rank}, world_size={world_size} in the script",
             f"{detected.source} says rank {detected.rank} of {detected.size}",
@@ -277,6 +279,7 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     # versions and the arguments of the script.
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
+
     # The arguments are compared with their secrets masked, so the secrets are compared as a hash.
     compared_settings["hidden arguments"] = digest_of_secrets(sys.argv)
 
@@ -459,6 +462,7 @@ def _shift_in_ring(first_ranks: Sequence[int], ring_position: int | None, size: 
     previous_rank = first_ranks[ring_position - 1]
 
     begin = time.perf_counter()
+
     # The receive is started first: the other order may halve the speed (see
     # `routing.start_all_to_all`).
     receiving = dist.irecv(received_data, previous_rank)
@@ -479,6 +483,7 @@ def leave(run: Run, *, failed: bool) -> None:
     global _current_run
     if _current_run is not run:  # it was left before
         return
+
     _current_run = None
 
     # An ExitStack calls its callbacks in reverse order, so the extensions are closed first. It

@@ -73,10 +73,12 @@ def append_or_end(
     """
     if file is None or file.closed or not data:
         return
+
     try:
         num_bytes_written = file.write(data)
         if num_bytes_written == len(data):
             return
+
         problem = "the disk is full"  # the only reason for which a file takes a part of the data
     except OSError as error:
         problem = str(error)

@@ -89,6 +89,7 @@ class Joined:
             return
 
         others_have_left = False
+
         # The store raises a RuntimeError if the rank at the other end has gone. That is harmless,
         # as this rank is about to leave as well.
         with suppress(RuntimeError):
@@ -380,6 +381,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         is_other_program = found.why_no_store == NOT_A_STORE
         if is_other_program and is_here(found.address):
             raise network.port_taken_error(endpoint)
+
         raise network.unreachable_error(
             "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
         )
@@ -448,6 +450,7 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
         # program that listens is taken for a store.
         if not _greeting_is_current():
             return LookupResult(address, why_no_store="")
+
         result = LookupResult(address, NOT_A_STORE)
     return result
 

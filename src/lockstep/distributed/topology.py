@@ -194,6 +194,7 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
         topology = read_topology(environ, argv)
         if topology is not None:
             return topology
+
     # Nothing says that there are several processes. But WORLD_SIZE or LOCAL_RANK without RANK is
     # half a setting.
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
@@ -219,6 +220,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         return None
     if not environ.get("WORLD_SIZE"):
         raise _half_set_error("RANK", environ["RANK"], "WORLD_SIZE")
+
     rank = _number(environ, "RANK")
     size = _number(environ, "WORLD_SIZE")
     local_rank = _local_rank(environ, argv)
@@ -290,6 +292,7 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
     for scheduler, task in tasks.items():
         if task is None or task.size == 1:  # one task may start ranks of any numbers
             continue
+
         # With 8 ranks in 4 tasks, task 1 has the ranks 2 and 3.
         ranks_are_shared_out_equally = topology.size % task.size == 0
         fits = False
@@ -344,6 +347,7 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
         task = _read_task(environ, MPICH_VARIABLES)
         if task is None or task == _read_slurm_task(environ):  # `srun --mpi=pmi2` sets both
             return None
+
         source = "MPICH"
         local_variables = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         job_variables = ["PMI_JOBID"]
@@ -354,6 +358,7 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
         if task.size > 1:
             found = f"{task.rank} of {task.size}"
             raise _half_set_error(f"{source}'s rank and size", found, local_variables[0])
+
         local_task = Task(rank=0, size=1)
     master_addr = environ.get("MASTER_ADDR")
     if not master_addr and local_task.size < task.size:
@@ -363,6 +368,7 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "set",
             advice,
         )
+
     master_port = port(environ)
     if master_port is None:
         master_port = _port_of_first_job(environ, job_variables)
@@ -389,6 +395,7 @@ def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
     task = _read_slurm_task(environ)
     if task is None or task.size == 1:  # a single task is an ordinary process
         return None
+
     _check_world_size(environ, task.size, "Slurm")
 
     for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):

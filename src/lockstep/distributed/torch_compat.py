@@ -242,6 +242,7 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
     except RuntimeError:
         # The reduction is unfinished, and `prepare_for_backward` would give it up.
         return
+
     module.reducer.prepare_for_backward(list(roots))
 
 
@@ -302,6 +303,7 @@ def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
     for parameter_group in _parameter_groups(unit):
         if parameter_group._orig_dtype is not None:
             continue
+
         for fsdp_parameter in parameter_group.fsdp_params:
             if fsdp_parameter.orig_dtype.is_floating_point:
                 parameter_group._orig_dtype = fsdp_parameter.orig_dtype
@@ -574,6 +576,7 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
+
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         written.append(value)
     return written
@@ -596,6 +599,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         # The class has its own way to make a replica; an RNN copies its list of weights.
         replica: nn.Module = replicate(module)
         return replica
+
     # What torch's own method does, in a third of the time: `__init__` is not called.
     copy = type(module).__new__(type(module))
     vars(copy).update(vars(module), _is_replica=True)
@@ -642,6 +646,7 @@ def let_compile_again(module: nn.Module) -> None:
     """
     if not compiler_is_loaded():  # nothing can have been compiled
         return
+
     for part in module.modules():
         if COMPILED_CHILD_NAME in part._modules:
             for name in ATTRIBUTES_OF_COMPILED_MODULES:
@@ -941,6 +946,7 @@ def flight_record(*, lines: bool) -> str:
     if with_stacks:
         # Records with stacks are pickles. They are safe to load: torch made them in this process.
         return json.dumps([pickle.loads(record) for record in records], default=str)
+
     texts = [record.decode(errors="replace") for record in records]
     return f"[{', '.join(texts)}]"
 
@@ -972,6 +978,7 @@ def take_gpu(index: int | None = None) -> None:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if cuda is None or c10d is None or not cuda.is_initialized():  # the process uses no GPU
         return
+
     device_of_group = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
     if device_of_group is not None:
         index = device_of_group.index
@@ -1012,7 +1019,9 @@ def process_groups() -> list[dict[str, Any]]:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return []
+
     descriptions = []
+
     # A copy: another thread may open a group meanwhile.
     for group, name in list(c10d._world.pg_names.items()):
         descriptions.append(
@@ -1042,7 +1051,9 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
             values = frame.f_locals
             if "group_name" not in values:  # torch has not chosen it yet
                 return None
+
             assert c10d is not None  # the frame is one of its functions
+
             # After `new_group` all ranks of the run wait for each other, if torch has a barrier
             # there and the caller did not ask that only the members of the group do.
             has_barrier_of_all = c10d._is_barrier_after_init() == 1
@@ -1054,6 +1065,7 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
                 "backend": str(values["backend"]),
                 "members_only": not all_ranks_wait,
             }
+
         frame = frame.f_back
     return None
 
@@ -1066,6 +1078,7 @@ def on_default_group(on_opened: Callable[[object], object]) -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:  # a torch that was built without torch.distributed
         return
+
     original = c10d._update_default_pg
 
     def update(group: object) -> None:
@@ -1113,6 +1126,7 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
             f"torch {torch.__version__} cannot bind a command to processors",
             "leave the flag out, or install a newer torch",
         ) from None
+
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     logger = logging.getLogger(binding.__name__)
     was_disabled = logger.disabled

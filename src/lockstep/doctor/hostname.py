@@ -22,6 +22,7 @@ def gather(folder: Path) -> Facts:
     the name of its own address.
     """
     name = socket.gethostname()
+
     # The address of this machine from which packets to other machines leave.
     address = address_reaching() or LOOPBACK
 

@@ -58,6 +58,7 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
         match = TORCH_FILE.match(path.name)
         if match is None:
             continue
+
         pid = int(match[1])  # the process that created the file
 
         try:

@@ -34,6 +34,7 @@ def judge(facts: Facts) -> Finding:
     available = facts["available"]
     group = facts["group"]
     do = "end the programs that use it"
+
     # Their texts follow the summary: `3 GiB of 8 GiB available; ...`.
     findings = []
 

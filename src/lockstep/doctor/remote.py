@@ -125,6 +125,7 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
                 remaining = int.from_bytes(receive(connection, 8))
                 if remaining == 0:  # no message is empty, so this comes from another program
                     return
+
                 while remaining > 0:
                     remaining -= len(receive(connection, min(remaining, RECEIVE_SIZE)))
                 connection.sendall(ACKNOWLEDGEMENT)

@@ -73,9 +73,11 @@ def fix(facts: Facts) -> list[str]:
     """
     if not facts["problem"]:
         return []
+
     path = Path(facts["source"])
     if not path.is_file():
         return []
+
     mode_for_others = path.stat().st_mode & MODE_FOR_OTHERS
     if mode_for_others == 0:  # others may not read it, so the problem is another one
         return []

@@ -90,6 +90,7 @@ class Autotune(Extension):
                 loader has shares of its own and the strategy needs the same shares for all loaders.
         """
         loader_has_own_shares = shares is not None and not is_auto(shares)
+
         # With several devices in a process, the model divides a batch over them, not the loader.
         model_divides_batches = len(self.plan.local_devices) > 1
         if loader_has_own_shares and model_divides_batches:
@@ -133,6 +134,7 @@ class Autotune(Extension):
         """
         if self._recorded is None:
             return
+
         plan_of_loader, num_samples, calls = self._recorded
         self._stop_recording()  # the search calls the modules again
         search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls)
@@ -153,8 +155,8 @@ class Autotune(Extension):
             self._print_translated(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
 
-        # As soon as these are set, the request no longer counts as waiting for shares. The search
-        # for the size names them in its errors, so they are set at the end.
+        # As soon as `found.shares` is set, `request.shares_are_open` is False. The search for the
+        # size still asks for it, to name in its errors what is searched, so this comes at the end.
         if must_find_shares:
             self.found.shares = shares_of_processes
 

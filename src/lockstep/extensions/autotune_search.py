@@ -89,6 +89,7 @@ class AutotuneSearch:
         """
         batch_size = self._division.batch_size
         before = self._division.shares
+
         # If a process has several devices, the loader's shares are those of the processes. The
         # devices then start with equal shares.
         if len(before) != self._num_devices:
@@ -206,6 +207,7 @@ class AutotuneSearch:
         self._known_to_fit[device] = largest
         if largest == size:
             return None
+
         self._known_limits[device] = largest
         return largest
 

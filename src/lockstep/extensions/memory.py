@@ -57,6 +57,7 @@ def measure(
     from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
 
     run = preparer.run
+
     # A unit of FSDP is a module whose parameters are gathered together.
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -65,6 +66,7 @@ def measure(
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.is_meta:
             gradients[parameter.device] += to_local(parameter).nbytes
+
     # The bytes on each device, by the attribute of DeviceMemory.
     sizes_of_attribute: dict[str, dict[torch.device, int]] = {
         "gathered": {run.device: _gathered_bytes(units)},
@@ -72,6 +74,7 @@ def measure(
         "buffers": bytes_by_device(storages(model.buffers())),
         "gradients": gradients,
     }
+
     # What is the same for all devices of this process, by the attribute of DeviceMemory.
     common: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
@@ -92,6 +95,7 @@ def measure(
     all_rows: list[DeviceMemory] = []
     for rows_of_rank in rows_of_ranks:
         all_rows += [DeviceMemory(**row) for row in rows_of_rank]
+
     # Fewer ranks have data of their own than there are, if several ranks hold stages of one model.
     has_stages = run.collectives.data_parallel.size < run.topology.size
     return Memory(strategy=preparer.strategy.name, devices=tuple(all_rows), stages=has_stages)
@@ -114,6 +118,7 @@ def _make_rows(
     for sizes in sizes_of_attribute.values():
         other_devices.update(sizes)
     other_devices.discard(device_of_rank)
+
     # "cuda" without a number is sorted as "cuda:0".
     sorted_devices = sorted(other_devices, key=lambda device: (device.type, device.index or 0))
     rows: list[DeviceMemory] = []
@@ -217,6 +222,7 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     counted_ids: set[int] = set()
     largest = 0
     unit: Any  # each is an FSDPModule, too
+
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
         num_bytes = 0
@@ -224,6 +230,7 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
         for parameter in unit.parameters():
             if id(parameter) in counted_ids:
                 continue
+
             counted_ids.add(id(parameter))
 
             # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.

@@ -57,7 +57,9 @@ def make_training_steps(
             "call world.memory(model, optimizer, loader, loss) with these, or "
             "world.memory(model, optimizer) to count without a step",
         )
+
     is_empty = loader.steps == 0
+
     # A loader that was resumed from a checkpoint is in the middle of an epoch too, but no loop over
     # it is running. Its `start`, the global batch that it goes on with, is not 0.
     was_resumed = loader.start != 0
@@ -215,6 +217,7 @@ class TrainingSteps:
             self._collect_used_parameters(used_parameters),
         ):
             yield
+
         # A sharded model computes with gathered parameters, and each replica but the first with
         # parameters of its own. These copies are kept for the backward pass too.
         copies_of_parameters = used_parameters - model_storages

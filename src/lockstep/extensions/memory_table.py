@@ -110,6 +110,7 @@ class Memory:
         ]
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
+
             # A row is left out of all blocks if no device of the table has a figure. But if the
             # state of the optimizer is not known on some device of this block, its row is shown
             # here, with "?".

@@ -76,8 +76,10 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
     if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
+
     meta_optimizer, device_of_meta = _copy_on_meta(inner)
     step: Any = type(inner).step
+
     # The undecorated method: torch wraps `step` to call hooks, which must not see this step.
     step = getattr(step, "__wrapped__", step)
     try:
@@ -113,6 +115,7 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
                 meta_parameter = _on_meta(parameter)
                 meta_parameters.append(meta_parameter)
                 device_of_meta[meta_parameter] = parameter.device
+
         # These options choose implementations that do not work on the meta device.
         meta_group = {**group, "params": meta_parameters}
         for option in ("foreach", "fused", "capturable"):
@@ -163,10 +166,12 @@ class SavedTensors:
                 arguments, and those that are counted here are added.
         """
         sizes: Counter[torch.device] = Counter()
+
         # If an argument of the forward pass was saved, only its own bytes count. Its storage may
         # hold the whole batch, of which this replica has a part.
         for storage in self._saved & self._argument_bytes.keys():
             sizes[storage.device] += min(storage.nbytes(), self._argument_bytes[storage])
+
         # Of everything else, whole storages count.
         new = self._saved - self._argument_bytes.keys() - counted
         counted |= new
@@ -219,11 +224,14 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in alive:
                 if storage.device.type != "cpu":
                     continue
+
                 # Ranks of a machine exchange through it. Its size does not depend on the model.
                 if storage.data_ptr() == self._address_of_shared_memory:
                     continue
+
                 num_bytes = storage.nbytes()
                 size_before = self._sizes.get(storage, 0)  # 0: it was not seen before
+
                 # What a storage has shrunk by stays in the bound, which may be too large.
                 self._upper_bound += max(0, num_bytes - size_before)
                 self._sizes[storage] = num_bytes
@@ -253,6 +261,7 @@ def around_calls(
             that makes the call.
     """
     module = model.module if isinstance(model, DataParallel) else model
+
     # For each thread, the contexts that it has entered, the outermost first (`entered.contexts`).
     entered = threading.local()
 
@@ -260,6 +269,7 @@ def around_calls(
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         context = make_context((args, kwargs))
         context.__enter__()
+
         # In a thread that enters its first context, the attribute does not exist yet.
         entered.contexts = [*getattr(entered, "contexts", ()), context]
 

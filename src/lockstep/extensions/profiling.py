@@ -114,6 +114,7 @@ class ProfilingRun:
                     raise
             else:
                 return True
+
         # The error is freed when the `except` block is left. Until then its traceback refers to the
         # frames that have asked for the memory, and these refer to their tensors.
         gc.collect()
@@ -160,7 +161,9 @@ class ProfilingRun:
                 "no forward pass of a prepared model came before it",
                 "call what world.prepare returned",
             )
+
         outputs: list[Tensor] = []
+
         # Arguments and parameters, whose gradients the backward pass computes; by id, because
         # several calls may share a parameter.
         inputs: dict[int, Tensor] = {}
@@ -182,6 +185,7 @@ class ProfilingRun:
                 "no tensor with a gradient is seen in it",
                 "return tensors, or tuples, dicts or dataclasses of them",
             )
+
         # Unlike `backward()`, this adds nothing to the `grad` of the parameters.
         torch.autograd.grad(losses, list(inputs.values()), allow_unused=True)
 
@@ -239,6 +243,7 @@ class ProfilingRun:
         """
         if self._run.device.type != "cuda":
             return None
+
         trained: dict[int, nn.Parameter] = {}  # by id: modules may share parameters
         for module in self._modules:
             for parameter in module.parameters():

@@ -55,10 +55,12 @@ class EvaluationPassesCheck(Check):
         """
         if self._has_warned:
             return []  # the same on all ranks, so that nothing is compared any more
+
         passes_since: list[tuple[int, int]] = []
         for index, passes in enumerate(self._passes()):
             begun = passes.begun
             evaluated = passes.evaluated
+
             # A loader that was prepared after the comparison had no passes then.
             was_compared = index < len(self._passes_at_comparison)
             if was_compared:
@@ -88,6 +90,7 @@ class EvaluationPassesCheck(Check):
         """
         if self.run.collectives.single_process or failed or self.run.joined is None:
             return
+
         topology = self.run.topology
         texts: list[bytes] = []
         with store_at_end(self.run.joined) as store:
@@ -117,6 +120,7 @@ class EvaluationPassesCheck(Check):
         """
         if self._has_warned or not passes_of_ranks:
             return
+
         # A rank that is late may not have prepared its last loaders yet.
         num_loaders = min(len(passes_of_loaders) for passes_of_loaders in passes_of_ranks)
         for index in range(num_loaders):

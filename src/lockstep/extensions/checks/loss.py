@@ -72,12 +72,14 @@ class LossCheck(Check):
                 "(weights, averaging, checks) would be left out of it",
                 "capture the forward pass alone: torch.compile(model, mode='reduce-overhead')",
             )
+
         # The mean over no samples, or over none that count, is NaN and is weighted with 0.
         if micro_batch.scale == 0.0:
             return
         if loss.is_cuda:
             self._look_later(loss)
             return
+
         value = loss.item()
         if value != value:  # only NaN differs from itself; faster than `loss.isnan()`
             self._raise_nan(self.run.step.number + 1)
@@ -148,6 +150,7 @@ class LossCheck(Check):
         pending = self._pending
         if pending is not None and not pending.copied.query():  # type: ignore[no-untyped-call]
             return
+
         self.settle()
         is_nan, copied = start_copy_to_host(loss.detach().isnan().reshape(()))
         self._pending = PendingLoss(is_nan, copied, self.run.step.number + 1)
@@ -181,6 +184,7 @@ def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
             "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
             "leave short batches out with drop_last=True",
         )
+
     # It has rows, but none that count, such as tokens that are all masked.
     return UsageError(
         "world.backward(loss) of a micro-batch whose weight is 0",

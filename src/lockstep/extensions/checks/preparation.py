@@ -172,6 +172,7 @@ class PreparationCheck(Check):
             return True  # more likely inputs that are learned than a model
         if any(is_sharded(parameter) for parameter in parameters):
             return True  # the user has sharded the model without Lockstep
+
         for wrapped in self.wrapped:
             trained = [p for p in wrapped.module.parameters() if p.requires_grad]
             if not trained:
@@ -187,6 +188,7 @@ class PreparationCheck(Check):
         joined = self.run.joined
         if joined is None or model.checksums_were_sent or model.first_checksum is None:
             return
+
         model.checksums_were_sent = True
         model.update_checksum()
         file, line = model.location
@@ -197,6 +199,7 @@ class PreparationCheck(Check):
         num_sent = joined.store.add(key, 1)
         if num_sent < topology.size:
             return  # another rank will be the last
+
         first_checksums: set[int] = set()
         latest_checksums: set[int] = set()
         for rank in range(topology.size):
@@ -231,6 +234,7 @@ class PreparationCheck(Check):
             return  # nothing was trained yet: scripts step once to create the optimizer's state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
             return  # a prepared optimizer makes this step, of the optimizer inside it
+
         found = self._why_step_is_wrong(optimizer)
         if found is None:
             return
@@ -279,6 +283,7 @@ class PreparationCheck(Check):
         """
         if not self._is_active:
             return
+
         self._unhook()
         if failed or self.run.joined is None:
             return
@@ -335,7 +340,9 @@ class UnpreparedModel:
                 return None
             if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
                 return None
+
             numbers = parameter.detach().flatten()
+
             # A few numbers from all over the parameter are enough: every step changes most of them.
             stride = max(1, len(numbers) // NUMBERS_PER_PARAMETER)
             as_bytes = numbers[::stride].contiguous().cpu().view(torch.uint8)
@@ -355,6 +362,7 @@ def unprepared_leaves(loss: Tensor, prepared_ids: Collection[int]) -> list[Tenso
     """
     if loss.grad_fn is None:
         return [loss]  # the script trains the loss itself, a parameter of one element
+
     leaves: list[Tensor] = []
     seen_nodes: set[Any] = {loss.grad_fn}
     nodes_to_visit: list[Any] = [loss.grad_fn]
@@ -363,6 +371,7 @@ def unprepared_leaves(loss: Tensor, prepared_ids: Collection[int]) -> list[Tenso
         if node.name().endswith("AccumulateGrad"):  # autograd's node that adds to a leaf's gradient
             if id(node.variable) in prepared_ids:
                 return None
+
             leaves.append(node.variable)
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in seen_nodes:

@@ -53,7 +53,9 @@ def check_equal(equal_tensors: EqualTensors, when: str) -> None:
             tensors[name] = tensor
     if not tensors:
         return
+
     sums = bit_sums(tensors.values())  # shape (number of tensors,)
+
     # The minimum over the ranks is found as the maximum of the negative sums.
     maxima = torch.cat([sums, -sums])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, equal_tensors.group)
@@ -65,6 +67,7 @@ def check_equal(equal_tensors: EqualTensors, when: str) -> None:
             differing.append(name)
     if not differing:
         return
+
     only_buffers_differ = all(name in equal_tensors.buffers for name in differing)
     raise RanksDifferError(
         f"replicas that stay equal ({when})",

@@ -89,6 +89,7 @@ class SumOfMeansCheck(Check):
         self._sum_location = None
         if location is None or self._has_warned or not self.run.topology.is_main:
             return
+
         size = self.run.collectives.data_parallel.size
         if size == 1:  # every loader has all batches
             return
@@ -98,6 +99,7 @@ class SumOfMeansCheck(Check):
         for loader in self.run.loaders:
             if loader.length_asked_at is None:
                 continue
+
             length_file, length_line = loader.length_asked_at
             if length_file != file:
                 continue

@@ -92,6 +92,7 @@ class _ModuleUsage:
 
         for number, unit in enumerate(wrapped.units.values()):
             unit.register_forward_hook(partial(self._count_pass, number))
+
         # This hook must run before torch's own hook, which gathers the parameters.
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
@@ -143,6 +144,7 @@ class _ModuleUsage:
         """
         if self._comparison is None:
             return
+
         work, maxima = self._comparison
         self._comparison = None
         if timeout is None:

@@ -137,6 +137,7 @@ class UnpreparedSumCheck(Check):
         self._has_summed_sample_counts = False
         if doubtful_sum is None or self._has_warned:
             return
+
         self._has_warned = True
         size = self.run.collectives.data_parallel.size
         warn(
@@ -184,6 +185,7 @@ class UnpreparedSumCheck(Check):
             is_settled = self._has_summed_sample_counts or self._doubtful_sum is not None
             if is_settled or not counts_repeatedly(local_value, total, size, num_samples):
                 continue
+
             location = user_location()
             if not _mentions_number_of_ranks(location):
                 self._doubtful_sum = DoubtfulSum(num_samples, local_value, total, location)
@@ -202,6 +204,7 @@ def counts_repeatedly(local_value: float, total: float, size: int, samples: int)
         return False  # more likely a vote, such as "is any rank done?"
     if math.isclose(total, size * local_value, rel_tol=1e-6):
         return True  # every rank has given the same number
+
     # A whole number may be the number of correct predictions. If their sum exceeds the number of
     # samples, some were counted on several ranks.
     may_be_count = local_value > 0 and local_value == int(local_value)

@@ -63,6 +63,7 @@ def judge(folder: str | Path) -> LedgerReport:
         CheckpointError: there is no ledger, or it cannot be read.
     """
     attempts = read_folder(Path(folder))
+
     # Each of the following functions adds what it finds to this report.
     report = LedgerReport(str(folder))
     for number, attempt in enumerate(attempts, 1):
@@ -77,6 +78,7 @@ def judge(folder: str | Path) -> LedgerReport:
         if loader not in loaders:  # the record that describes it is damaged, which was reported
             report.notes.append(f"epoch {epoch} of loader {loader} cannot be judged")
             continue
+
         batches = sorted(epochs[loader, epoch], key=lambda batch: batch.step)
         next_batch = _first_batch_of_next_epoch(epochs, loader, epoch)
         _check_epoch(loaders[loader], batches, next_batch, final_attempts, report)
@@ -102,6 +104,7 @@ def _first_batch_of_next_epoch(
             later_epochs.append(other_epoch)
     if not later_epochs:
         return None
+
     batches = epochs[loader, min(later_epochs)]
     return min(batches, key=lambda batch: batch.step)
 
@@ -115,6 +118,7 @@ def read_folder(folder: Path) -> list[Attempt]:
         CheckpointError: there is no ledger, or one of another version.
     """
     files_of_start: dict[str, dict[int, RankFile]] = defaultdict(dict)
+
     # The name of a start begins with its time, so sorted names are in the order of the starts.
     for path in sorted(folder.glob(f"*{RANK_INFIX}*{LEDGER_SUFFIX}")):
         # Start and rank are taken from the name, such as
@@ -155,6 +159,7 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
             # A rank that was killed early may have recorded fewer attempts than another.
             has_attempt = number < len(file.batches_by_attempt)
             batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
+
         # Later, all files of an attempt are checked for damage and for other settings. Only the
         # first attempt of a start has the files, so each file is checked once.
         files_of_attempt = files if number == 0 else {}
@@ -320,11 +325,13 @@ def _report_other_data(
     """
     if first.get("data") is None or description.get("data") is None:
         return False  # a stream has none, nor has a ledger of an older version
+
     fingerprint_before = Fingerprint.from_text(first["data"])
     fingerprint_now = Fingerprint.from_text(description["data"])
     difference = compare(fingerprint_before, fingerprint_now)
     if difference is None:
         return False
+
     loader = first["loader"]
     if difference.other_samples:  # otherwise they are the same samples, read differently
         report.add_finding(
@@ -350,6 +357,7 @@ def _join_ranks(
     have the same fault.
     """
     epochs: dict[LoaderAndEpoch, list[TrainedBatch]] = defaultdict(list)
+
     # By the index of the attempt and the code of the fault.
     findings_by_fault: dict[tuple[int, str], list[LedgerFinding]] = defaultdict(list)
     last_step = max(final_attempts, default=None)
@@ -358,6 +366,7 @@ def _join_ranks(
         for (step, loader), parts in parts_by_batch.items():
             first = next(iter(parts.values()))  # all ranks should have the same epoch and position
             absent_ranks = sorted(attempt.batches_of_rank.keys() - parts.keys())
+
             # A run that is killed in its last step may leave it on some ranks only: no fault.
             if absent_ranks and step == last_step:
                 report.notes.append(
@@ -365,6 +374,7 @@ def _join_ranks(
                     "had written it down; that step is left out"
                 )
                 continue
+
             fault = _find_fault(parts, absent_ranks, attempt.num_ranks)
             if fault is not None:
                 finding = LedgerFinding(
@@ -377,10 +387,12 @@ def _join_ranks(
                 findings_by_fault[index, fault.code].append(finding)
                 if fault.code == "LS109":  # the parts belong to different global batches
                     continue
+
             samples: list[Indices] = []  # an array of each rank
             for part in parts.values():
                 samples += part.samples
             epochs[loader, first.epoch].append(first._replace(samples=tuple(samples)))
+
     # The first finding stands for all with the same fault, and says how many there are.
     for findings in findings_by_fault.values():
         what = findings[0].what
@@ -455,6 +467,7 @@ def _find_fault(
     num_recorded = sum(part.num_recorded for part in parts.values())
     if num_recorded == first.global_samples:
         return None
+
     samples_are_missing = num_recorded < first.global_samples
     return _Fault(
         "LS102" if samples_are_missing else "LS101",
@@ -477,6 +490,7 @@ def _check_beginnings(
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
+
         # The digests of the first samples, by the index of the attempt. An attempt has none if the
         # file of rank 0 is missing, if the loader has no stream, or if the attempt is not the first
         # of its start.
@@ -509,6 +523,7 @@ def _check_steps(final_attempts: FinalAttempts, report: LedgerReport) -> None:
     if not final_attempts:
         report.notes.append("no optimizer step is written down")
         return
+
     first_step = min(final_attempts)
     if first_step > 0:
         report.notes.append(f"the ledger begins at step {first_step}; what was before is not in it")
@@ -543,6 +558,7 @@ def _check_epoch(
     first = batches[0]
     positions = {batch.position for batch in batches}
     is_finished = max(positions) + 1 == loader["steps"]
+
     # The ledger may begin in the middle of this epoch, if it was switched on in a resumed run.
     # What was trained before is not in it then, and not missing.
     ledger_begins_here = first.step > 0 and first.step == min(final_attempts)
@@ -678,6 +694,7 @@ def _check_samples(
     repeated, absent = repeats_and_gaps(batches, required_samples)
     if repeated.count:
         number = count_noun(repeated.count, "sample")
+
         # One more than the text shows, so that `join_first` adds ", ..." if there are more.
         examples = [
             _describe_sample_with_steps(sample, batches)
@@ -729,6 +746,7 @@ def _required_samples(
         if is_whole_epoch and not loader["drop_last"]:
             return range(loader["length"])
         return range(0)
+
     # A stream that splits itself does not number its samples consecutively.
     if stream not in ("whole", "seek"):
         return range(0)
@@ -790,6 +808,7 @@ def repeats_and_gaps(
         group = np.concatenate([array[array % num_groups == remainder] for array in arrays])
         distinct, counts = np.unique(group, return_counts=True)
         repeated.add(distinct[counts > 1])
+
         # The first required sample of the group: the smallest index of at least `start` that
         # leaves this remainder. For start 10, 4 groups and remainder 1 it is 13.
         start = required_samples.start

@@ -86,6 +86,7 @@ class LedgerReport:
         """
         if not self.by_position and not self.by_batch:
             return ["every sample once: nothing was trained twice, nothing was left out"]
+
         lines = []
         if self.by_position:
             # Of a stream, the ledger has the positions of samples and not the samples. So this

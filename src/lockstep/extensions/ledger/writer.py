@@ -131,6 +131,7 @@ class Ledger(Extension):
         number = list(self._loaders).index(loader)
         if number in self._described_loaders:
             return number
+
         self._described_loaders.add(number)
 
         source = loader.source
@@ -154,6 +155,7 @@ class Ledger(Extension):
         """Writes digests of the first samples of a stream, once in each epoch."""
         if (loader_number, epoch) in self._recorded_beginnings:
             return
+
         first_samples = loader.first_samples_of_epoch
         if not first_samples:  # the dataset is not a stream
             return

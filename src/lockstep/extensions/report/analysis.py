@@ -185,12 +185,14 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
         speed_of_start = speed(start)
         if speed_of_start is None:
             continue
+
         num_ranks = speed_of_start.ranks
         if num_ranks not in longest or speed_of_start.steps > longest[num_ranks].steps:
             longest[num_ranks] = speed_of_start
 
     if 1 not in longest or len(longest) < 2:
         return []
+
     throughput_of_one_rank = longest[1].samples_per_second
     if throughput_of_one_rank == 0:  # its batches had no samples
         return []
@@ -216,9 +218,11 @@ def working_fraction(start: Start) -> float | None:
     waits_within_passes = header.get("strategy") in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if on_gpu or waits_within_passes:
         return None
+
     phases = phases_by_rank(start)
     if len(phases) < 2:
         return None
+
     # Both are sums over the ranks, of the seconds of a step.
     worked = sum(work_by_rank(start).values())
     waited = sum(seconds["communication"] for seconds in phases.values())
@@ -307,6 +311,7 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}"
     if in_starts:
         text = f"{text}, {in_starts}"
+
     # Each launcher writes a file. Only the lines of one are counted, since the other launchers
     # wrote the message as often.
     times = sum(1 for line in lines if line["file"] == last["file"])
@@ -355,6 +360,7 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
         after: the next start.
     """
     hosts = {before.main.header.get("host"), after.main.header.get("host")}
+
     # The clocks of two hosts may differ, so times are compared on one host only.
     ran_at_the_same_time = len(hosts) == 1 and before.last_time > after.time
     if ran_at_the_same_time:
@@ -530,6 +536,7 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
     phases = phases_by_rank(start)
     if not phases:
         return
+
     hosts = {record.header.get("host") for record in start.records.values()}
     for phase, limit in LONG_PHASES.items():
         if phase == "communication" and len(hosts) == 1:

@@ -36,6 +36,7 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
     """
     if len(values) <= max_points:
         return values
+
     # The indices at which the groups of neighbours begin, shape (max_points,): for 5 values and 2
     # points they are 0 and 2. Each group becomes one value; `reduceat` sums up each group.
     group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
@@ -116,6 +117,7 @@ def curves(record: Record) -> list[Curve]:
         for title, line in _lines_of_start(start, clock).items():
             if np.isfinite(line.values).any():
                 lines_by_title.setdefault(title, []).append(line)
+
     # The page shows the loss, then what the script has logged, then what the ranks have measured.
     measured_titles = list(_UNIT_OF_MEASURED)
     logged_titles = sorted(lines_by_title.keys() - {"loss", *measured_titles})
@@ -214,6 +216,7 @@ def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
             curves_of_ranks.append((steps, values))
     if not curves_of_ranks:
         return np.empty(0), np.empty(0)
+
     steps, _ = curves_of_ranks[0]
     values_of_ranks = [np.interp(steps, xs, values) for xs, values in curves_of_ranks]
     means: Floats = np.mean(values_of_ranks, axis=0)

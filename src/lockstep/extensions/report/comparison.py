@@ -120,6 +120,7 @@ def _compare_speeds(
             f"{other_name} {milliseconds_or_seconds(other_speed.seconds_per_step)}. How many "
             f"samples they have is not known without a prepared loader.{main_phase}"
         )
+
     ratio = speed.samples_per_second / other_speed.samples_per_second
     if abs(ratio - 1) < MIN_DIFFERENCE:
         return f"{name} and {other_name} train as fast as each other."
@@ -194,6 +195,7 @@ def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, flo
     common = rows.keys() & other_rows.keys()
     if not common:
         return None
+
     last_common = max(common)
     return rows[last_common], other_rows[last_common].loss
 

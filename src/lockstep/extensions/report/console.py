@@ -141,11 +141,13 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
     """
     if is_quiet(os.environ):
         return
+
     choices = [Choice(*map(translate, choice)) for choice in choices]
     if not _may_be_styled():
         for name, value, reason in choice_rows(title, choices, width=None):
             print_line(name + value + reason)
         return
+
     from rich.text import Text
 
     # The text is wrapped at the width of the terminal that shows it: the launcher's, if it prints
@@ -168,6 +170,7 @@ def _may_be_styled() -> bool:
     bar_is_shown = _bar_console is not None
     reaches_terminal = sys.stdout.isatty() or launcher_columns() is not None
     in_notebook = "IPython" in sys.modules
+
     # Users ask `rich` by these variables to style text in a pipe too.
     is_forced = bool(os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE"))
     return bar_is_shown or reaches_terminal or in_notebook or is_forced
@@ -207,6 +210,7 @@ def choice_rows(
         has_column_of_reasons = True
     else:
         remaining = width - INDENT - name_width
+
         # On a narrow terminal, each reason follows its value directly.
         has_column_of_reasons = remaining - value_width >= MIN_REASON_WIDTH
 
@@ -219,6 +223,7 @@ def choice_rows(
             hanging_indent = GAP  # more lines are indented a little under the value
         first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
         padded_name = " " * INDENT + pad(name, name_width)
+
         # The first line begins with the value; what follows it is the reason.
         rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
         for line in more_lines:

@@ -85,6 +85,7 @@ class Display:
             state.samples = final_means.total_samples
             state.means = final_means.values
         self.clear()
+
         # If the script keeps the pass in a variable, Python closes it while it exits, after it has
         # printed the traceback of an error. Nothing should stand below that.
         if not sys.is_finalizing():

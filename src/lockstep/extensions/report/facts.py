@@ -60,6 +60,7 @@ def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
             pairs[-1] = (option, word)
             option = ""
             continue
+
         name, equals_sign, value = word.partition("=")
         if equals_sign:
             pairs.append((name, value))
@@ -101,6 +102,7 @@ def _code(header: Mapping[str, Any]) -> list[Fact]:
         return [Fact("git commit", commit)]
     if not changed:
         return [Fact("git commit", commit, "no tracked file was changed")]
+
     files = count_noun(int(git.get("num_changed", len(changed))), "changed file")
     first_names = join_first([str(name) for name in changed])  # such as "a.py, b.py, ..."
     return [Fact("git commit", f"{commit}, with {files}", first_names)]

@@ -97,11 +97,13 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
             if urlsplit(self.path).path != "/":
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
+
             try:
                 body = page.text().encode()
             except LockstepError as error:
                 self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error.message))
                 return
+
             # A page that has not changed is not sent again, which matters over ssh.
             tag = f'"{hashlib.sha256(body).hexdigest()}"'
             is_known = self.headers.get("If-None-Match") == tag
@@ -111,6 +113,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
             if is_known:
                 self.end_headers()
                 return
+
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -125,6 +128,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
         raise SettingError(
             f"--port {port}", f"{ADDRESS} cannot be listened on: {error}", "choose another, or 0"
         ) from error
+
     server.daemon_threads = True
     return server
 

@@ -101,6 +101,7 @@ class WeightedSums:
             number = self._to_number(name, value)
             if number is None:
                 continue
+
             entry = self._sums.get(name)
             if entry is None:
                 entry = self._new_sum(name)
@@ -235,6 +236,7 @@ def _as_scalar(value: Tensor) -> Tensor | None:
     """
     if value.numel() != 1 or value.is_complex():
         return None
+
     number = value.detach()
     if is_sharded(number):
         number = to_local(number)
@@ -355,6 +357,7 @@ class RunningMeans:
             if not self._is_alone:
                 dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
             on_host, arrived = start_copy_to_host(packed)
+
         # If the pass is left early, nobody waits for this reduction; its memory must not be given
         # to another tensor before the stream is done with it.
         packed.record_stream(stream)
@@ -381,14 +384,17 @@ class RunningMeans:
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
         self.values = {}
         self.total_samples = int(samples)
+
         # For n hashes h, n * sum(h**2) is equal to sum(h)**2 if and only if all h are equal (the
         # inequality of Cauchy and Schwarz).
         names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
         if not names_are_equal:
             self._warn_of_other_names(reduction.names)
             return
+
         weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_SHOWN_NAMES]
         totals = numbers[HEADER_SIZE + MAX_SHOWN_NAMES :]
+
         # There are fewer names than places for them; the rest of the places hold zeros.
         for name, weight, total in zip(reduction.names, weights, totals, strict=False):
             if weight != 0:

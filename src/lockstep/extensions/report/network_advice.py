@@ -83,12 +83,14 @@ class NetworkAdvice(Extension):
         step_times = []
         waiting_times = []
         run_delays = []
+
         # The first measured step began when the last step of the warm-up ended.
         clocks = self._clocks[WARMUP_STEPS - 1 :]
         for before, after in itertools.pairwise(clocks):
             step_times.append(after.now_s - before.now_s)
             waiting_times.append(after.waited_s - before.waited_s)
             run_delays.append(after.run_delay_s - before.run_delay_s)
+
         # Not means, since the network may have been interrupted for a while.
         return _StepTimes(
             step_s=statistics.median(step_times),

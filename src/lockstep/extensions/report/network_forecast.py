@@ -204,21 +204,26 @@ def forecast_methods(
     """
     if network.compressed:
         return []
+
     # How long the sending of a step really takes (`sending_s`), of which `waiting_s` is waited for
     # and the rest is hidden behind the backward pass: sending_s = waiting_s + hidden_s.
     sent_now = network.sent_bytes(link.machines, hierarchical=network.hierarchical)
+
     # By the speed of the link that was measured before the training; see `step_seconds`.
     measured_sending_s = sent_now / link.bandwidth + 2 * link.latency_s
+
     # It takes at least as long as is waited for it. About half of the computing is the backward
     # pass, so no more of the sending than that can be hidden.
     sending_s = max(measured_sending_s, network.waiting_s)
     sending_s = min(sending_s, network.waiting_s + network.compute_s / 2)
     hidden_s = sending_s - network.waiting_s
+
     # The link as the training meets it, which is often slower than measured.
     slowdown = sending_s / measured_sending_s
     link_in_training = Link(link.latency_s * slowdown, link.bandwidth / slowdown, link.machines)
     sent_by_machine = network.sent_bytes(link.machines, hierarchical=True)
     step_now_s = network.compute_s + network.waiting_s
+
     # For each method: the seconds `step_s` of a step with it, and the speedup step_now_s / step_s.
     forecasts: list[Forecast] = []
     if network.local_size > 1 and not network.hierarchical:
@@ -234,6 +239,7 @@ def forecast_methods(
         sent_bytes = sent_by_machine * cost.sent_share
         step_s = step_seconds(compute_s, sent_bytes, link_in_training, hidden_s=hidden_s)
         forecasts.append(Forecast(name, step_now_s / step_s, same_results=False))
+
     # DiLoCo exchanges once in many steps, and nothing hides that exchange. The time in which the
     # training has no core comes from sending, so it too comes once in many steps.
     exchange_s = network.run_delay_s + step_seconds(0.0, sent_by_machine, link_in_training)
@@ -258,10 +264,12 @@ def describe_network(
     )
     if network.waiting_share <= NOTABLE_SHARE_OF_STEP:
         return text
+
     parts = [text]
     for forecast in forecast_methods(network, link, compressions):
         if forecast.speedup < MIN_NAMED_SPEEDUP:
             continue
+
         numbers = "same" if forecast.same_results else "other"
         parts.append(
             f"{forecast.method}: {numbers} numbers, about {forecast.speedup:.1f} times as fast"
@@ -284,6 +292,7 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     next_slowest = slowest_first[1]
     if waited_s[next_slowest] - waited_s[slowest] <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
+
     # What a machine does not wait in a step, it computes.
     computing_there = _format_seconds(step_s - waited_s[slowest])
     computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])

@@ -76,6 +76,7 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
         script_hashes=Markup(" ".join([_script_hash(script) for script in scripts])),
         data=Markup(data_without_tags),
     )
+
     # The name of a folder may have bytes that are not text and cannot be encoded.
     return text.encode(errors="backslashreplace").decode()
 
@@ -223,9 +224,11 @@ def _badge(start: Start) -> Badge:
     """Says how a start has ended, or that it is running if its last row is recent enough."""
     if start.end is not None:
         return _badge_of_end(start)
+
     silent_s = time.time() - start.last_time
     if not start.reached_init:
         return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), "")
+
     # No end was written: the start runs, or all its ranks were killed. A row is written when its
     # last step has ended, so a run may write nothing for as long as the steps of a row take. For
     # example, with 10 steps per row and at most 2 s per step, a row takes up to 20 s. The start
@@ -312,6 +315,7 @@ def _gpu_use(start: Start) -> str:
             use_of_rank[rank] = use
     if not use_of_rank:
         return ""
+
     mean = sum(use_of_rank.values()) / len(use_of_rank)
     least = min(use_of_rank, key=lambda rank: use_of_rank[rank])
     text = f"{mean:.0f} %"
@@ -343,6 +347,7 @@ def _sent(start: Start, num_bytes: float) -> str:
 def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
     """Returns the rows of the table that compares the runs with one rank."""
     starts = list(records[0].starts)
+
     # Other runs only add the numbers of ranks that this run was not started with.
     own_numbers = {start.num_ranks for start in starts}
     for record in records[1:]:

@@ -59,6 +59,7 @@ class _GrowingFile:
         with open(self._path, "rb") as file:
             file.seek(self._position)
             data = file.read()
+
         # The last line may not be whole yet; it is read again by the next call.
         complete_bytes = data.rfind(b"\n") + 1
         self._position += complete_bytes
@@ -260,6 +261,7 @@ class Start:
         """
         launcher_kinds = {line["kind"] for line in self.launcher_lines}
         rank_ends = {record.end for record in self.records.values()}
+
         # Launchers come first: a rank that is ended from outside may write that it has failed.
         if "interrupted" in launcher_kinds:
             return "interrupted"
@@ -269,6 +271,7 @@ class Start:
             return "restarted"
         if "failed" in rank_ends:
             return "failed"
+
         all_ranks_ended_well = rank_ends == {"ok"} and len(self.records) == self.num_ranks
         if "end" in launcher_kinds or all_ranks_ended_well:
             return "ok"
@@ -283,6 +286,7 @@ class Start:
         """
         records = self._contributing_records()
         means: list[LoggedMean] = []
+
         # The loaders that have values of a name and kind at a step, in the order of their passes.
         loaders: dict[tuple[str, str, float], list[int]] = {}
 
@@ -344,6 +348,7 @@ class Start:
             losses_of_ranks.append(loss_of_row)
         if not losses_of_ranks:
             return []
+
         found: list[LossRow] = []
         for row in losses_of_ranks[0]:
             all_ranks_have_row = all(row in loss_of_row for loss_of_row in losses_of_ranks)
@@ -408,6 +413,7 @@ class Record:
                 f"it cannot be read: {error}",
                 "make it readable, or copy the folder",
             ) from error
+
         starts = [*self._starts_of_ranks.values(), *self._starts_without_ranks()]
         self.starts = sorted(starts, key=lambda start: start.name)
         self._assign_launcher_lines()
@@ -425,6 +431,7 @@ class Record:
         if path.name not in self._files:
             self._files[path.name] = _GrowingFile(path)
         lines = self._files[path.name].read_new_lines()
+
         # A rank's file: 01764318000000000000-1f2e3d4c.rank3.record. Others are launchers' files.
         start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
         nanoseconds, _, _ = start_name.partition("-")
@@ -436,6 +443,7 @@ class Record:
         num_lines = 0
         for line in lines:
             num_lines += 1
+
             # The first line of the file has its version under the key "record".
             if isinstance(line, dict) and line.get("record", FORMAT_VERSION) != FORMAT_VERSION:
                 raise CheckpointError(
@@ -443,6 +451,7 @@ class Record:
                     f"{path.name} is of version {line['record']}, and {FORMAT_VERSION} is read",
                     "read it with the Lockstep that wrote it",
                 )
+
             record.add(line)
         return num_lines
 

@@ -141,6 +141,7 @@ class Recorder(Extension):
         self._num_gpu_measurements = 0
         self._measures_gpu = run.device.type == "cuda"
         self._phase_times = phase_times
+
         # What the next row will have.
         self._longest_step_s = 0.0
         self._num_steps = 0
@@ -214,6 +215,7 @@ class Recorder(Extension):
         self._losses.clear()
         if not losses:
             return
+
         self._num_losses += len(losses)
         if losses[0].is_cuda:
             self._loss_sum = self._loss_sum + torch.stack(losses).sum(dtype=torch.float64)
@@ -266,6 +268,7 @@ class Recorder(Extension):
         except RuntimeError:  # the device has failed, and the training's next CUDA call says so
             self._has_lost_lines = True
             return
+
         self._pending.append(_PendingLine(copy.arrived, partial(_line_of_means, line, copy)))
         self._finish_pending(wait=False)
 
@@ -337,6 +340,7 @@ class Recorder(Extension):
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
             self._memory_measured_at_s = now_s
+
         # In the order of `COLUMNS`.
         return [
             number + 1,
@@ -373,9 +377,11 @@ class Recorder(Extension):
         """
         if self._num_losses == 0:
             return _PendingLine(None, partial(_row_with_loss, row, None))
+
         mean = self._loss_sum / self._num_losses
         if not isinstance(mean, Tensor):  # the losses were on the CPU
             return _PendingLine(None, partial(_row_with_loss, row, mean))
+
         loss_on_host, arrival_event = start_copy_to_host(mean.reshape(()))
         return _PendingLine(arrival_event, partial(_row_with_loss, row, loss_on_host))
 
@@ -432,7 +438,9 @@ class Recorder(Extension):
         self._unwritten_lines = []
         if self._file is None or self._file.closed:  # the record has ended
             return
+
         text = "".join([f"{line_as_json(line)}\n" for line in lines])
+
         # The warning names the setting and the folder: "report='runs': it cannot be written ...;
         # the training goes on, and its record ends here".
         append_or_end(
@@ -447,11 +455,13 @@ def line_as_json(line: object) -> str:
             text = _ROW_FORMAT % tuple(line)
         except TypeError:  # a value is None: there is no loss, or no learning rate
             return json.dumps(line)
+
         # JSON spells "nan" and "inf" differently, as NaN and Infinity. Both have an "n", which no
         # number such as 1.5e-05 has.
         has_nan_or_infinity = "n" in text
         if not has_nan_or_infinity:
             return text
+
     # A loss may be NaN or infinite. Strict JSON does not have these, but Python reads them.
     return json.dumps(line)
 

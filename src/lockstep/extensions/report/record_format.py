@@ -174,6 +174,7 @@ def _parse_row(values: list[Any]) -> Row | None:
     row = [math.nan if value is None else float(value) for value in values]
     if len(row) != len(COLUMNS):
         return None
+
     covers_no_step = row[COLUMN_INDEX["steps"]] <= 0
     if covers_no_step:
         return None
@@ -198,6 +199,7 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     present_keys = [key for key in _FIELDS_BY_KEY if key in value]
     if not present_keys:
         return False
+
     key = present_keys[0]
 
     fields = _FIELDS_BY_KEY[key]

@@ -81,6 +81,7 @@ class StepTrace(Extension):
         if profiler_is_running():
             self._give_up_for_profiler_of_script()
             return
+
         self._start()
         self._enter(phase)
 
@@ -160,4 +161,5 @@ class StepTrace(Extension):
                 "make room; the training goes on without the trace",
             )
             return
+
         self._recorder.trace_written(path.name, self._step)
