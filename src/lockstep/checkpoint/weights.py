@@ -282,7 +282,10 @@ def load_weights(
 
 
 def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> WeightsReport:
-    """Checks that a file fits a model, then copies its values. The arguments are as above."""
+    """Checks that a file fits a model, and copies its values; `load_weights` calls it.
+
+    The arguments are those of `load_weights`.
+    """
     run = run_of(model)
     if run is None:  # the model is not prepared
         plan = _plan_loading(model, path, strict=strict, trust=trust)
