@@ -66,6 +66,8 @@ when this happens twice within this number of global batches."""
 MIN_STEPS_MISSED_AT_END_OF_PASS = 3
 MAX_STEPS_MISSED_IN_A_ROW = 20
 """After so many, the warning does not wait for the end of the pass, which may never come."""
+INCOMPLETE_STEPS_UNTIL_WARNING = 2
+"""After so many optimizer steps in a row that lacked gradients, a warning is given."""
 
 
 _COMMON_STATE = None
@@ -176,7 +178,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._gradients_cleared_in: StepKey | None = None
         """The latest optimizer step in which `zero_grad()` cleared gradients of micro-batches that
         belong to it."""
-        self._warned_of_cleared_gradients = False
+        self._num_incomplete_steps_in_a_row = 0
+        """How many times in a row the optimizer has stepped without such gradients."""
+        self._warned_of_incomplete_steps = False
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
@@ -263,8 +267,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.stepping = False
 
         self._stepped_in = present_step
-        if self._gradients_cleared_in == present_step:
-            self._warn_of_cleared_gradients()
+        self._count_cleared_gradients(lacks_gradients=self._gradients_cleared_in == present_step)
         if micro_batch.last:
             self._step.mark_stepped()
 
@@ -371,12 +374,27 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         micro_batch = self._step.micro_batch
         return micro_batch.opens_step and micro_batch.closes_step
 
-    def _warn_of_cleared_gradients(self) -> None:
-        """Warns, once, that the optimizer has stepped with a part of a global batch's gradients."""
-        if self._warned_of_cleared_gradients:
+    def _count_cleared_gradients(self, *, lacks_gradients: bool) -> None:
+        """Warns, once, of steps for which `zero_grad()` had cleared a part of the gradients.
+
+        In a single step that may be on purpose, to drop a loss that is not finite. So the warning
+        is only given if it happens in `INCOMPLETE_STEPS_UNTIL_WARNING` steps in a row.
+
+        Args:
+            lacks_gradients: True if the step that was just made lacks gradients.
+        """
+        if not lacks_gradients:
+            self._num_incomplete_steps_in_a_row = 0
             return
 
-        self._warned_of_cleared_gradients = True
+        self._num_incomplete_steps_in_a_row += 1
+        is_repeated = self._num_incomplete_steps_in_a_row >= INCOMPLETE_STEPS_UNTIL_WARNING
+        if not is_repeated or self._warned_of_incomplete_steps:
+            return
+        if self._warned_of_missed_step:  # its advice mends this too
+            return
+
+        self._warned_of_incomplete_steps = True
         warn(
             "optimizer.zero_grad() between the micro-batches of a global batch",
             "it cleared the gradients of earlier micro-batches, so the optimizer has stepped with "
