@@ -37,12 +37,14 @@ script (1 for a Python exception, the codes above for ours), `EXIT_DEADLOCK`, `E
 
 from __future__ import annotations
 
+import copyreg
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
+from typing import Any
 
 from lockstep.columns import pad
 from lockstep.language import (
@@ -107,6 +109,10 @@ class LockstepError(Exception):
         self.rank = _rank
         self.line = user_line()
         super().__init__(self.text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the error with its attributes, as other processes may raise it again."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return self.translated_message + self._place(translate)

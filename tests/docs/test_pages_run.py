@@ -21,6 +21,7 @@ CHECKPOINTS = pages.ROOT / "docs" / "checkpoints.md"
 MAY_NOT_RUN = {
     "from_tutorials.md": 22,
     "running_it.md": 1,
+    "several_machines.md": 1,
     "streaming_libraries.md": 4,
     "with_other_tools.md": 4,
 }

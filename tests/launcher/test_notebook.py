@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,53 @@ def error(outputs: list[Any]) -> str:
     [failed] = [output for output in outputs if output.output_type == "error"]
     assert failed.ename == "RankFailedError"
     return "\n".join(failed.traceback)
+
+
+ON_RAY = """
+OFFSET = 5
+
+def on_ray(start):
+    with lockstep.init() as world:
+        if start > 1 and world.rank == 1:
+            fails_in_a_cell()
+        return world.sum(start + OFFSET)
+
+lockstep.launch(on_ray, args=(1,), nproc=2, ray=True)
+"""
+FAILS_ON_RAY = """
+def fails_in_a_cell():
+    raise ValueError("of another cell")
+
+lockstep.launch(on_ray, args=(2,), nproc=2, ray=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a Ray cluster of one node."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_cells_of_a_notebook_on_ray(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has an event loop of its own, and the nodes do not have its cells."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCKSTEP_LOG_DIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    _, returned, failed = run(tmp_path, "import lockstep", ON_RAY, FAILS_ON_RAY)
+    assert returned[-1].data["text/plain"] == "[12, 12]"
+    traceback = error(failed)
+    assert traceback.count('raise ValueError("of another cell")') == 2  # the verdict, the traceback
+    assert "rank 1" in traceback
 
 
 @pytest.mark.filterwarnings("ignore")  # the kernel's client warns of its own future

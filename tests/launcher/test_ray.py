@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +21,18 @@ from click.testing import CliRunner
 from launched import launch
 from ranks import HANG_S, LEAVE_S
 
+import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import EXIT_DEADLOCK, SettingError
-from lockstep.run.machines import ray_placement, ray_run
+from lockstep.errors import EXIT_DEADLOCK, HostError, RankFailedError, SettingError
+from lockstep.run.machines import ray_launch, ray_placement, ray_run
 from lockstep.run.machines.hosts import HostsSpec
+from lockstep.run.machines.ray_call import CallOutcome
 from lockstep.run.machines.ray_placement import names_of_nodes
 
 pytestmark = pytest.mark.launcher
 
+NUM_AGENTS = 2
+"""The number of processes that each node of a cluster runs besides its workers."""
 TRAIN = """
 import os, sys, threading
 import torch
@@ -58,6 +64,103 @@ world.close()
 """
 
 
+LAUNCHES = """
+import sys, threading
+import ray, torch
+import lockstep.errors
+from beside import OFFSET
+
+SEVEN = 7
+
+class Mine:
+    def __init__(self, rank): self.rank = rank
+
+def train(start):
+    world = lockstep.init(seed=0)
+    world.print("in", sys.argv[0])
+    return world.rank, world.sum(start + SEVEN + world.rank) + OFFSET - 3, Mine(world.rank)
+
+def fails():
+    with lockstep.init() as world:
+        if world.rank == 1:
+            raise ValueError("broken batch")
+        world.barrier()
+
+def hangs():
+    with lockstep.init() as world:
+        if world.rank == 1:
+            torch.distributed.all_reduce(torch.zeros(1))
+        world.barrier()
+
+ray.init(sys.argv[1], logging_level="ERROR")
+values = lockstep.launch(train, (3,), nproc=2, ray=True)
+same = [(rank, total, type(mine) is Mine) for rank, total, mine in values]
+print("returned", same, "from", sys.argv[0] + ",", {7: "seven"}[SEVEN])
+print("of the lambda", lockstep.launch(lambda: lockstep.init().sum(1), nproc="gpu", ray=True))
+try:
+    lockstep.launch(fails, nproc=2, ray=sys.argv[1])
+except lockstep.errors.RankFailedError as error:
+    line = next(line for line in error.found.splitlines() if "launches.py" in line)
+    print("rank", error.rank, "failed at", line.strip())
+    print(error.remote_traceback)
+try:
+    lockstep.launch(hangs, nproc=2, ray=True)
+except lockstep.errors.RankFailedError as error:
+    print(error.found)
+try:
+    lockstep.launch(print, (threading.Lock(),), nproc=2, ray=True)
+except lockstep.errors.LockstepError as error:
+    print("not sent:", error.found.partition("nodes: ")[2])
+print("still connected:", ray.is_initialized())
+"""
+WAITS = """
+import sys, threading
+import lockstep
+
+def wait():
+    print("waits", flush=True)
+    threading.Event().wait()
+
+lockstep.launch(wait, nproc=2, ray=sys.argv[1])
+"""
+RESUMES = """
+import os, sys
+from pathlib import Path
+import torch
+import lockstep
+from torch.utils.data import TensorDataset
+
+def train():
+    world = lockstep.init("ddp", seed=0)
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Linear(8, 1)
+    model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = world.loader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    checkpoint = world.checkpoint("saved", model=model, optimizer=optimizer, loader=loader)
+    checkpoint.resume()
+    world.print(f"begins with step {world.step}")
+    for epoch in world.epochs(3):
+        for inputs, targets in loader:
+            world.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            mean = world.loss()
+            optimizer.step()
+            optimizer.zero_grad()
+            if world.step == 18 and Path("waits").exists():
+                world.barrier()
+                world.print("in the middle of an epoch")
+                __import__("threading").Event().wait()
+        checkpoint.save()
+        checkpoint.wait()
+        world.print(f"epoch {epoch}: loss {mean!r}")
+    return world.step
+
+if "RANK" in os.environ:
+    train()
+else:
+    print("returned", lockstep.launch(train, nproc=2, ray=sys.argv[1], max_restarts=2))
+"""
+
+
 def test_words_that_are_no_address_are_told() -> None:
     result = CliRunner().invoke(main, ["run", "--ray", "train.py"])
     assert "--ray=auto" in result.output
@@ -84,6 +187,36 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     spec = HostsSpec(hosts=[], arguments=[], script=["train.py"], environment={})
     with pytest.raises(SettingError, match="pip install ray"):
         ray_run.run_on_ray("auto", spec, [].append)
+    with pytest.raises(SettingError, match="pip install ray"):
+        lockstep.launch(print, ray=True)
+
+
+def test_what_is_no_address_is_told() -> None:
+    for value in ("", None, 3):
+        with pytest.raises(SettingError, match="not the address of a Ray cluster"):
+            lockstep.launch(print, ray=value)  # type: ignore[arg-type]
+
+
+def test_an_error_of_another_node_is_the_same_here() -> None:
+    error = RankFailedError("launch(f)", "rank 3 failed", "repair it", 3, "Traceback")
+    same = pickle.loads(pickle.dumps(error))
+    assert type(same) is RankFailedError
+    assert str(same) == str(error)
+    assert (same.rank, same.remote_traceback, same.args) == (3, "Traceback", error.args)
+
+
+def test_the_error_of_the_rank_that_failed_first_is_raised() -> None:
+    """All launchers know what has failed first; that of the same node knows more."""
+    brief = CallOutcome(error=RankFailedError("launch(f)", "rank 1 failed", "repair it", 1))
+    full = CallOutcome(
+        error=RankFailedError("launch(f)", "rank 1 failed", "repair it", 1, "Traceback")
+    )
+    for outcomes in ([brief, full], [full, brief], [None, brief, full]):
+        with pytest.raises(RankFailedError) as raised:
+            ray_launch.returned_values(outcomes, 1, "launch(f)")
+        assert raised.value.remote_traceback == "Traceback"
+    with pytest.raises(HostError, match="exit code 1"):
+        ray_launch.returned_values([CallOutcome(values=[]), None], 1, "launch(f)")
 
 
 def test_a_cluster_that_is_gone_does_not_change_how_the_run_ended(
@@ -128,21 +261,58 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 1, "num_gpus": 1}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.second = cluster.add_node(**node)
+    cluster.add_node(**node)
     yield cluster
     cluster.shutdown()
 
 
-def start(cluster: Any, folder: Path, mode: str, *options: str) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def four_nodes(cluster: Any) -> Any:
+    """The same cluster, with two more nodes; for the last tests, each of which loses one."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=1)
+
+    # The agents of a new node start later, and would count as processes that a test has left.
+    deadline = time.monotonic() + LEAVE_S
+    for process in psutil.Process().children(recursive=True):
+        while process.name() == "raylet" and len(process.children()) < NUM_AGENTS:
+            assert time.monotonic() < deadline, process
+            time.sleep(0.1)
+    return cluster
+
+
+def lose_node(cluster: Any, said: str) -> None:
+    """Ends a node on which the ranks run, but not the head node.
+
+    Args:
+        cluster: the cluster.
+        said: what the run has said, with the names of its nodes.
+    """
+    [names] = re.findall(r"\d hosts: (.*);", said)
+    used = [node for node in cluster.worker_nodes if node.node_id[:6] in names]
+    cluster.remove_node(used[0], allow_graceful=False)
+
+
+def start(
+    cluster: Any, folder: Path, mode: str, *options: str, nproc: int = 2
+) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "lockstep", "run", f"--ray={cluster.address}", *options]
     return subprocess.Popen(
-        [*command, "--nproc=2", "train.py", mode],
+        [*command, f"--nproc={nproc}", "train.py", mode],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """Runs a script, and returns what it says."""
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=HANG_S
+    )
+    return result.stdout + result.stderr
 
 
 def said_until(process: subprocess.Popen[str], text: str, count: int = 1) -> str:
@@ -233,12 +403,82 @@ class TestTwoNodes:
         assert "lockstep run --nproc=N " in said, said
         assert "epoch" not in said
 
-    def test_a_lost_node_ends_the_run(self, cluster: Any, tmp_path: Path) -> None:
-        """The last test, as the node is gone then."""
-        process = start(cluster, tmp_path, "wait")
+    def test_launch_returns_what_the_ranks_return(self, cluster: Any, tmp_path: Path) -> None:
+        """Also a failure with its line, and a hang, in a process that stays connected to Ray."""
+        (tmp_path / "beside.py").write_text("OFFSET = 3")
+        (tmp_path / "launches.py").write_text(LAUNCHES)
+        said = python(tmp_path, "launches.py", cluster.address)
+        assert "returned [(0, 21, True), (1, 21, True)] from launches.py, seven" in said, said
+        assert "of the lambda [2, 2]" in said
+        assert "rank 1 failed at launches.py:20: raise ValueError" in said
+        assert 'launches.py", line 20, in fails' in said
+        assert "deadlock: " in said
+        assert "not sent: cannot pickle" in said
+        assert "still connected: True" in said
+        assert "SystemExit" not in said  # Ray would print it for an actor that it ends
+        assert_nothing_is_left(tmp_path)
+
+    def test_ctrl_c_ends_a_launch(self, cluster: Any, tmp_path: Path) -> None:
+        (tmp_path / "launches.py").write_text(WAITS)
+        process = subprocess.Popen(
+            [sys.executable, "launches.py", cluster.address],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         said_until(process, "waits", count=2)
-        cluster.remove_node(cluster.second, allow_graceful=False)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=HANG_S)
+        assert process.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in said
+        assert_nothing_is_left(tmp_path)
+
+    def test_ranks_of_a_lost_node_go_on_elsewhere(self, four_nodes: Any, tmp_path: Path) -> None:
+        """From the last checkpoint."""
+        (tmp_path / "train.py").write_text(RESUMES)
+        here = launch(["run", "--nproc", "2", "train.py"], cwd=tmp_path)
+        losses = re.findall(r"epoch \d: loss \S+", here.stdout)
+        assert len(losses) == 3, here
+        shutil.rmtree(tmp_path / "saved")
+
+        (tmp_path / "waits").touch()
+        process = subprocess.Popen(
+            [sys.executable, "train.py", four_nodes.address],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        said = said_until(process, "in the middle of an epoch")
+        (tmp_path / "waits").unlink()
+        lose_node(four_nodes, said)
+        rest, _ = process.communicate(timeout=HANG_S)
+        assert process.returncode == 0, said + rest
+        assert "1 restart left after that" in rest
+        assert "begins with step 12" in rest
+        assert re.findall(r"epoch \d: loss \S+", said + rest) == losses
+        assert "returned [36, 36]" in rest
+        assert_nothing_is_left(tmp_path)
+
+    def test_ranks_that_find_no_place(self, four_nodes: Any, tmp_path: Path) -> None:
+        num_nodes = 1 + len(four_nodes.worker_nodes)
+        options = ["--max-restarts=1", "--rdzv-conf=timeout=20"]
+        process = start(four_nodes, tmp_path, "wait", *options, nproc=num_nodes)
+        said = said_until(process, "waits", count=num_nodes)
+        lose_node(four_nodes, said)
+        said, _ = process.communicate(timeout=HANG_S)
+        assert process.returncode == HostError.exit_code
+        assert "0 restarts left after that" in said
+        needs = f"they need {num_nodes} GPUs, and the cluster has {num_nodes - 1}, of which 0 are"
+        assert f"within 20 s its ranks have found no place on other nodes: {needs}" in said, said
+        assert_nothing_is_left(tmp_path)
+
+    def test_a_lost_node_ends_the_run(self, four_nodes: Any, tmp_path: Path) -> None:
+        process = start(four_nodes, tmp_path, "wait")
+        said = said_until(process, "waits", count=2)
+        lose_node(four_nodes, said)
         said, _ = process.communicate(timeout=HANG_S)
         assert process.returncode != 0
-        assert re.search(r"the connection to \S+ is lost; the run is ended$", said, re.MULTILINE)
+        assert re.search(r"the connection to \S+ is lost; all ranks are ended$", said, re.MULTILINE)
         assert_nothing_is_left(tmp_path)

@@ -146,6 +146,8 @@ class HostsSpec:
     """True if the script is given as the name of a module."""
     torchrun: Sequence[str] = ()
     """Flags of torchrun and their values, as the user gave them."""
+    launcher: Sequence[str] = ("lockstep", "run")
+    """The Python module that is the launcher of a machine, and its first arguments."""
     nproc: str = "1"
     """Processes on each host that has no number of its own."""
     environment: Mapping[str, str]
@@ -157,7 +159,7 @@ class HostsSpec:
     keep: bool = False
     """True if ranks go on when the connection to their machine is lost (--on-lost keep)."""
     option: str = "--hosts"
-    """The option that names the machines: --hosts or --ray."""
+    """The option that names the machines: --hosts, --ray, or launch(ray=...)."""
     quiet: bool = False
     """True if only the script's output and failures are printed (--quiet)."""
 
@@ -176,6 +178,19 @@ class HostsSpec:
             return None
         return words[words.index(name) + 1]
 
+    def with_torchrun_flag(self, name: str, value: str) -> HostsSpec:
+        """Returns the same request with another value of one of torchrun's flags."""
+        return replace(self, torchrun=[*self._torchrun_without(name), name, value])
+
+    def _torchrun_without(self, *names: str) -> list[str]:
+        """Returns torchrun's flags and their values, without those of the given names."""
+        words = list(self.torchrun)
+        for name in names:
+            if name in words:
+                index = words.index(name)
+                del words[index : index + 2]  # the flag and its value
+        return words
+
     @property
     def shutdown_timeout_s(self) -> float:
         """The seconds that the ranks get to end.
@@ -186,7 +201,7 @@ class HostsSpec:
         return shutdown_timeout(self.torchrun_flag("--shutdown-timeout"), self.environment)
 
     def launcher_arguments(self, node_rank: int, address: str, port: int) -> list[str]:
-        """Returns the arguments with which `lockstep` is started on one of the machines.
+        """Returns the arguments with which the launcher is started on one of the machines.
 
         Args:
             node_rank: index of the machine in `hosts`.
@@ -204,14 +219,10 @@ class HostsSpec:
             ]
 
         # The user's --master-addr and --master-port are replaced by those in `meeting`.
-        other_flags = list(self.torchrun)
-        for name in ("--master-addr", "--master-port"):
-            if name in other_flags:
-                index = other_flags.index(name)
-                del other_flags[index : index + 2]  # the flag and its value
-
+        other_flags = self._torchrun_without("--master-addr", "--master-port")
         nproc = self.hosts[node_rank].nproc or self.nproc
-        arguments = ["run", f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
+        first_arguments = self.launcher[1:]
+        arguments = [*first_arguments, f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:
             arguments.append("-m")
         return arguments + list(self.script)

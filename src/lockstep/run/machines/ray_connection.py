@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from lockstep.run.machines.ray_call import CALL_NAME, FOLDER_VARIABLE, OUTCOME_NAME, CallOutcome
 from lockstep.run.machines.ray_placement import RayNode
 from lockstep.run.machines.ssh_connection import Remote, ShowLine
 from lockstep.run.machines.ssh_errors import Problem
@@ -38,15 +43,22 @@ class HelperActor:
         module: name of the Python module that is started as the helper.
         nonce: argument of the module, with which its answers begin.
         gpu_ids: the GPUs of the run on this node; empty for those that Ray has chosen.
+        call: the file with the call that the ranks run; None if they run a script.
     """
 
-    def __init__(self, module: str, nonce: str, gpu_ids: Sequence[str]) -> None:
+    def __init__(self, module: str, nonce: str, gpu_ids: Sequence[str], call: bytes | None) -> None:
         # Ray sets the number of threads in its processes, but the launcher chooses it for its
         # ranks.
         environment = dict(os.environ)
         environment.pop(THREADS_VARIABLE, None)
         if gpu_ids:
             environment[GPU_VARIABLE] = ",".join(gpu_ids)
+
+        self._call_folder: Path | None = None
+        if call is not None:
+            self._call_folder = Path(tempfile.mkdtemp(prefix="lockstep-call-"))
+            (self._call_folder / CALL_NAME).write_bytes(call)
+            environment[FOLDER_VARIABLE] = str(self._call_folder)
 
         # Ray blocks SIGINT in this thread, and the ranks would inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -81,6 +93,19 @@ class HelperActor:
         """Waits until the helper has ended, and returns its exit code."""
         return self._helper.wait()
 
+    def take_outcome(self) -> bytes | None:
+        """Returns the file that the launcher has left when the call ended, or None if it has left
+        none. The folder with the call is removed.
+        """
+        if self._call_folder is None:
+            return None
+        try:
+            return (self._call_folder / OUTCOME_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+        finally:
+            shutil.rmtree(self._call_folder, ignore_errors=True)
+
 
 class HelperProcess:
     """The helper on a node, with the attributes and methods of `subprocess.Popen` that `Remote`
@@ -91,9 +116,10 @@ class HelperProcess:
         group: the placement group, which has bundles on the node.
         module: name of the Python module that is started as the helper.
         nonce: argument of the module.
+        call: Ray's reference to the file with the call; None if the ranks run a script.
     """
 
-    def __init__(self, node: RayNode, group: Any, module: str, nonce: str) -> None:
+    def __init__(self, node: RayNode, group: Any, module: str, nonce: str, call: Any) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -104,7 +130,7 @@ class HelperProcess:
                 group, placement_group_bundle_index=node.bundle_index
             ),
         )
-        self._actor = actor_class.remote(module, nonce, node.gpu_ids)
+        self._actor = actor_class.remote(module, nonce, node.gpu_ids, call)
         self.returncode: int | None = None
         self.failure = ""
         """Why the helper cannot be reached, in Ray's words; empty while it can."""
@@ -161,6 +187,16 @@ class HelperProcess:
         if self.returncode is None:
             self.returncode = exit_code
 
+    def take_outcome(self) -> CallOutcome | None:
+        """Returns how the call has ended, or None if the launcher or its node was lost before."""
+        content = None
+        with contextlib.suppress(OSError):
+            content = self._call("take_outcome")
+        if content is None:
+            return None
+        outcome: CallOutcome = pickle.loads(content)
+        return outcome
+
     def poll(self) -> int | None:
         """Returns the helper's exit code, or None if it is running."""
         return self.returncode
@@ -181,16 +217,27 @@ class RayRemote(Remote):
         node: the node.
         group: the placement group, which has bundles on the node.
         show: function that is called with each line printed there after the launcher was started.
+        call: Ray's reference to the file with the call; None if the ranks run a script.
     """
 
-    def __init__(self, node: RayNode, group: Any, show: ShowLine) -> None:
+    def __init__(self, node: RayNode, group: Any, show: ShowLine, call: Any = None) -> None:
         super().__init__(node, (), show)
-        self._node = node
+        self.node = node
         self._group = group
+        self._call = call
 
     def _start_program(self, nonce: str) -> HelperProcess:
         """Starts an actor on the node, which starts the helper."""
-        return HelperProcess(self._node, self._group, self._module, nonce)
+        return HelperProcess(self.node, self._group, self._module, nonce, self._call)
+
+    def take_outcome(self) -> CallOutcome | None:
+        """Returns how the call has ended there; see `HelperProcess.take_outcome`."""
+        return self._process.take_outcome() if isinstance(self._process, HelperProcess) else None
+
+    def end(self) -> None:
+        """Ends the actor, whose helper has ended."""
+        if isinstance(self._process, HelperProcess):
+            self._process.kill()
 
     async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
         """Starts the helper, and checks its description of its machine; see `Remote.open`."""
@@ -208,7 +255,7 @@ class RayRemote(Remote):
 
         # One machine may have several nodes, each with its own devices. They are not one machine
         # for `_warn_about_machines`.
-        self.facts["machine"] += f" {self._node.node_id}"
+        self.facts["machine"] += f" {self.node.node_id}"
 
     def _failure(self) -> Problem:
         """Returns the error that explains why the helper does not answer."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.distributed.network import wait_until
 from lockstep.errors import HostError, SettingError
 from lockstep.run.machines.hosts import Host
 from lockstep.wording import count_noun
@@ -24,6 +25,9 @@ from lockstep.wording import count_noun
 RUNNING_CLUSTER = "auto"
 """The address with which Ray finds the cluster that was started on this machine."""
 POLL_INTERVAL_S = 0.2
+NODE_DEATH_TIMEOUT_S = 60.0
+"""The time within which Ray notices that a node is lost. By default, it asks each node every 3 s,
+and a node that leaves five questions unanswered is lost."""
 TELL_AFTER_S = 5.0
 """The time after which the user is told that the run waits for resources."""
 
@@ -50,8 +54,15 @@ class RayNode(Host):
         return False
 
 
-def connect(address: str) -> None:
-    """Connects this process to a Ray cluster.
+def connect(address: str, setting: str) -> bool:
+    """Connects this process to a Ray cluster, unless it is connected already.
+
+    Args:
+        address: address of the cluster, in the form that `ray.init` accepts.
+        setting: what the user has set, for errors.
+
+    Returns:
+        True if the process was connected before.
 
     Raises:
         SettingError: Ray is not installed.
@@ -61,10 +72,20 @@ def connect(address: str) -> None:
         import ray
     except ImportError:
         raise SettingError(
-            f"--ray {address}",
+            setting,
             "Ray cannot be imported here",
             "install it, in the version of the cluster: pip install ray",
         ) from None
+
+    if ray.is_initialized():
+        connected_to = ray.get_runtime_context().gcs_address
+        if address not in (RUNNING_CLUSTER, connected_to):
+            raise SettingError(
+                setting,
+                f"this process is connected to the Ray cluster at {connected_to}",
+                "leave the address out (ray=True), or call ray.shutdown() first",
+            )
+        return True
 
     try:
         # The ranks' output comes with the names of their nodes. Ray would print it a second time.
@@ -72,11 +93,12 @@ def connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise HostError(
-            f"--ray {address}",
+            setting,
             " ".join(line for line in lines if line),
             "start a cluster with `ray start --head`, or give the address that it printed: "
-            "--ray=HOST:6379",
+            "HOST:6379",
         ) from None
+    return False
 
 
 def disconnect() -> None:
@@ -86,11 +108,27 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def num_ranks(nproc: str | None) -> int:
+def share(content: bytes) -> Any:
+    """Puts data into Ray's store, from which every node that needs it copies it once.
+
+    Returns:
+        Ray's reference to the data.
+    """
+    import ray
+
+    return ray.put(content)
+
+
+def num_ranks(nproc: str | None, option: str) -> int:
     """Returns the number of ranks that a value of --nproc stands for on the cluster.
 
+    Args:
+        nproc: a number; `gpu`: one for each GPU; `cpu`: one for each core; `auto`: one for each
+            GPU, or for each core if there is no GPU; None: 1.
+        option: what says that the ranks are placed by Ray, for errors.
+
     Raises:
-        SettingError: the value is neither a number nor `gpu`, or the cluster has no GPUs.
+        SettingError: the value is none of these, or the cluster has no GPUs.
     """
     import ray
 
@@ -99,16 +137,17 @@ def num_ranks(nproc: str | None) -> int:
     if nproc.isdigit() and int(nproc) > 0:
         return int(nproc)
 
-    setting = f"--nproc {nproc} with --ray"
-    if nproc != "gpu":
+    setting = f"--nproc {nproc} with {option}"
+    if nproc not in ("auto", "gpu", "cpu"):
         do = "give the number of all ranks, or gpu: one for each GPU of the cluster"
         raise SettingError(setting, "it is no number of ranks", do)
 
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if num_gpus == 0:
+    if num_gpus == 0 and nproc == "gpu":
         raise SettingError(setting, "the cluster has no GPUs", "give the number of ranks")
-
-    return num_gpus
+    if num_gpus > 0 and nproc != "cpu":
+        return num_gpus
+    return int(ray.cluster_resources()["CPU"])
 
 
 def bundle() -> dict[str, float]:
@@ -143,7 +182,7 @@ def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) 
             continue
 
         has_told = True
-        name = "GPU" if "GPU" in bundles[0] else "CPU"
+        name = _scarce_resource(bundles[0])
         num_free = ray.available_resources().get(name, 0)
         num_all = ray.cluster_resources().get(name, 0)
         say(
@@ -152,6 +191,50 @@ def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) 
         )
 
     return group
+
+
+def have_died(nodes: Sequence[RayNode]) -> bool:
+    """Returns True if Ray has lost one of the nodes, for which it may need some seconds."""
+    node_ids = {node.node_id for node in nodes}
+    deadline = time.monotonic() + NODE_DEATH_TIMEOUT_S
+    return wait_until(lambda: not node_ids <= _alive_nodes(), deadline)
+
+
+def is_placed(group: Any) -> bool:
+    """Returns True if all bundles of a placement group have a place.
+
+    After a node was lost, Ray itself places its bundles on other nodes, when these have room.
+    """
+    from ray.util.placement_group import placement_group_table
+
+    table = placement_group_table(group)
+    node_ids = set(table["bundles_to_node_id"].values())
+    return table["state"] == "CREATED" and node_ids <= _alive_nodes()
+
+
+def _alive_nodes() -> set[str]:
+    """Returns the ids of the nodes that the cluster has now."""
+    import ray
+
+    return {facts["NodeID"] for facts in ray.nodes() if facts["Alive"]}
+
+
+def describe_shortage(group: Any) -> str:
+    """Describes what a placement group has asked for, and what the cluster has."""
+    import ray
+
+    name = _scarce_resource(group.bundle_specs[0])
+    num_all = ray.cluster_resources().get(name, 0)
+    num_free = ray.available_resources().get(name, 0)
+    return (
+        f"they need {count_noun(group.bundle_count, name)}, and the cluster has {num_all:g}, of "
+        f"which {num_free:g} are neither reserved nor used"
+    )
+
+
+def _scarce_resource(bundle_resources: Mapping[str, float]) -> str:
+    """Returns the resource that decides how many bundles the cluster has room for."""
+    return "GPU" if "GPU" in bundle_resources else "CPU"
 
 
 def nodes_of_group(group: Any) -> list[RayNode]:

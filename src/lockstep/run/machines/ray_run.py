@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import shlex
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from lockstep.distributed.network import wait_until
+from lockstep.errors import HostError
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import Host, HostsSpec
+from lockstep.run.machines.ray_call import CallOutcome
 from lockstep.run.machines.ray_connection import RayRemote
 from lockstep.run.machines.ray_placement import RayNode
+from lockstep.run.machines.rendezvous_settings import join_timeout
 from lockstep.run.machines.ssh_connection import Remote, ShowLine
-from lockstep.run.machines.ssh_run import run_on_hosts
+from lockstep.run.machines.ssh_run import HostsRun
+from lockstep.run.start.torchrun_flags import parse_flags, rendezvous_parameters
+from lockstep.wording import count_noun
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+MAX_RESTARTS = "--max-restarts"
+"""torchrun's flag: how often the ranks are started again."""
+EXIT_SIGNAL = 128
+"""The exit code of a run that signal N has ended is this plus N."""
+EXIT_INTERRUPTED = EXIT_SIGNAL + signal.SIGINT
 
 
 def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int:
@@ -37,7 +49,7 @@ def run_on_ray(address: str, spec: HostsSpec, say: Callable[[str], None]) -> int
         HostError: the run cannot be started on the cluster; then nothing is left running there.
     """
     try:
-        ray_placement.connect(address)
+        ray_placement.connect(address, f"--ray {address}")
         return _run_while_connected(spec, say)
     except KeyboardInterrupt:  # before the nodes are known; after that, `run_on_hosts` handles it
         return EXIT_INTERRUPTED
@@ -47,19 +59,125 @@ def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
     """Reserves places for the ranks, runs them there, and disconnects from the cluster."""
     group = None
     try:
-        bundles = [ray_placement.bundle()] * ray_placement.num_ranks(spec.nproc)
+        bundles = [ray_placement.bundle()] * ray_placement.num_ranks(spec.nproc, spec.option)
         group = ray_placement.reserve(bundles, say)
-        nodes = ray_placement.nodes_of_group(group)
-
-        def connect(host: Host, show: ShowLine) -> Remote:
-            assert isinstance(host, RayNode)
-            return RayRemote(host, group, show)
-
-        return run_on_hosts(_spec_with_nodes(spec, nodes), say, connect)
+        return RayRun(spec, group, say).wait()
     finally:
         if group is not None:
             ray_placement.release(group)
         ray_placement.disconnect()
+
+
+class RayRun:
+    """A run of which each rank has a bundle of a placement group.
+
+    When a node is lost, Ray places its bundles on other nodes. Then all ranks are started again, as
+    often as --max-restarts allows.
+
+    Args:
+        spec: the request, whose hosts are not known yet.
+        group: the placement group.
+        say: function that shows a line to the user.
+        call: Ray's reference to the file that each node gets (module `ray_call`); None if the ranks
+            run a script.
+    """
+
+    def __init__(
+        self, spec: HostsSpec, group: Any, say: Callable[[str], None], call: Any = None
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._say = say
+        self._call = call
+        self._hosts_run: HostsRun | None = None
+        self._remotes: list[RayRemote] = []
+        """The nodes of the last start of the ranks, in the order of the ranks."""
+        self.outcomes: list[CallOutcome | None] = []
+        """How the call has ended on each of these nodes; None where the launcher was lost."""
+        self.interrupted_by: int | None = None
+        """The first signal given to `interrupt`."""
+
+    def wait(self) -> int:
+        """Carries out the run; see `run_on_ray`."""
+        restarts_left = int(self._spec.torchrun_flag(MAX_RESTARTS) or 0)
+        while self.interrupted_by is None:
+            exit_code = self._run_on_nodes(restarts_left)
+            lost_nodes = self._lost_nodes()
+            is_interrupted = exit_code > EXIT_SIGNAL
+            if not lost_nodes or is_interrupted or restarts_left == 0:
+                return exit_code
+            if not ray_placement.have_died(lost_nodes):  # the nodes are there, the helper is not
+                return exit_code
+
+            restarts_left -= 1
+            self._wait_until_replaced(lost_nodes, restarts_left)
+
+        return EXIT_SIGNAL + self.interrupted_by
+
+    def interrupt(self, number: int) -> None:
+        """Passes a signal on to the run. It may be called in any thread."""
+        if self.interrupted_by is None:
+            self.interrupted_by = number
+        if self._hosts_run is not None:
+            self._hosts_run.interrupt(signal.Signals(number).name)
+
+    def _run_on_nodes(self, restarts_left: int) -> int:
+        """Starts the ranks on the nodes that have their bundles now, and waits for their end.
+
+        Returns:
+            The exit code, see `run_on_hosts`.
+        """
+        self._remotes = []
+
+        def connect(host: Host, show: ShowLine) -> Remote:
+            assert isinstance(host, RayNode)
+            remote = RayRemote(host, self._group, show, self._call)
+            self._remotes.append(remote)
+            return remote
+
+        spec = self._spec.with_torchrun_flag(MAX_RESTARTS, str(restarts_left))
+        nodes = ray_placement.nodes_of_group(self._group)
+        self._hosts_run = HostsRun(_spec_with_nodes(spec, nodes), self._say, connect)
+        try:
+            return self._hosts_run.wait()
+        finally:
+            if self._call is not None:
+                self.outcomes = [remote.take_outcome() for remote in self._remotes]
+            for remote in self._remotes:
+                remote.end()
+
+    def _lost_nodes(self) -> list[RayNode]:
+        """Returns the nodes to which the connection was lost while the ranks were running."""
+        return [remote.node for remote in self._remotes if remote.exit_code is None]
+
+    def _wait_until_replaced(self, lost_nodes: list[RayNode], restarts_left: int) -> None:
+        """Waits until Ray has placed all bundles on nodes that it has, or the run is interrupted.
+
+        Raises:
+            HostError: it has not, within the time that nodes wait for each other.
+        """
+        names = " and ".join(node.name for node in lost_nodes)
+        self._say(
+            f"Ray has lost {names}: the ranks start again as soon as each of them has a place; "
+            f"{count_noun(restarts_left, 'restart')} left after that"
+        )
+
+        # The flags are read as by launchers of several nodes: --rdzv-conf timeout=SECONDS.
+        flags = parse_flags([*self._spec.torchrun, "--nnodes=2", "script"])
+        timeout_s = join_timeout(rendezvous_parameters(flags))
+
+        def is_over() -> bool:
+            return ray_placement.is_placed(self._group) or self.interrupted_by is not None
+
+        if wait_until(is_over, time.monotonic() + timeout_s):
+            return
+
+        raise HostError(
+            f"{self._spec.option}: a run that has lost {names}",
+            f"within {timeout_s:g} s its ranks have found no place on other nodes: "
+            + ray_placement.describe_shortage(self._group),
+            "add a node, or start fewer ranks: checkpoints can be resumed on any number of them",
+        )
 
 
 def describe(address: str, spec: HostsSpec) -> str:

@@ -10,8 +10,8 @@ begin with ANSWER_MARK and a *nonce*, a random text that is the argument of this
     {"listen", "instead"}     listens at a port; answered with the port
     {"reach"}                 tests the connection to an address and port; answered with the reason
                               why it fails, or empty, and this machine's address on it
-    {"start", "environment", "keep", "grace"}   starts `lockstep` with these arguments; its ranks
-                              have `grace` seconds to end
+    {"start", "environment", "keep", "grace"}   starts the launcher, a module with its arguments;
+                              its ranks have `grace` seconds to end
     {"signal"}                sends a signal to the launcher
     an empty line             a heartbeat: the first machine is still there
 
@@ -270,7 +270,7 @@ def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
     environment["PATH"] = f"{commands_folder}:{environment.get('PATH', os.defpath)}"
 
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *request["start"]],
+        [sys.executable, "-m", *request["start"]],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -402,7 +402,7 @@ class Remote:
 
     def start_launcher(
         self,
-        arguments: Sequence[str],
+        command: Sequence[str],
         environment: Mapping[str, str],
         keep: bool,
         shutdown_timeout_s: float,
@@ -410,7 +410,7 @@ class Remote:
         """Makes the helper start the launcher. From now on, the output there is shown.
 
         Args:
-            arguments: the arguments of `lockstep`.
+            command: the Python module that is the launcher, and its arguments.
             environment: environment variables for the launcher and its ranks.
             keep: whether the ranks go on if the connection to this machine is lost.
             shutdown_timeout_s: the seconds that the ranks get to end.
@@ -418,7 +418,7 @@ class Remote:
         self._shutdown_timeout_s = shutdown_timeout_s  # makes `_launcher_started` True
         self.unfinished_lines = {"stdout": b"", "stderr": b""}  # earlier output is not shown
         self.send(
-            start=list(arguments),
+            start=list(command),
             environment=dict(environment),
             keep=keep,
             grace=shutdown_timeout_s,

@@ -11,10 +11,13 @@ reported in one error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import queue
 import secrets
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -79,12 +82,11 @@ def run_on_hosts(
     Raises:
         HostError: the run cannot be started on some machine; then nothing is left running on any.
     """
-    resolve_all(spec.hosts)
-    return asyncio.run(_HostsRun(spec, say, connect or connect_by_ssh(spec)).run())
+    return HostsRun(spec, say, connect or connect_by_ssh(spec)).wait()
 
 
-class _HostsRun:
-    """The run of `run_on_hosts`, inside the event loop."""
+class HostsRun:
+    """The run of `run_on_hosts`, of which it describes the arguments."""
 
     def __init__(
         self,
@@ -102,17 +104,46 @@ class _HostsRun:
         self._ending_signal: int | None = None
         """The last signal that asked the run to end."""
         self._launchers_started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._interrupts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._main_task: asyncio.Task[Any] | None = None
 
-    async def run(self) -> int:
-        """Carries out the run; see `run_on_hosts`."""
-        self._main_task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
+    def wait(self) -> int:
+        """Carries out the run; see `run_on_hosts`.
+
+        In the main thread, it handles signals. In another one, `interrupt` passes them on.
+        """
+        resolve_all(self._spec.hosts)
+        return asyncio.run(self._run())
+
+    def interrupt(self, name: str) -> None:
+        """Does what the run does at a signal of this name. It may be called in any thread."""
+        self._interrupts.put(name)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the run has ended, and the loop is closed
+                self._loop.call_soon_threadsafe(self._handle_interrupts)
+
+    def _handle_interrupts(self) -> None:
+        """Handles the signals that `interrupt` was given, also those from before the run began."""
+        while not self._interrupts.empty():
+            self._on_signal(self._interrupts.get())
+
+    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Handles the signals of the user, which Python passes to the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for name in FORWARDED_SIGNALS:
             number = signal.Signals[name]
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, name)
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
+
+    async def _run(self) -> int:
+        """Carries out the run, inside the event loop."""
+        self._main_task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._handle_signals(self._loop)
+        self._loop.call_soon(self._handle_interrupts)
 
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
@@ -273,7 +304,9 @@ class _HostsRun:
             await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
 
         # Start the helpers, which check that the folder and the script exist.
-        script = None if spec.module else spec.script[0]
+        script = None
+        if spec.script and not spec.module:
+            script = spec.script[0]
         request = {"folder": working_folder(), "script": script}
         await self._run_on_all(
             self._remotes, lambda remote: remote.open(request, was_copied=spec.copy)
@@ -290,7 +323,8 @@ class _HostsRun:
         self._launchers_started = True  # signals are passed on to them from now on
         for node_rank, remote in enumerate(self._remotes):
             arguments = spec.launcher_arguments(node_rank, address, port)
-            remote.start_launcher(arguments, environment, spec.keep, self._shutdown_timeout_s)
+            command = [spec.launcher[0], *arguments]
+            remote.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
 
         names = ", ".join(host.name for host in spec.hosts)
         line = f"{count_noun(len(self._remotes), 'host')}: {names}"
@@ -439,9 +473,9 @@ class _HostsRun:
         if self._spec.keep:
             what_follows = "its ranks go on if the other machines reach them (--on-lost keep)"
         else:
-            what_follows = "the run is ended"
-            if self._spec.option == "--hosts":  # --ray has no option --on-lost, and never keeps
-                what_follows += " (--on-lost stop)"
+            what_follows = "all ranks are ended"
+            if self._spec.option == "--hosts":  # Ray has no option --on-lost, and never keeps
+                what_follows = "the run is ended (--on-lost stop)"
         self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:

@@ -81,15 +81,18 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    ray: bool | str = False,
 ) -> list[Any]:
-    """Runs `fn(*args)` on `nproc` processes of this machine and returns what each returned.
+    """Runs `fn(*args)` on `nproc` processes and returns what each returned.
+
+    The processes are on this machine, or with `ray` on the nodes of a Ray cluster.
 
     Each process finds its place as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...), so
-    `lockstep.init()` and `torch.distributed.init_process_group()` in `fn` join the run. All
-    sockets are on loopback. The processes are watched as under `lockstep run`: one that fails, and
-    a run that cannot go on, ends all of them within seconds. What they print is passed on with
-    their rank before each line. Ctrl-C, and SIGTERM unless the caller has a handler of its own,
-    end the processes and then raise here; when this process is killed they are ended as well.
+    `lockstep.init()` and `torch.distributed.init_process_group()` in `fn` join the run. On one
+    machine all sockets are on loopback. The processes are watched as under `lockstep run`: one that
+    fails, and a run that cannot go on, ends all of them within seconds. What they print is passed
+    on with their rank before each line. Ctrl-C, and SIGTERM unless the caller has a handler of its
+    own, end the processes and then raise here; when this process is killed they are ended as well.
 
     A function of an importable module runs in fresh processes, which import this process's script
     as those of multiprocessing do (start method "spawn"). What cannot be sent to those, such as a
@@ -97,17 +100,24 @@ def launch(
     one torch thread each: OpenMP's other threads do not survive a fork, and waiting for them would
     hang.
 
+    On a Ray cluster, the function is pickled as Ray pickles its tasks (cloudpickle), in which
+    functions of notebooks, lambdas and closures are included, and runs in fresh processes.
+
     Args:
         fn: called on every process with the same arguments. What it returns must be picklable,
             and is best on the CPU.
         args: the arguments.
         nproc: a number of processes; `gpu`: one a GPU; `cpu`: one a core; `auto`: one a GPU, or
-            one a core if there is no GPU.
+            one a core if there is no GPU. With `ray`, they are counted in the whole cluster.
         timeout: seconds from a start of the processes after which the run is ended with an error;
             None: no limit.
         env: environment variables of the processes, in addition to those of this one.
         max_restarts: how many times all processes are started again when one has failed. Steps that
-            they have kept in memory (`World.checkpoint`) are still there then.
+            they have kept in memory (`World.checkpoint`) are still there then. With `ray`, they are
+            also started again when a node is lost, and only checkpoints on disk are there then.
+        ray: True runs the processes on the Ray cluster to which this process is connected, or else
+            on the one that RAY_ADDRESS names or that runs on this machine. A text is the address
+            of a cluster, such as "10.0.0.1:6379".
 
     Returns:
         The returned values, by rank.
@@ -116,6 +126,7 @@ def launch(
         RankFailedError: a process failed, all wait for each other, or the time is over. The others
             have been ended. Logs and evidence are kept in a folder, which the message names.
         SettingError: `nproc` is not a number of processes, or `max_restarts` not one of starts.
+        HostError: there is no such Ray cluster, or the processes cannot be started on it.
         UsageError: called inside a rank; from a script without the `__main__` guard; or CUDA was
             initialised in this process and `fn` can only be run by fork.
     """
@@ -128,19 +139,36 @@ def launch(
             "give a whole number, such as 3",
         )
 
+    users_variables = env or {}
+    name = getattr(fn, "__qualname__", repr(fn))
+    short_name = name.rpartition(".")[2]
+    script_name = short_name if short_name.isidentifier() else "launch"
+
+    if ray is not False:
+        from lockstep.run.machines.ray_launch import RayRequest, launch_on_ray
+
+        request = RayRequest(
+            address=ray,
+            name=name,
+            script_name=script_name,
+            nproc=str(nproc),
+            timeout=timeout,
+            environment=users_variables,
+            max_restarts=max_restarts,
+            modules=sorted(_probable_imports(fn)),
+        )
+        return launch_on_ray(fn, args, request)
+
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
-    name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {count_noun(size, 'process')}"
     call = functools.partial(fn, *args)
 
-    users_variables = env or {}
     pickled_call, why_not_pickled = _pickle_if_possible(call)
     if pickled_call is None:
         _check_copies_can_use_gpus(was_set, why_not_pickled, machine.gpus, users_variables)
 
-    short_name = name.rpartition(".")[2]
-    script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
+    script = worker.Script(path=script_name)
     spec = LaunchSpec(
         script=script, torchrun=(*_ONE_MACHINE_FLAGS, f"--max-restarts={max_restarts}")
     )
@@ -157,13 +185,43 @@ def launch(
         keyboard=False,
         launcher="lockstep.launch",
     )
-    start_zygote: Callable[[], Zygote] | None = None
     if pickled_call is None:
-        zygote = _fork_zygote(call)
-    else:
-        start_zygote = functools.partial(_start_fresh_zygote, fn, pickled_call, plan)
-        zygote = start_zygote()
+        return _run_with_zygote(_fork_zygote(call), None, plan, was_set)
+    return run_in_fresh_processes(pickled_call, _probable_imports(fn), plan, was_set)
 
+
+def run_in_fresh_processes(
+    pickled_call: bytes, modules: Iterable[str], plan: LaunchPlan, was_set: str
+) -> list[Any]:
+    """Runs a call on the ranks of this machine, in fresh processes.
+
+    Args:
+        pickled_call: the pickled call.
+        modules: names of modules that the ranks will probably import.
+        plan: the plan of the run.
+        was_set: text that names the launch in errors.
+
+    Returns:
+        The returned values of this machine's ranks, in the order of the ranks.
+
+    Raises:
+        RankFailedError, UsageError, KeyboardInterrupt, SystemExit: see `launch`.
+    """
+    start_zygote = functools.partial(_start_fresh_zygote, modules, pickled_call, plan)
+    return _run_with_zygote(start_zygote(), start_zygote, plan, was_set)
+
+
+def _run_with_zygote(
+    zygote: Zygote, start_zygote: Callable[[], Zygote] | None, plan: LaunchPlan, was_set: str
+) -> list[Any]:
+    """Runs the ranks of this machine; see `run_in_fresh_processes`.
+
+    Args:
+        zygote: the process that forks the ranks.
+        start_zygote: function that starts another zygote; None if that is not possible.
+        plan: the plan of the run.
+        was_set: text that names the launch in errors.
+    """
     with contextlib.closing(zygote):
         # These imports take long. They come after the zygote is started, which imports torch in
         # the meantime.
@@ -173,11 +231,11 @@ def launch(
         flags = parse_flags(plan.arguments)
         flags.shutdown_timeout = _SHUTDOWN_TIMEOUT_S
         keep_folder = flags.log_dir is not None
-        folder = make_folder(flags.log_dir, script.path)
+        folder = make_folder(flags.log_dir, plan.script.path)
         try:
             agent = launch_agent(plan, flags, zygote, folder, start_zygote)
             _raise_if_interrupted(agent)
-            return _returned_values(agent, was_set, timeout)
+            return _returned_values(agent, was_set, plan.timeout)
         except RankFailedError:
             keep_folder = True
             raise
@@ -288,24 +346,28 @@ def _fork_zygote(call: FunctionCall) -> Zygote:
         return Zygote(lambda: run_copy(call))
 
 
-def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: LaunchPlan) -> Zygote:
-    """Starts a zygote in a new interpreter.
+def _probable_imports(fn: Callable[..., Any]) -> set[str]:
+    """Returns the names of large modules that the ranks will probably import.
 
-    Args:
-        fn: the function. The zygote imports large modules that its source file mentions.
-        pickled_call: the pickled call of `fn`, which the ranks read from a file without a name.
-        plan: the plan of the run.
+    They are those that this process has imported, and those that the function's source mentions.
     """
     try:
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
     except (TypeError, OSError):  # it is not a Python function
         source = os.devnull
 
-    # The ranks will probably import the modules that this process has imported, and those that the
-    # source mentions.
     hints = read_script(worker.Script(path=source))
-    modules = {*large_modules(sys.modules), *hints.imports}
+    return {*large_modules(sys.modules), *hints.imports}
 
+
+def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: LaunchPlan) -> Zygote:
+    """Starts a zygote in a new interpreter.
+
+    Args:
+        modules: names of the modules that the zygote imports for the ranks.
+        pickled_call: the pickled call, which the ranks read from a file without a name.
+        plan: the plan of the run.
+    """
     # The data that multiprocessing passes to a new process before it imports the script: sys.path,
     # sys.argv and so on. One item is a secret key, of a type that refuses to be pickled unless
     # multiprocessing itself is starting a process. So the key is passed as plain bytes. It stays
@@ -441,13 +503,18 @@ def _as_found(report: str, heading: str) -> str:
 
 
 def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorRecord]:
-    """Reads the exceptions that ranks have recorded, by rank and in the order of `ranks`."""
+    """Reads the exceptions that ranks have recorded, by rank and in the order of `ranks`.
+
+    Those of ranks on other machines cannot be read, and are left out.
+    """
     from lockstep.run.watch.error_record import read_error
     from lockstep.run.watch.evidence import Evidence
 
     folders = {process.rank: process.folder for process in attempt.processes}
     record_of_rank = {}
     for rank in ranks:
+        if rank not in folders:
+            continue
         record = read_error(Evidence.in_folder(folders[rank]))
         if record is not None:
             record_of_rank[rank] = record
@@ -546,6 +613,18 @@ def _read_call(file: int) -> FunctionCall:
         del process._inheriting  # type: ignore[attr-defined]
 
     return call
+
+
+def run_sent_call(content: bytes) -> bytes:
+    """Runs a call that another node has sent here, and returns the pickled value.
+
+    Args:
+        content: the call and what belongs to it; see `lockstep.run.machines.ray_call`.
+    """
+    from lockstep.run.machines.ray_call import pickle_value, read_call
+
+    call = read_call(content)
+    return pickle_value(call())
 
 
 def _process_name() -> str:

@@ -1,0 +1,77 @@
+"""The launcher of a node for `lockstep.launch(..., ray=...)`: starts and watches the ranks there.
+
+It does on a node what `lockstep.launch` does on one machine. Its arguments are --nproc and
+torchrun's flags. An environment variable names the folder with the call, where the outcome is
+written too; see `lockstep.run.machines.ray_call`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.run.machines import ray_call
+from lockstep.run.machines.ray_call import CallFacts, CallOutcome
+from lockstep.run.start.machine import read_machine
+from lockstep.run.start.plan import LaunchSpec, make_plan
+from lockstep.run.start.spawn import run_in_fresh_processes, run_sent_call
+from lockstep.run.start.worker import Script
+
+PICKLER = "ray.cloudpickle"
+"""The module with which ranks read the call. It takes a second to import."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the ranks of this node, and writes the outcome into the folder of the call.
+
+    While they run the folder does not exist, so nothing stays behind if this process is killed.
+
+    Returns:
+        The exit code.
+    """
+    folder = Path(os.environ.pop(ray_call.FOLDER_VARIABLE))
+    content = (folder / ray_call.CALL_NAME).read_bytes()
+    shutil.rmtree(folder)
+
+    outcome = _run(content, arguments)
+    folder.mkdir(mode=0o700)
+    with open(folder / ray_call.OUTCOME_NAME, "wb") as file:
+        pickle.dump(outcome, file)
+    return outcome.error.exit_code if outcome.error else 0
+
+
+def _run(content: bytes, arguments: Sequence[str]) -> CallOutcome:
+    """Runs the ranks, and returns what they have returned, or the error."""
+    facts = ray_call.read_facts(content)
+    facts.apply()
+    try:
+        return CallOutcome(values=_returned_values(content, facts, arguments))
+    except LockstepError as error:
+        return CallOutcome(error=error)
+
+
+def _returned_values(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
+    """Runs the ranks, and returns the pickled value of each."""
+    nproc_argument, *torchrun = arguments
+    nproc = int(nproc_argument.removeprefix("--nproc="))
+    script = Script(path=facts.name)
+    spec = LaunchSpec(script=script, torchrun=tuple(torchrun))
+    one_node = "--standalone" in torchrun
+    plan = make_plan(spec, read_machine(), os.environ, nproc, one_node=one_node)
+    plan = replace(plan, timeout=facts.timeout, keyboard=False, launcher="lockstep.launch")
+
+    pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
+    modules = {*facts.modules, PICKLER}
+    return run_in_fresh_processes(pickled_call, modules, plan, facts.was_set)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
