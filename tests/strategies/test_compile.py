@@ -526,9 +526,10 @@ def saved_and_resumed(folder: str, strategy: str, way: str) -> Any:
                 checkpoint.wait()
                 last = bench_compile.whole_weights(model)
                 lockstep.save_weights(call, str(path) + ".safetensors")
-        fresh = bench_compile.Net()
-        lockstep.load_weights(fresh, str(path) + ".safetensors")
-        found.append((last, bench_compile.whole_weights(fresh)))
+        if world.is_main:  # which has written the file; the others do not wait for it
+            fresh = bench_compile.Net()
+            lockstep.load_weights(fresh, str(path) + ".safetensors")
+            found.append((last, bench_compile.whole_weights(fresh)))
     return found
 
 
