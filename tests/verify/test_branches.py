@@ -17,7 +17,7 @@ from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes, new_branches, splitting_branches
 from lockstep.verify.recording import writes
 from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes
-from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.recording.tensor_values import storage_address
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, Update
 
@@ -151,13 +151,13 @@ def test_a_write_by_no_line_of_the_script_leaves_the_last_one_that_is_known(
 ) -> None:
     weight, bias = torch.ones(2), torch.ones(2)
     log = writes.WriteLog()
-    log.watched = frozenset({storage_of(weight), storage_of(bias)})
+    log.watched = frozenset({storage_address(weight), storage_address(bias)})
     monkeypatch.setattr(writes, "user_stack", lambda: (("train.py", 3),))
     log.note_write(weight)
     monkeypatch.setattr(writes, "user_stack", lambda: ())
     log.note_write(weight)
     log.note_write(bias)
-    assert log.pop_stacks() == {storage_of(weight): (("train.py", 3),)}
+    assert log.pop_stacks() == {storage_address(weight): (("train.py", 3),)}
 
 
 TRAINING = """

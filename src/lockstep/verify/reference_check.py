@@ -35,12 +35,14 @@ def check_reference(
     Raises:
         UsageError: The reference failed, made no step, or does not use Lockstep.
     """
-    if reference.error:
+    starts_own_ranks = _has_started_own_ranks(reference)
+    if starts_own_ranks:
+        found = _describe_failure(reference)
+        advice = OWN_PROCESSES_HINT
+    elif reference.error:
         found = _describe_failure(reference)
         is_fp64 = reference.config.precision == "fp64"
-        if _has_started_own_ranks(reference):
-            advice = OWN_PROCESSES_HINT
-        elif is_fp64 and _DTYPE_ERROR.search(reference.error):
+        if is_fp64 and _DTYPE_ERROR.search(reference.error):
             # The script has combined a tensor of a dtype that it names with one in float64.
             advice = f"the {subject} names dtypes itself; try precision fp32"
         else:
@@ -49,6 +51,7 @@ def check_reference(
         found = "it made no optimizer step on one process"
         advice = "give it arguments with which it trains"
     elif lockstep_options and not reference.uses_lockstep:
+        # Without Lockstep in the script, these options have no effect.
         options = ", ".join(lockstep_options)
         found = f"it does not train by Lockstep, so nothing would come of {options}"
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
@@ -57,7 +60,7 @@ def check_reference(
 
     # If no step was recorded, the script may train in processes that it has started itself.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
-    if may_train_elsewhere and advice != OWN_PROCESSES_HINT:
+    if may_train_elsewhere and not starts_own_ranks:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.verify.cause import Cause, script_names
 from lockstep.verify.finding import Finding
-from lockstep.verify.tolerance import Array, largest, scale_of
+from lockstep.verify.tolerance import Array, scale_of
 from lockstep.verify.training_record import Update
 
 # In the script's own precision, noise is below this fraction of the largest gradient: about 1000
@@ -62,7 +62,11 @@ class NoisyParameter:
 
     @property
     def text(self) -> str:
-        """The evidence for the finding, in one sentence."""
+        """The evidence for the finding, in one sentence.
+
+        For example "fc.bias: gradients up to 1.2e-09 in the script's precision and 3.0e-19 in
+        float64; the step moves it 97% as far as the parameter that moves most".
+        """
         (name,) = script_names([self.name])
         what = name
         if self.num_noisy < self.num_values:
@@ -95,6 +99,7 @@ def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update])
         run_in_float64: updates of the same steps in float64.
     """
     parameters: dict[str, NoisyParameter] = {}
+    # A run may have more steps than the other one if its time limit allowed more.
     for update, update_in_float64 in zip(run, run_in_float64, strict=False):
         for parameter in _noisy_parameters(update, update_in_float64):
             parameters.setdefault(parameter.name, parameter)
@@ -116,31 +121,31 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
 
     # All arrays below have the shape of a parameter. `is_suspect` is a mask of its values with
-    # small gradients, and `share_of_step` says how far each value has moved.
+    # small gradients. `relative_change` says how far each value has moved in the step: 1 for the
+    # value that has moved farthest of all values of all parameters.
     parameters = []
-    for name, (is_suspect, share_of_step) in _find_suspects(update).items():
+    for name, (is_suspect, relative_change) in _find_suspects(update).items():
         gradient_in_float64 = gradients_in_float64.get(name)
         if gradient_in_float64 is None or gradient_in_float64.shape != is_suspect.shape:
             continue
 
-        # The absolute values of the gradient, in both precisions.
-        size = np.abs(gradients[name])
-        size_in_float64 = np.abs(gradient_in_float64)
+        magnitude = np.abs(gradients[name])  # in the script's own precision
+        magnitude_in_float64 = np.abs(gradient_in_float64)
 
         # A mask of the values whose gradient is noise: it shrinks in float64, to almost nothing.
-        shrinks = size_in_float64 < MAX_FLOAT64_SHARE * size
-        is_tiny_in_float64 = size_in_float64 <= max_in_float64
+        shrinks = magnitude_in_float64 < MAX_FLOAT64_SHARE * magnitude
+        is_tiny_in_float64 = magnitude_in_float64 <= max_in_float64
         is_noise = is_suspect & shrinks & is_tiny_in_float64
-        if not _is_enough_to_report(is_noise, share_of_step):
+        if not _is_enough_to_report(is_noise, relative_change):
             continue
 
         parameter = NoisyParameter(
             name,
-            is_noise.size,
+            num_values=is_noise.size,
             num_noisy=int(is_noise.sum()),
-            gradient=float(size[is_noise].max()),
-            gradient_in_float64=float(size_in_float64[is_noise].max()),
-            share_of_step=float(share_of_step[is_noise].max()),
+            gradient=float(magnitude[is_noise].max()),
+            gradient_in_float64=float(magnitude_in_float64[is_noise].max()),
+            share_of_step=float(relative_change[is_noise].max()),
         )
         parameters.append(parameter)
 
@@ -155,9 +160,11 @@ def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         moved, as a fraction of the largest change of any parameter. Parameters with too few such
         values are left out.
     """
-    # The size of noise, as a fraction of the largest gradient.
-    max_share_of_largest = MAX_GRADIENT.get(update[0].dtype)
-    if max_share_of_largest is None:  # float64 cannot be compared with a higher precision
+    # How large noise can be in the precision of the only rank, as a fraction of the largest
+    # gradient. Gradients in float64 cannot be compared with a higher precision.
+    rank_0 = update[0]
+    max_share_of_largest = MAX_GRADIENT.get(rank_0.dtype)
+    if max_share_of_largest is None:
         return {}
 
     # How far each value of each parameter has moved.
@@ -169,7 +176,8 @@ def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         if name in before and name in after:
             changes[name] = np.abs(after[name] - before[name])
 
-    largest_change = max((largest(change) for change in changes.values()), default=0.0)
+    # `scale_of` returns the largest value of all arrays.
+    largest_change = scale_of(changes)
     if largest_change == 0.0:  # as in the first step of a warm-up
         return {}
 
@@ -177,23 +185,23 @@ def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
     largest_noise = max_share_of_largest * largest_gradient
     suspects = {}
     for name, change in changes.items():
-        size = np.abs(gradients[name])
-        share_of_step = change / largest_change
-        is_suspect = (size > 0) & (size <= largest_noise)
-        if _is_enough_to_report(is_suspect, share_of_step):
-            suspects[name] = (is_suspect, share_of_step)
+        magnitude = np.abs(gradients[name])
+        relative_change = change / largest_change
+        is_suspect = (magnitude > 0) & (magnitude <= largest_noise)
+        if _is_enough_to_report(is_suspect, relative_change):
+            suspects[name] = (is_suspect, relative_change)
 
     return suspects
 
 
-def _is_enough_to_report(may_be_noise: Array, share_of_step: Array) -> bool:
+def _is_enough_to_report(may_be_noise: Array, relative_change: Array) -> bool:
     """True if a large part of a tensor may have noise as gradients, and some of it moves far.
 
     Args:
         may_be_noise: mask of the values whose gradients may be noise.
-        share_of_step: how far each value has moved, as a fraction of the largest change.
+        relative_change: how far each value has moved, as a fraction of the largest change.
     """
     is_large_part = may_be_noise.sum() >= MIN_SHARE_OF_TENSOR * may_be_noise.size
     if not may_be_noise.any() or not is_large_part:
         return False
-    return float(share_of_step[may_be_noise].max()) >= MIN_SHARE_OF_STEP
+    return float(relative_change[may_be_noise].max()) >= MIN_SHARE_OF_STEP

@@ -77,8 +77,8 @@ class RunConfig:
 
         # If bits are compared, the micro-batch size is kept: it decides how each virtual rank
         # splits its samples, and therefore the bits of the result. Otherwise, one process computes
-        # each global batch in one piece. Then BatchNorm sees all samples anyway, and
-        # `reference_of_verify` tells Lockstep not to split the batch for it.
+        # each global batch in one piece. For synchronized BatchNorm, the batch must not be split
+        # over virtual ranks either; `reference_of_verify` makes sure of this.
         if not self.compares_bits:
             overrides["micro_batch_size"] = None
             overrides["reference_of_verify"] = True
@@ -106,10 +106,11 @@ class RunConfig:
         overrides = {**settings, **self.overrides}
         environment = {**os.environ, VERIFY_VARIABLE: json.dumps(overrides)}
 
-        # This seed decides the order of sets of strings. Python's default is a random seed, with
-        # which sets may have the same order in two runs by chance. A script whose results depend on
-        # the order is always found if the seed depends on the number of processes. A seed that the
-        # user has set is kept.
+        # This seed decides in which order Python iterates over a set of strings. The results of a
+        # script should not depend on this order. To find scripts whose results do, each number of
+        # processes has another seed, so that the runs iterate in different orders and their results
+        # differ. (With Python's default, a random seed, two runs may have the same order by
+        # chance.) A seed that the user has set is kept.
         environment.setdefault("PYTHONHASHSEED", str(self.nproc))
         return environment
 

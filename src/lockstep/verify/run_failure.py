@@ -72,9 +72,10 @@ def first_failure(
 def _failure_of_rank_that_never_steps(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> RankEnd | None:
-    """Returns a failure for the first rank that trained without any step, although all ended well.
+    """Returns a failure for the first rank that trained without making any step.
 
-    The result is None if there is no such rank.
+    It is used if the script has ended without an error on all ranks. The result is None if there is
+    no such rank.
     """
     for rank in sorted(ends):
         text = _describe_rank_that_never_steps(rank, ends, updates)
@@ -107,17 +108,24 @@ def _peers_were_stopped(
     if not all_peers_were_stopped:
         return False
 
-    # The rank itself would have been stopped next.
+    # The rank has made enough steps too, so the recorder was about to stop it like its peers. The
+    # rank has only noticed their end first.
     has_enough_steps = most_steps(updates[rank]) >= steps
     if has_enough_steps:
         return True
 
     # If the ranks train one after the other, this rank may have waited for its turn while its peers
-    # made all their steps. Then it is still at its beginning: without a step, and with at most a
-    # few backward passes.
-    has_made_no_step = not updates[rank]
-    has_few_backward_passes = ends[rank].backward_passes < MIN_STEPS
-    return has_made_no_step and has_few_backward_passes
+    # made all their steps. Then it is still at its beginning.
+    return not updates[rank] and _may_still_make_first_step(ends[rank].backward_passes)
+
+
+def _may_still_make_first_step(num_backward_passes: int) -> bool:
+    """True if a rank that has made no step yet may still make its first one.
+
+    A rank may accumulate gradients over a few backward passes before it steps. After `MIN_STEPS`
+    passes without a step, it is taken for a rank that never steps.
+    """
+    return num_backward_passes < MIN_STEPS
 
 
 def _describe_rank_that_never_steps(
@@ -128,9 +136,8 @@ def _describe_rank_that_never_steps(
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """
-    # After fewer passes, the first step may still be to come.
     num_passes = ends[rank].backward_passes_without_step
-    if updates[rank] or num_passes < MIN_STEPS:
+    if updates[rank] or _may_still_make_first_step(num_passes):
         return ""
 
     for other_rank, other_updates in enumerate(updates):
@@ -185,16 +192,18 @@ def find_idle_ranks(
     if not any(updates):  # no rank has trained
         return ()
 
-    # An idle rank has made neither a step nor a backward pass. If other ranks were stopped after
-    # enough steps, the rank may just have started. Then it may have made a few backward passes, but
-    # fewer than the `MIN_STEPS` after which a rank that makes no step is a failure.
     some_were_stopped = any(end.was_stopped for end in ends.values())
-    max_passes_of_idle_rank = MIN_STEPS - 1 if some_were_stopped else 0
 
     idle_ranks = []
     for rank in sorted(ends):
-        has_made_no_step = not updates[rank]
-        if has_made_no_step and ends[rank].backward_passes <= max_passes_of_idle_rank:
+        if updates[rank]:  # the rank has made a step
+            continue
+
+        num_passes = ends[rank].backward_passes
+        has_not_begun = num_passes == 0
+        # While other ranks were stopped after enough steps, this rank had just begun to train.
+        has_just_begun = some_were_stopped and _may_still_make_first_step(num_passes)
+        if has_not_begun or has_just_begun:
             idle_ranks.append(rank)
 
     return tuple(idle_ranks)

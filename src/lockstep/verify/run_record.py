@@ -153,12 +153,12 @@ def _line_up_ranks(
 
     Idle ranks have no steps. They are added afterwards, as ranks that missed all updates.
     """
-    steps_of_trained_ranks = []
+    steps_of_active_ranks = []
     for rank, updates in enumerate(updates_of_ranks):
         if rank not in idle_ranks:
-            steps_of_trained_ranks.append(group_by_step(updates))
+            steps_of_active_ranks.append(group_by_step(updates))
 
-    return with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
+    return with_idle_ranks(line_up(steps_of_active_ranks), idle_ranks)
 
 
 def _find_failure(
@@ -175,10 +175,11 @@ def _find_failure(
     if failure is not None:
         return failure
 
-    # This becomes "the script ended with the loss of a process", which explains little. With
-    # `exited=True`, as if the script had called `sys.exit`, its output is shown too.
     a_rank_was_killed = len(ends) < config.nproc
     if a_rank_was_killed:
+        # The verdict says "the script ended with: the loss of a process", which explains little. So
+        # the output of the script is shown too, which is done for `exited=True`, as after
+        # `sys.exit`.
         return RankEnd(error="the loss of a process", exited=True)
 
     return None

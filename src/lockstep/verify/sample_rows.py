@@ -112,9 +112,10 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     The list is empty if the runs called different models, or called them with samples of different
     shapes.
     """
-    # Models with their forward passes, in the order of their calls.
-    expected_forwards = joined_forwards(expected)
-    actual_forwards = joined_forwards(actual)
+    # By model, in the order of their calls: its forward pass with the rows of all ranks, and the
+    # rank of each row.
+    expected_forwards = join_forwards_of_ranks(expected)
+    actual_forwards = join_forwards_of_ranks(actual)
     if list(expected_forwards) != list(actual_forwards):
         return []
 
@@ -140,8 +141,11 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     return matched
 
 
-def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
-    """Joins the forward passes of all ranks.
+def join_forwards_of_ranks(update: Update) -> dict[str, tuple[Forward, Array]]:
+    """Joins the forward passes of all ranks in one step to one forward pass for each model.
+
+    For example, if each of 2 ranks called the model "Net" with 4 samples, the result is
+    `{"Net": (forward, [0, 0, 0, 0, 1, 1, 1, 1])}`, in which `forward` has the 8 rows of both ranks.
 
     Returns:
         For each model, a `Forward` with the rows of all ranks, in the order of ranks, and an array
@@ -178,8 +182,7 @@ def _join(forwards: Sequence[Forward]) -> Forward:
         if len(shapes_of_row) == 1:
             arrays[field_name] = np.concatenate(parts)
         else:
-            # No rows of two numbers, as in a `Forward` whose field was not recorded.
-            arrays[field_name] = np.zeros((0, 2))
+            arrays[field_name] = np.zeros((0, 2))  # no rows, as in a field that was not recorded
 
     shapes = sorted({forward.shape for forward in forwards})
     return Forward(model=forwards[0].model, shape=" or ".join(shapes), **arrays)
@@ -215,13 +218,13 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected.inputs), largest(actual.inputs))
 
-    # The rows of `actual` are sorted by the first of their two numbers, so that candidates are
-    # found by bisection.
+    # The rows of `actual` are sorted by the first of their two numbers, so that rows with the same
+    # inputs are found by bisection.
     order = np.argsort(actual.inputs[:, 0], kind="stable")
     sorted_first_numbers = actual.inputs[order, 0]
 
-    # All recorded numbers of each sample, side by side, by which candidates are told apart.
-    expected_rows, actual_rows = _rows_that_tell_samples_apart(expected, actual)
+    # All recorded numbers of each sample, side by side: inputs, outputs and others.
+    expected_numbers, actual_numbers = _numbers_of_samples(expected, actual)
 
     is_free = np.ones(len(order), dtype=bool)  # False for rows of `actual` that are already matched
     expected_indices = []
@@ -240,9 +243,11 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
         if not candidates:
             continue
 
+        # Of several candidates, choose the one whose recorded numbers are nearest.
         distances = []
         for candidate in candidates:
-            distances.append(float(np.abs(actual_rows[candidate] - expected_rows[index]).max()))
+            differences = np.abs(actual_numbers[candidate] - expected_numbers[index])
+            distances.append(float(differences.max()))
 
         nearest = candidates[distances.index(min(distances))]
         is_free[nearest] = False
@@ -252,8 +257,8 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     return np.array(expected_indices, dtype=int), np.array(actual_indices, dtype=int)
 
 
-def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[Array, Array]:
-    """Returns the numbers that tell apart samples with the same inputs, for both runs.
+def _numbers_of_samples(expected: Forward, actual: Forward) -> tuple[Array, Array]:
+    """Returns all numbers of each sample, which tell samples with the same inputs apart.
 
     These are all fields that have a row for each sample in both runs, side by side, so the arrays
     have the shape (samples, numbers of all these fields). There is at least the field "inputs".
@@ -266,9 +271,9 @@ def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[A
         if in_expected and in_actual:
             field_names.append(field_name)
 
-    expected_rows = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
-    actual_rows = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
-    return expected_rows, actual_rows
+    expected_numbers = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
+    actual_numbers = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
+    return expected_numbers, actual_numbers
 
 
 def without_rows_that_are_no_samples(
@@ -276,8 +281,9 @@ def without_rows_that_are_no_samples(
 ) -> list[Update]:
     """Returns a run without the forward passes of models whose rows are not samples.
 
-    For example, the rows of a batch of graphs are nodes. A model is removed if its rows are not
-    samples in any of the runs, so that all runs have the same models afterwards.
+    For example, the rows of a batch of graphs are nodes. If the rows of a model are not samples in
+    one of the runs, its forward passes are removed from all runs, so that the runs still have the
+    same models.
 
     Args:
         updates: updates of the run.
@@ -327,7 +333,7 @@ def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     # The rows that a model is called with may not be samples, so these contents are always removed.
     model_inputs = [_without_contents(batch) for batch in rank.model_inputs]
 
-    # If the script uses no loader, the recorder has copied the model inputs to `batches`.
+    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`.
     has_no_loader = rank.batches == rank.model_inputs
     if has_no_loader:
         return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)

@@ -24,11 +24,11 @@ from lockstep.verify.training_record import Batch, Update
 MIN_SAMPLES_OF_REPEATED_ORDER = 6
 
 
-def cause_or_failure(case: Divergence) -> Cause:
+def find_cause(case: Divergence) -> Cause:
     """Returns the cause of a difference, from the first rule that applies.
 
-    If a rule raises an error, the cause is LS210 (not known), because the difference is real
-    nevertheless.
+    If a rule raises an error, this is reported as the code LS210 (not known), because the
+    difference is real nevertheless.
     """
     try:
         return cause_of(case)
@@ -72,7 +72,7 @@ def findings_without_reference(
     repeated_order = _describe_repeated_order(updates)
     if repeated_order:
         findings.append(Finding(Cause("LS103", (repeated_order,))))
-    elif was_stopped and _last_order_is_fixed(updates):
+    elif was_stopped and _latest_pass_has_fixed_order(updates):
         text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
         # The epoch may still be set before a second pass, so this title is more careful than that
         # of the catalogue.
@@ -96,27 +96,27 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
         A list with one finding; empty if all ranks have the same values.
     """
     update = updates[number]
-    names_by_kind = {
-        "replicas": update.replicas_that_differ(),
-        "gradients": update.ranks_that_differ("gradients", tolerance),
-    }
-    for kind, names in names_by_kind.items():
-        if names:
-            # There is one gradient for each parameter, so the number is the same for both kinds.
-            num_compared = len(update.merged("gradients"))
-            # The ranks are compared with each other, so the run takes the place of the reference.
-            case = Divergence(
-                reference_run=updates,
-                parallel_run=updates,
-                tolerance=tolerance,
-                update_index=number,
-                kind=kind,
-                names=tuple(names),
-                num_compared=num_compared,
-            )
-            return [Finding(cause_or_failure(case), case)]
 
-    return []
+    # Parameters come first: if they differ before the update, so do the gradients in it.
+    kind = "replicas"
+    names = update.replicas_that_differ()
+    if not names:
+        kind = "gradients"
+        names = update.ranks_that_differ("gradients", tolerance)
+    if not names:
+        return []
+
+    # The ranks are compared with each other, so the run takes the place of the reference.
+    case = Divergence(
+        reference_run=updates,
+        parallel_run=updates,
+        tolerance=tolerance,
+        update_index=number,
+        kind=kind,
+        names=tuple(names),
+        num_compared=len(update.merged("gradients")),  # one for each parameter, for both kinds
+    )
+    return [Finding(find_cause(case), case)]
 
 
 def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
@@ -126,8 +126,8 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. Empty if
         the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model rightly get the same inputs. If a rank holds only a part of a
-    # parameter, it has recorded the gradient, but no sums over the parameter.
+    # Ranks that hold parts of a model rightly get the same inputs. A rank records sums only for
+    # parameters that it holds as a whole, so a gradient without a sum means a part of a parameter.
     for rank in update:
         has_whole_parameters = rank.gradients.keys() <= rank.parameter_sums.keys()
         if not has_whole_parameters:
@@ -177,24 +177,27 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
 
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])
+
         # The run may have been stopped within an epoch, so only the beginning is compared.
         num_compared = min(len(order), len(order_before))
-        beginning = order_before[:num_compared]
-        is_repeated = beginning == order[:num_compared]
-        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or not is_repeated:
+        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER:
+            continue
+
+        beginning = order[:num_compared]
+        beginning_of_epoch_before = order_before[:num_compared]
+        if beginning != beginning_of_epoch_before:
             continue
 
         # Without shuffling, the indices are in ascending order.
         is_shuffled = beginning != sorted(beginning)
         if is_shuffled:
-            # Epochs are recorded from 0 and shown from 1, so `epoch` is shown as `epoch + 1`, and
-            # the epoch before it as `epoch`.
+            # Epochs 0 and 1 of the record are shown to the user as epochs 1 and 2.
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
 
     return ""
 
 
-def _last_order_is_fixed(updates: Sequence[Update]) -> bool:
+def _latest_pass_has_fixed_order(updates: Sequence[Update]) -> bool:
     """True if the last batch of rank 0 comes from a sampler that repeats its order in every epoch.
 
     Such a DistributedSampler shuffles, but its `set_epoch` was never called.

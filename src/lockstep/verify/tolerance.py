@@ -54,8 +54,8 @@ class Tolerance:
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
         with np.errstate(over="ignore"):  # an overflow results in infinity, which is handled below
-            # Arrays may have any dtype. Numpy cannot subtract booleans, and unsigned integers wrap
-            # around, but complex numbers hold the values of all dtypes.
+            # Arrays may have any dtype, and complex numbers hold the values of all of them. In its
+            # own dtype, numpy cannot subtract booleans, and unsigned integers wrap around.
             difference = a[unequal].astype(np.complex128) - b[unequal]
 
         if not np.isfinite(difference).all():

@@ -401,7 +401,10 @@ class Update(tuple[RankUpdate, ...]):
         return total
 
     def samples_by_index(self) -> list[Sample] | None:
-        """Returns all samples by index, in the order of ranks; None if some index is not known."""
+        """Returns a list of all samples, identified by their indices in the dataset.
+
+        Samples are listed in the order of ranks. The result is None if some index is not known.
+        """
         samples: list[Sample] = []
         for batch in self.batches:
             if batch.ids is None:
@@ -411,9 +414,10 @@ class Update(tuple[RankUpdate, ...]):
         return samples
 
     def samples_by_contents(self) -> list[Sample] | None:
-        """Returns all samples by a digest of their contents, in the order of ranks.
+        """Returns a list of all samples, identified by digests of their contents.
 
-        The result is None if samples cannot be recognized by their contents.
+        Samples are listed in the order of ranks. The result is None if they cannot be recognized by
+        their contents.
         """
         samples: list[Sample] = []
         for batch in self.batches:
@@ -421,12 +425,14 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # If there is not one digest for each index, the tensors of the batch could not be split
-            # into samples.
-            if batch.ids is not None and len(batch.ids) != len(batch.contents):
+            # A batch of 8 samples has 8 digests. If its samples have dataset indices, but there is
+            # another number of digests, the tensors of the batch could not be split into samples.
+            indices = batch.ids
+            digests = batch.contents
+            if indices is not None and len(indices) != len(digests):
                 return None
 
-            for digest in batch.contents:
+            for digest in digests:
                 samples.append((batch.loader, batch.epoch, digest))
 
         return samples
@@ -444,13 +450,14 @@ class Update(tuple[RankUpdate, ...]):
             The numbers of the ranks with a different array, by the name of the array. Arrays that
             are equal on all ranks are left out.
         """
-        first = self.merged(field_name)
+        # `merged` returns the array of the first rank that has one.
+        first_arrays = self.merged(field_name)
         # The largest value of all arrays, on which the tolerance depends.
         scale = max(scale_of(getattr(rank, field_name)) for rank in self)
         ranks_by_name: dict[str, list[int]] = defaultdict(list)
         for number, rank in enumerate(self):
             for name, array in getattr(rank, field_name).items():
-                if tolerance.differ(first[name], array, scale):
+                if tolerance.differ(first_arrays[name], array, scale):
                     ranks_by_name[name].append(number)
 
         return ranks_by_name
@@ -467,16 +474,18 @@ def _count_samples(rank: RankUpdate) -> int:
     """Returns the number of samples of one rank.
 
     Without a loader, the inputs of the models are counted instead. A rank may compute the same
-    inputs in several passes. Then each sample counts as often as it occurs in a single pass.
+    inputs in several passes. Then each sample counts as often as it occurs in a single pass: for
+    passes with the samples (a, b), (a, b) and (c, c), the number is 4.
     """
-    # Without a loader, the recorder has copied the inputs of the models to `batches`.
+    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`.
     has_no_loader = rank.batches == rank.model_inputs
     contents_are_known = all(batch.contents for batch in rank.batches)
     if has_no_loader and contents_are_known:
-        count_of_sample: Counter[str] = Counter()
+        largest_counts: Counter[str] = Counter()
         for batch in rank.batches:
-            count_of_sample |= Counter(batch.contents)  # keeps the larger count of each sample
-        return count_of_sample.total()
+            # The union of two counters has the larger count of each sample.
+            largest_counts |= Counter(batch.contents)
+        return largest_counts.total()
 
     # A batch has an index or a digest for each sample, or both.
     total = 0

@@ -65,7 +65,8 @@ def forbid_larger_groups(nproc: int) -> None:
     def check_group_size(group: Any) -> None:
         if group.size() <= nproc:
             return
-        # The script's own ranks would wait for this rank, so the error could not end the script.
+        # The script's own ranks, which are child processes, would wait for this rank in the group,
+        # and Python would wait for them before it exits. So an error would not end the script.
         for child in active_children():
             child.kill()
         raise_own_ranks_error()

@@ -31,7 +31,7 @@ from lockstep.verify.names import align_names
 from lockstep.verify.rules.evidence import gradient_patterns
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.sample_rows import without_rows_that_are_no_samples
-from lockstep.verify.self_checks import cause_or_failure, findings_without_reference
+from lockstep.verify.self_checks import find_cause, findings_without_reference
 from lockstep.verify.tolerance import FLOAT64, Tolerance
 from lockstep.verify.unsupported import recording_failed_error
 from lockstep.wording import format_ranks
@@ -64,7 +64,9 @@ class Verdict:
         """The verdict in one word: `EQUAL`, `DIFFERENT`, `NOT KNOWN` or `FAILED`."""
         if self.unknown:
             return "NOT KNOWN"
-        # An error with a code is known to be caused by the number of processes.
+
+        # The script has ended with an error on several processes. Only for an error with a code is
+        # it known that the number of processes has caused it.
         if self.parallel.error:
             return "DIFFERENT" if self.parallel.code else "FAILED"
 
@@ -81,14 +83,18 @@ class Verdict:
         return {
             "verdict": self.word,
             "comparison": "tolerance",
+            # The way in which the script was run, such as "2 processes".
             "way": self.parallel.config.name,
             "processes": self.parallel.config.nproc,
             "steps": len(self.reference.updates),
             "until": self.reference.stopped_at,
             "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.parallel.switched_off),
+            # An option of the script that changes results on purpose.
             "by_choice": self.parallel.by_choice,
+            # Why there is no verdict.
             "not_known": self.unknown,
+            # Why the option `--batch-per-process` had no effect.
             "batch_per_process": self.reason_batch_not_enlarged,
             "findings": [finding.as_json() for finding in self.findings],
         }
@@ -97,12 +103,17 @@ class Verdict:
     def reason_batch_not_enlarged(self) -> str:
         """Why `--batch-per-process` did not enlarge the batches of the reference; empty if it did.
 
-        Also empty if the option was not given, or if the script uses Lockstep, where the batch size
-        is always that of all processes together.
+        Also empty if there was nothing to enlarge.
         """
         run = self.reference
-        should_be_enlarged = run.config.batch_size_factor > 1
-        if not should_be_enlarged or run.uses_lockstep:
+
+        # The option sets this factor to the number of processes. Without the option, it is 1.
+        option_was_given = run.config.batch_size_factor > 1
+        if not option_was_given:
+            return ""
+
+        # With Lockstep, the batch size is always that of all processes together.
+        if run.uses_lockstep:
             return ""
 
         line = run.unenlarged_loader_line
@@ -133,7 +144,7 @@ class Verdict:
     def lines(self) -> list[str]:
         """Returns the lines of the verdict that are printed for the user."""
         head = verdict_head(self.word, self.parallel.config.name)
-        if self.unknown:
+        if self.unknown:  # a sentence that says why there can be no verdict
             lines = [
                 f"{head}: {translate(self.unknown)}",
                 labelled(translate("do"), translate(self.unknown_advice)),
@@ -143,6 +154,7 @@ class Verdict:
         else:
             lines = self._lines_of_findings(head)
 
+        # Advice and notes, which follow any verdict.
         if self._same_samples_may_help:
             advice = translate(
                 "with --same-samples one process trains on the batches of all ranks, so that the "
@@ -190,6 +202,17 @@ class Verdict:
     def _lines_of_findings(self, head: str) -> list[str]:
         """Returns the lines for runs that differ: the first finding in full, then the others.
 
+        For example, with two differences and a fault that makes no difference in this run:
+
+            DIFFERENT  2 processes, first in step 1, gradients
+              cause   LS201: ...
+              seen    ...
+              and in  step 3, learning rates
+              cause   LS401: ...
+              seen    ...
+              also    LS103: ...
+              seen    ...
+
         Args:
             head: beginning of the first line, such as "DIFFERENT  2 processes".
         """
@@ -201,9 +224,9 @@ class Verdict:
         if first.case is not None:  # the finding is about a difference between the runs
             lines += self._lines_about_tolerance()
 
+        # Only a difference between the runs has a place. Other findings are faults of the script
+        # that make no difference in this run.
         for finding in others:
-            # Only a difference between the runs has a place. Other findings are faults of the
-            # script that make no difference in this run.
             if finding.place:
                 lines.append(labelled(translate("and in"), translate(finding.place)))
                 lines += finding.lines()
@@ -248,9 +271,9 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if num_gradients:
         values.append(f"{num_gradients} gradients")
 
-    parameters = first.merged("parameters")
-    if not parameters:  # they were removed, and those before each step were compared instead
-        parameters = first.merged("parameter_sums")
+    # `accept_differences` may have removed the parameters after each step. Then the sums over the
+    # parameters before each step were compared instead; there is one for each parameter.
+    parameters = first.merged("parameters") or first.merged("parameter_sums")
     values.append(f"{len(parameters)} parameters")
 
     num_buffers = len(first.merged("buffers"))
@@ -363,13 +386,12 @@ def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
     # If the script was stopped after enough steps, the idle ranks may train in later ones.
     was_stopped = bool(parallel.stopped_at)
     if was_stopped:
-        return Verdict(
-            reference,
-            parallel,
-            unknown=f"while other ranks made the first {parallel.steps} optimizer steps, "
-            f"no step of {idle} was seen",
-            unknown_advice="compare more steps (`--steps`), so that all ranks come to train",
+        reason = (
+            f"while other ranks made the first {parallel.steps} optimizer steps, "
+            f"no step of {idle} was seen"
         )
+        advice = "compare more steps (`--steps`), so that all ranks come to train"
+        return Verdict(reference, parallel, unknown=reason, unknown_advice=advice)
 
     text = f"neither backward() nor an optimizer step of {idle} was seen"
     return Verdict(reference, parallel, accepted=text)
@@ -382,12 +404,12 @@ def _until_rounding_grows(
 
     The reason is stored as `stopped_at` of the reference, which the verdict prints.
     """
-    # If the runs have different numbers of updates, `num_comparable_updates` returns that of the
-    # longer run to say that everything can be compared. The updates that one run lacks are then
-    # reported as a difference.
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
-    num_of_longer_run = max(len(reference.updates), len(parallel.updates))
-    if num_updates == num_of_longer_run:
+    num_all_updates = max(len(reference.updates), len(parallel.updates))
+
+    # Rounding hides nothing. All updates are kept, even if one run has more of them than the other:
+    # that is a difference too, and will be reported.
+    if num_updates == num_all_updates:
         return reference, parallel
 
     until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
@@ -412,7 +434,7 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
             text = f"of these tensors the ranks hold parts, which were joined: {names}"
             cause = Cause("LS210", (text, *gradient_patterns(case)))
         else:
-            cause = cause_or_failure(case)
+            cause = find_cause(case)
 
         if cause not in [finding.cause for finding in findings]:
             findings.append(Finding(cause, case))
@@ -434,12 +456,13 @@ def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Fin
 
 def _finding_of_failure(parallel: RunRecord) -> Finding:
     """Returns the error that ended the script as a finding."""
-    if parallel.code == "LS304":  # replicas have diverged; the text is a whole sentence already
+    if parallel.code == "LS304":  # parameters of the ranks differ; the text is a whole sentence
         text = parallel.error
     else:
         text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
 
-    # The ranks made different numbers of steps, perhaps because an `if` went different ways.
+    # LS405 means that the ranks made different numbers of steps. Name the `if` statements that went
+    # different ways, which may be the reason.
     branches: Sequence[str] = ()
     if parallel.code == "LS405":
         branches = splitting_branches(parallel.branch_outcomes)
@@ -456,6 +479,7 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
         # Recorded only for gathers that the loss depends on and that pass no gradient on.
         line = update.first("gather_line")
         if line:
+            # "It" is the result of the all-gather, which the title of LS207 names.
             text = "on one process, too, the loss is computed from it"
             return [Finding(Cause("LS207", (text, line)))]
 
@@ -479,7 +503,8 @@ def _new_findings(
         if candidate.cause.code in known_codes:
             continue
 
-        # The candidate is about ranks that differ from each other.
+        # Without the reference, the only differences that can be found are those between ranks. So
+        # a candidate with a difference (`case`) is about ranks that differ from each other.
         if candidate.case is not None:
             difference = (candidate.case.kind, candidate.case.update_index)
             if difference in known_differences:

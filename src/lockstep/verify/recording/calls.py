@@ -18,7 +18,7 @@ from lockstep.batch.pytree import tensors
 from lockstep.user_code import user_line
 from lockstep.verify.recording.marks import mark, marks_of, unmark
 from lockstep.verify.recording.state import RecorderState, guarded
-from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.recording.tensor_values import storage_address
 from lockstep.verify.training_record import ScriptCall
 
 CHANGED_GRADIENT_RTOL = 1e-6
@@ -86,7 +86,7 @@ class CallRecorder:
 
         # The input is a gradient if it has the same storage as the gradient of some parameter. A
         # bucket of DDP holds the gradients of several parameters; the first one is recorded.
-        owners = self.state.models.parameters_with_gradient_at(storage_of(tensor))
+        owners = self.state.models.parameters_with_gradient_at(storage_address(tensor))
         first_owner = next(owners, None)
         if first_owner is not None:
             name, parameter = first_owner

@@ -18,7 +18,7 @@ from lockstep.distributed.torch_compat import is_sharded
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.sample_coupling import nodes_behind
 from lockstep.verify.recording.state import RecorderState, guarded
-from lockstep.verify.recording.tensor_values import copy_arrays, storage_of, summarize
+from lockstep.verify.recording.tensor_values import copy_arrays, storage_address, summarize
 from lockstep.verify.training_record import RankUpdate
 
 
@@ -107,7 +107,7 @@ class ForeignStepRecorder:
             return
 
         for name, parameter in state.models.parameters():
-            if parameter.grad is None or storage_of(parameter) != storage:
+            if parameter.grad is None or storage_address(parameter) != storage:
                 continue
             if name in update.gradients:  # recorded at the first write of this update
                 continue

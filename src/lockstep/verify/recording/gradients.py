@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.state import RecorderState, guarded
-from lockstep.verify.recording.tensor_values import copy_arrays, storage_of
+from lockstep.verify.recording.tensor_values import copy_arrays, storage_address
 from lockstep.verify.tolerance import Array, scale_of
 
 MAX_BACKWARD_PASSES = 16
@@ -241,7 +241,8 @@ class GradientRecorder:
         # The tensor is a gradient if it has the same storage as the gradient of some parameter. A
         # flat tensor may hold the gradients of several parameters.
         update = self.state.update
-        for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
+        address = storage_address(tensor)
+        for name, parameter in self.state.models.parameters_with_gradient_at(address):
             reduced = copy_arrays([(name, parameter.grad)])
             update.reduced_in_step = {**update.reduced_in_step, **reduced}
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import is_sharded, pytree
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.recording.tensor_values import storage_of, summarize
+from lockstep.verify.recording.tensor_values import storage_address, summarize
 from lockstep.verify.tolerance import Array
 
 LIBRARY_PREFIXES = ("torch.", "lockstep.")
@@ -199,7 +199,7 @@ class Models:
         if storage == 0:
             return
         for name, parameter in self.parameters():
-            if parameter.grad is not None and storage_of(parameter.grad) == storage:
+            if parameter.grad is not None and storage_address(parameter.grad) == storage:
                 yield name, parameter
 
     # How models are wrapped

@@ -27,8 +27,9 @@ DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     """True if the gradient for one sample's output depends on the outputs of other samples.
 
-    The test takes second derivatives of the loss, and also finds distances between outputs, which
-    torch cannot differentiate twice. It does not find:
+    The test takes second derivatives of the loss. Torch cannot compute these for a distance between
+    outputs (`torch.cdist`), which is common in losses that compare samples, so the test also looks
+    for distances among the operations that computed the loss. It does not find:
 
     - a dependence that stays the same under small changes of the outputs, such as a sort order or a
       detached weight;
@@ -102,11 +103,12 @@ def _samples_are_coupled(
 
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
-        # The weighted sum over the results of all samples whose number has this bit.
+        # The weighted sum over the results of all samples whose number has this bit. It begins with
+        # a single zero, which torch adds to a tensor on any device.
         weighted_sum = torch.zeros(())
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
-            weighted_sum = (result * weight)[has_bit].sum() + weighted_sum
+            weighted_sum = weighted_sum + (result * weight)[has_bit].sum()
 
         gradients = torch.autograd.grad(
             weighted_sum, sources, retain_graph=True, materialize_grads=True
@@ -174,12 +176,13 @@ def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     If one model is called with the output of another model, the loss compares samples by the output
     of the last model.
     """
-    # Nodes of the autograd graph that some output was directly computed from.
-    direct_inputs: list[Any] = []
+    # Nodes of the autograd graph whose results some output was directly computed from.
+    nodes_before_outputs: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
-            direct_inputs += [node for node, _ in output.grad_fn.next_functions]
+            nodes_before_outputs += [node for node, _ in output.grad_fn.next_functions]
 
-    # These nodes, and all nodes that they were computed from. An output among them is not final.
-    inner_nodes = nodes_behind(*direct_inputs)
+    # All nodes that some output was computed from, directly or not. If the node of an output is
+    # among them, another output was computed from it, so it is not final.
+    inner_nodes = nodes_behind(*nodes_before_outputs)
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

@@ -9,7 +9,6 @@ functions that choose samples, such as `topk`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -53,25 +52,23 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     if name in EXTREMES and not values.is_floating_point():
         return False
 
-    for dim in _dims(name, args, kwargs):
+    for dim in _dim_arguments(name, args, kwargs):
         if dim is None:  # all dimensions
             return True
-        # In a call such as `torch.max(a, b)`, the argument in this position is a tensor.
-        if type(dim) is not int:
-            continue
 
         # The first of three dimensions may be given as 0 or as -3.
-        is_first_dim = dim in (0, -values.dim())
-        if is_first_dim:
+        is_number = type(dim) is int
+        if is_number and dim in (0, -values.dim()):
             return True
 
     return False
 
 
-def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the dimensions that a function reduces, as given by the caller or by default.
+def _dim_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns what the caller has given as `dim`, or the default, as a list.
 
-    `[None]` stands for all dimensions.
+    The list is `[None]` for all dimensions. In a call such as `torch.max(a, b)`, which computes no
+    statistic, it holds the tensor `b` that stands in the position of `dim`.
     """
     # The signatures are torch.sum(input, dim) and torch.norm(input, p, dim), for example.
     index_of_dim = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
@@ -90,7 +87,9 @@ def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
 
 
 def summary_number(result: Any) -> float | None:
-    """Returns a number that changes whenever any value of a result changes.
+    """Returns a number by which results are compared: a weighted sum over all values.
+
+    It changes whenever a single value changes, and hardly ever stays the same if several do.
 
     Args:
         result: return value of a call of torch: a tensor, or a tuple such as that of `torch.max`,
@@ -112,8 +111,9 @@ def summary_number(result: Any) -> float | None:
     if tensor.is_complex():  # `summarize` would leave out the imaginary parts
         return None
 
-    with suppress(RuntimeError):  # raised if the values cannot be read
-        weighted_sum, _ = summarize(tensor)
-        return float(weighted_sum)
+    try:
+        weighted_sum, _largest = summarize(tensor)
+    except RuntimeError:  # the values cannot be read
+        return None
 
-    return None
+    return float(weighted_sum)

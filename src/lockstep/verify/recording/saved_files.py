@@ -84,7 +84,8 @@ class SavedFiles:
             for name in names:
                 self._patch_function(owner, name)
 
-        builtins.open = io.open  # `io.open` was patched, and `open` is the same function
+        # The built-in `open` is the function `io.open`, which the loop has patched.
+        builtins.open = io.open
         torch.save = save
         lockstep.save_weights = save_weights
 
@@ -96,7 +97,6 @@ class SavedFiles:
             name: name of the function.
         """
         function = getattr(owner, name)
-        moves_files = name in MOVING_FUNCTIONS
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
@@ -107,9 +107,9 @@ class SavedFiles:
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # In os.rename(path, target), the target is redirected too. If it is a folder, the file
-            # keeps the name that it has in `path`.
-            if moves_files and other_args:
+            # In os.rename(path, target), the target is redirected too.
+            has_target = name in MOVING_FUNCTIONS and bool(other_args)
+            if has_target:
                 target, *options = other_args
                 new_path = self._redirected_target(path, target)
                 return function(redirected, new_path, *options, **kwargs)
@@ -130,6 +130,7 @@ class SavedFiles:
             path: old path, as the script knows it.
             target: new path, or an existing folder.
         """
+        # shutil.copy("w.pt", "old") writes to "old/w.pt" if "old" is a folder.
         if os.path.isdir(target):
             return self.redirected_path(os.path.join(target, os.path.basename(path)))
         return self.redirected_path(target)

@@ -9,7 +9,6 @@ once enough steps are recorded.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
@@ -31,7 +30,7 @@ from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, STATISTIC
 from lockstep.verify.recording.models import Models
 from lockstep.verify.recording.step_draws import StepDraws
-from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.recording.tensor_values import storage_address
 from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch, Forward, RankUpdate
@@ -201,7 +200,7 @@ class RecorderState:
         """The position of the last batch, such as `, batch 3 of 4 of epoch 1`."""
         self.stopped_at = ""
         """The position at which the script was stopped; empty if it ran to its end."""
-        self._first_step_time = math.inf
+        self._first_step_time: float | None = None
 
     # Optimizer steps that are running
 
@@ -273,9 +272,12 @@ class RecorderState:
         """
         self.writer.write(update, replica)
 
-        # The time limit of the run starts with the first step. Until then, the value is infinite.
-        self._first_step_time = min(self._first_step_time, time.monotonic())
+        # The time limit of the run starts with the first step.
+        if self._first_step_time is None:
+            self._first_step_time = time.monotonic()
 
+        # Whether the losses of this rank count holds for further updates too, until Lockstep tells
+        # the recorder otherwise (`contributes`).
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
         self.loss_is_weighted = False
@@ -302,7 +304,7 @@ class RecorderState:
         if steps >= self._config.steps:
             return True
         time_limit_s = self._config.seconds
-        if time_limit_s is None or steps < MIN_STEPS:
+        if time_limit_s is None or self._first_step_time is None or steps < MIN_STEPS:
             return False
         return time.monotonic() > self._first_step_time + time_limit_s
 
@@ -327,41 +329,40 @@ class RecorderState:
         """
         for kind, value in marks.items():
             if kind.startswith(STATISTIC):
-                # The kind is "statistic train.py:12: ...", and the value a number that stands for
-                # the statistic.
+                # {"statistic train.py:12: ...": a number that stands for the statistic}
                 line = kind.removeprefix(STATISTIC)
                 self.update.batch_statistics[line] = value
             elif kind.startswith(MODEL_CALL):
-                # The kind is "model 3" for a tensor from a forward pass of update 3, and the value
-                # the line that called the model.
+                # {"model 3": the line that called a model, while update 3 was recorded}
                 update_number = int(kind.removeprefix(MODEL_CALL))
                 self.notes.model_calls_behind_loss[update_number] = value
             elif kind.startswith(BATCH_NORM):
-                # The kind is "norm 140", and the value the id of a BatchNorm layer, 140.
-                self.notes.local_batch_norms.add(value)
-
-        if "draw" in marks:
-            number, line, digest = marks["draw"]
-            was_drawn_for_this_step = number > draws_before
-            if was_drawn_for_this_step:
-                self.update.loss_draws.append((line, digest))
+                # {"norm 140": the id of a BatchNorm layer, 140}
+                layer_id = value
+                self.notes.local_batch_norms.add(layer_id)
+            elif kind == "draw":
+                # {"draw": the number of the last draw, its line, and a digest of the numbers drawn}
+                number, line, digest = value
+                was_drawn_for_this_step = number > draws_before
+                if was_drawn_for_this_step:
+                    self.update.loss_draws.append((line, digest))
 
     def watch_writes(self) -> dict[str, int]:
         """Starts watching writes to all parameters and buffers of the models.
 
         Returns:
-            The storage of each tensor, which is the address of its values, by name.
+            The address of each tensor's values, by name. A write is recognized by this address.
         """
-        storages = {}
+        addresses = {}
         for name, parameter in self.models.parameters():
-            storages[name] = storage_of(parameter)
+            addresses[name] = storage_address(parameter)
 
         for name, buffer in self.models.buffers():
-            storages[name] = storage_of(buffer)
+            addresses[name] = storage_address(buffer)
 
         # 0 stands for tensors without a storage of their own.
-        self.mode.writes.watched = frozenset(storages.values()) - {0}
-        return storages
+        self.mode.writes.watched = frozenset(addresses.values()) - {0}
+        return addresses
 
     def frozen_parameters(self) -> list[str]:
         """Returns the names of parameters that do not require gradients."""

@@ -23,8 +23,8 @@ from lockstep.verify.tolerance import Array
 def summarize(tensor: Tensor) -> Array:
     """Returns two numbers that stand for a tensor: a weighted sum, and the largest absolute value.
 
-    The weights are cosines of the positions, so the sum also changes if two values are swapped. NaN
-    is treated as 0.
+    Every position has another weight (its cosine), so the sum also changes if two values are
+    swapped. NaN is treated as 0.
 
     Returns:
         An array of shape (2,).
@@ -57,7 +57,8 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
 
     rows = torch.cat(tables, dim=1)
     # Different samples may have the same weighted sum by chance. With two sums of different
-    # weights, this hardly ever happens.
+    # weights, this hardly ever happens. Cosines are used because they are easy to compute and look
+    # random; the numbers 1.7 and 1 are arbitrary and make the second weights unlike the first ones.
     positions = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)
     first_weights = positions.cos()
     second_weights = (1.7 * positions + 1).cos()
@@ -95,7 +96,7 @@ def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
     return with_rows
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     """Returns the address of a tensor's values; 0 if the tensor has no single storage."""
     if is_sharded(tensor):
         return 0

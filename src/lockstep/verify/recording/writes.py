@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.batch.pytree import tensors
 from lockstep.user_code import user_stack
-from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.recording.tensor_values import storage_address
 
 Stack = tuple[tuple[str, int], ...]
 """Frames of the user's code, as (file, line)."""
@@ -52,12 +52,13 @@ class WriteLog:
         # which is watched too.
         sets_data = name == "__set__" and func == SET_DATA
         if sets_data:
-            self.watched |= {storage_of(args[0])}
+            self.watched |= {storage_address(args[0])}
 
         # A method such as `add_` writes to its first argument, and a call with `out=` to the
         # tensors given there.
         if sets_data or _is_in_place(name) or "out" in kwargs:
-            first_argument = args[:1]  # may be a list of tensors
+            # `tensors` finds tensors in nested lists too, as those of `torch._foreach_add_`.
+            first_argument = args[0] if args else None
             for tensor in tensors([first_argument, kwargs.get("out")]):
                 self.note_write(tensor)
 
@@ -73,7 +74,7 @@ class WriteLog:
         if not self.watched:
             return
 
-        storage = storage_of(tensor)
+        storage = storage_address(tensor)
         if storage not in self.watched:
             return
 

@@ -12,13 +12,13 @@ from collections import Counter
 
 from lockstep.verify.cause import Cause
 from lockstep.verify.compare import Divergence
-from lockstep.verify.rules.evidence import other_draws
+from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 
 
 def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     """LS308: the loss was computed from random numbers that only one of the two runs drew.
 
-    LS106: in addition, all ranks drew the same numbers.
+    LS106: all ranks drew the same numbers as each other, but one process did not draw these.
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
@@ -29,20 +29,21 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
         case: the difference.
         *evidence: sentences of the calling rule, which come first.
     """
-    sentences_on_other_draws = other_draws(case)
-    if not sentences_on_other_draws:
+    sentences_on_draws = describe_random_numbers_of_one_run(case)
+    if not sentences_on_draws:
         return None
 
     # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
 
-    # For a single rank, or without any draws, equality means nothing.
+    # Equality means nothing for a single rank, or if no rank drew anything.
+    all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
     several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
-    if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
+    if all_are_equal and several_ranks_drew:
         same = "all ranks drew the same numbers"
-        return Cause("LS106", (*evidence, *sentences_on_other_draws, same))
+        return Cause("LS106", (*evidence, *sentences_on_draws, same))
 
-    return Cause("LS308", (*evidence, *sentences_on_other_draws))
+    return Cause("LS308", (*evidence, *sentences_on_draws))
 
 
 def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:

@@ -83,7 +83,7 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
 
-    # Gradients that only the ranks have are left out.
+    # `case.names` are the gradients that differ. Those that only the ranks have are left out.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
@@ -113,65 +113,68 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
-    """Returns random draws for losses that the ranks did not make as often as one process.
+def random_draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
+    """Returns draws of random numbers that some ranks made for their loss, but not others.
 
-    If every rank drew the same numbers for its loss as one process, then 3 ranks together made each
-    draw 3 times as often. A draw with any other count may be the reason why the losses differ.
+    For example, one process draws a noise level once for its whole batch, and 3 ranks must draw the
+    same level. All ranks together then draw it 3 times. With any other count, the loss of some rank
+    was computed from another level, or from a level that one process has not drawn.
 
-    It is no proof, because only the last draw of a loss is recorded: if each sample has a draw of
-    its own, the last sample of a rank is not that of one process.
+    This need not be the reason for other losses, because only the last draw of a loss is recorded.
+    If a script draws a level for each sample, the record of one process is the level of its last
+    sample, and the record of rank 0 that of an earlier sample.
 
     Returns:
-        Pairs of the line of a draw and a digest of its numbers.
+        Each draw as a pair of its line and a digest of the numbers.
     """
-    # How often each run drew the same numbers at the same line.
-    expected_counts: Counter[tuple[str, str]] = Counter()
+    # How often each run made the same draw: the same numbers at the same line.
+    counts_of_one_process: Counter[tuple[str, str]] = Counter()
     for rank in case.expected:
-        expected_counts.update(rank.loss_draws)
+        counts_of_one_process.update(rank.loss_draws)
 
-    actual_counts: Counter[tuple[str, str]] = Counter()
+    counts_of_ranks: Counter[tuple[str, str]] = Counter()
     for rank in case.actual:
-        actual_counts.update(rank.loss_draws)
+        counts_of_ranks.update(rank.loss_draws)
 
-    all_draws = {**actual_counts, **expected_counts}  # of both runs, without duplicates
-    draws_with_other_counts = []
+    all_draws = {**counts_of_ranks, **counts_of_one_process}  # without duplicates
+    draws_that_may_differ = []
     for draw in all_draws:
-        count_if_every_rank_drew_it = expected_counts[draw] * case.num_ranks
-        if actual_counts[draw] != count_if_every_rank_drew_it:
-            draws_with_other_counts.append(draw)
+        # If every rank made the draw as often as one process, the count is this multiple.
+        count_if_all_ranks_agree = counts_of_one_process[draw] * case.num_ranks
+        if counts_of_ranks[draw] != count_if_all_ranks_agree:
+            draws_that_may_differ.append(draw)
 
-    return draws_with_other_counts
+    return draws_that_may_differ
 
 
-def other_draws(case: Divergence) -> list[str]:
-    """Says that the loss was computed from random numbers that only one of the runs drew.
+def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
+    """Says that the loss was computed from random numbers that only one of the two runs drew.
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # Digests of all numbers that each run drew before its losses. The last draw of a loss, which
-    # `draws_that_may_differ` looks at, is one of them.
-    expected_digests: set[str] = set()
+    # Digests of all numbers that each run drew in this step before its losses.
+    digests_of_one_process: set[str] = set()
     for rank in case.expected:
-        expected_digests |= rank.drawn_digests
+        digests_of_one_process |= rank.drawn_digests
 
-    actual_digests: set[str] = set()
+    digests_of_ranks: set[str] = set()
     for rank in case.actual:
-        actual_digests |= rank.drawn_digests
+        digests_of_ranks |= rank.drawn_digests
 
-    for line, digest in draws_that_may_differ(case):
-        # If both runs drew these numbers, the other run may have used them for an earlier sample of
-        # its loss, which is harmless.
-        both_runs_drew_it = digest in expected_digests and digest in actual_digests
-        if not both_runs_drew_it:
-            return [
-                f"the loss is computed from random numbers that were drawn for this step: {line}"
-            ]
+    digests_of_both_runs = digests_of_one_process & digests_of_ranks
+
+    for line, digest in random_draws_that_may_differ(case):
+        # Both runs drew the same numbers, only for another sample: the last sample of rank 0 is not
+        # the last sample of one process. That is harmless.
+        if digest in digests_of_both_runs:
+            continue
+
+        return [f"the loss is computed from random numbers that were drawn for this step: {line}"]
 
     return []
 
 
-def local_statistics(case: Divergence) -> list[str]:
+def describe_local_statistics(case: Divergence) -> list[str]:
     """Says that the loss was computed from statistics over each rank's own samples.
 
     Only statistics that differ from one process on some rank are mentioned. They are not always
@@ -181,7 +184,7 @@ def local_statistics(case: Divergence) -> list[str]:
     return _lines_with_other_values(case, "batch_statistics", text)
 
 
-def local_scalars(case: Divergence) -> list[str]:
+def describe_local_scalars(case: Divergence) -> list[str]:
     """Says that Python numbers were computed from each rank's own samples, before the loss."""
     text = "before the loss, a number was computed from each rank's own samples"
     return _lines_with_other_values(case, "scalar_statistics", text)

@@ -27,15 +27,15 @@ from lockstep.verify.algebra import (
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, same_samples
 from lockstep.verify.rules.evidence import (
-    draws_that_may_differ,
+    describe_local_statistics,
     first_clip_line,
     format_backward_passes,
     format_ratio,
     format_weights,
     gradient_patterns,
-    local_statistics,
     loss_compares_local_samples,
     loss_line,
+    random_draws_that_may_differ,
 )
 from lockstep.verify.rules.losses import (
     describe_terms,
@@ -49,11 +49,11 @@ from lockstep.verify.rules.losses import (
     terms_that_scale_differently,
 )
 from lockstep.verify.rules.model_inputs import (
+    code_of_differing_inputs,
     inputs_differ,
     inputs_of_ranks,
     other_padding,
     sum_counts,
-    unknown_inputs_code,
 )
 from lockstep.verify.rules.model_outputs import (
     batchnorm_in_other_passes,
@@ -155,8 +155,9 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     if code in ("LS203", "LS204"):
         reasons = [format_backward_passes(case)]
     else:
-        reasons = _gather_without_graph(case)
+        reasons = _describe_gather_without_gradient(case)
 
+    # A run with another number of processes tells which of the codes it is.
     also = [f"it may be {other} as well; another --nproc tells" for other in other_codes]
     evidence = (_multiple(case, ratio), *loss_line(case), *reasons, *also)
     return Cause(code, evidence, ratio=ratio)
@@ -167,11 +168,11 @@ def _multiple(case: Divergence, ratio: float) -> str:
     return f"all gradients are {format_ratio(ratio, case.num_ranks)} those of one process"
 
 
-def _gather_without_graph(case: Divergence) -> list[str]:
+def _describe_gather_without_gradient(case: Divergence) -> list[str]:
     """Names the first all-gather whose input autograd does not track.
 
-    A loss over gathered outputs then only has a gradient with respect to this rank's own outputs,
-    which must be summed over the ranks, and not averaged.
+    It may be the reason for a wrong factor. A loss over gathered outputs then only has a gradient
+    with respect to this rank's own outputs, which must be summed over the ranks, and not averaged.
     """
     for call in case.actual.calls:
         if call.name.startswith("all_gather") and not call.carries_gradient:
@@ -187,20 +188,23 @@ def multiplied_after_passes(
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
-    False positives: a run that clips gradients with another norm, since clipping multiplies them
-        too.
+    False positives: clipping multiplies gradients too. If one of the runs clips gradients with
+        another norm, this rule applies.
     Evidence: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
+    if ratio is None:
+        return None
+
     # The number that each run multiplied all its gradients by. It is 1 if they were not changed,
     # and NaN if it is not known.
     factor_of_one = case.expected[0].gradient_factor
     factor_of_ranks = case.actual[0].gradient_factor
-
-    if ratio is None or factor_of_one == 0:
+    if factor_of_one == 0:
         return None
 
-    ratio_of_factors = factor_of_ranks / factor_of_one  # NaN, which is near nothing, if not known
+    # If a factor is NaN, so is the ratio, and `near` returns False.
+    ratio_of_factors = factor_of_ranks / factor_of_one
     if not near(ratio_of_factors, ratio):
         return None
 
@@ -239,9 +243,9 @@ def clipped_between_passes(
     Evidence: the backward pass before the call, its line, and the factors by which gradients are
         wrong.
     """
-    for rank in (*case.actual, *case.expected):
-        num_passes = len(rank.losses)  # of the whole step
-        for call in rank.calls:
+    for rank_update in (*case.actual, *case.expected):
+        num_passes = len(rank_update.losses)  # of the whole step
+        for call in rank_update.calls:
             if call.name != "clip" or not call.has_clipped:
                 continue
 
@@ -262,13 +266,13 @@ def changed_after_right_passes(
 ) -> Cause | None:
     """Names what was done to gradients after the backward passes had left the right ones.
 
-    LS213: a communication hook of DDP. LS404: each rank multiplied its gradients by another number
-    before they were summed. LS406: gradients were changed before they were averaged. LS210:
+    LS213: a communication hook of DDP. LS404: each rank multiplied its gradients by a number of its
+    own before they were summed. LS406: gradients were changed before they were averaged. LS210:
     unknown.
 
     Needs: `local_gradients`; `comm_hook_line` and `calls`.
-    Applies: if the mean of the ranks' local gradients is right (perhaps times a number), but the
-        gradients that were used are no multiple of this mean.
+    Applies: if the mean of the ranks' local gradients equals the gradient of one process (perhaps
+        times a number), but the ranks used a gradient that is no multiple of this mean.
     False positives: none known.
     Evidence: that the mean is right, and what was done.
     """
@@ -280,34 +284,38 @@ def changed_after_right_passes(
         if rank.contributes:
             local_sums.append(sum_of_passes(rank.local_gradients, names))
 
-    sum_of_one = sum_of_passes(case.expected[0].local_gradients, names)
-    if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
+    gradient_of_one_process = sum_of_passes(case.expected[0].local_gradients, names)
+    if case.num_ranks == 1 or not gradient_of_one_process or not all(local_sums):
         return None
 
-    # If the mean is no multiple of the gradients of one process, the backward passes themselves
-    # were wrong.
+    # Is the mean right, perhaps times a number? It is if mean = ratio * gradient_of_one_process. If
+    # there is no such ratio, the backward passes themselves were wrong, and another rule applies.
     mean = mean_of(local_sums)
-    ratio = constant_ratio(sum_of_one, mean, case.max_error)
+    ratio = constant_ratio(gradient_of_one_process, mean, case.max_error)
     if ratio is None:
         return None
 
-    # If the ranks used a multiple of the mean, they have averaged correctly.
+    # Did the ranks use the mean, perhaps times a number? Then they have averaged correctly, and
+    # nothing was done to the gradients afterwards.
     ranks_used_mean = constant_ratio(mean, actual, case.max_error) is not None
     if ranks_used_mean:
         return None
 
-    right = "what the backward passes left is, on average over the ranks, that of one process"
-    if not near(ratio, 1):
-        right = (
+    if near(ratio, 1):
+        mean_text = (
+            "what the backward passes left is, on average over the ranks, that of one process"
+        )
+    else:
+        mean_text = (
             f"what the backward passes left is, on average over the ranks, {ratio:.6g} times that "
             "of one process"
         )
 
-    return _cause_of_change_after_passes(case, actual, local_sums, right)
+    return _cause_of_change_after_passes(case, actual, local_sums, mean_text)
 
 
 def _cause_of_change_after_passes(
-    case: Divergence, actual: Gradients, local_sums: Sequence[Gradients], right: str
+    case: Divergence, actual: Gradients, local_sums: Sequence[Gradients], mean_text: str
 ) -> Cause:
     """Names what was done to gradients after the backward passes of the ranks.
 
@@ -318,8 +326,8 @@ def _cause_of_change_after_passes(
         case: the difference.
         actual: gradients that the ranks used.
         local_sums: the sum of each rank's local gradients over its backward passes.
-        right: first sentence of evidence: "what the backward passes left is, on average over the
-            ranks, that of one process".
+        mean_text: first sentence of evidence, which says that the mean of these sums is right:
+            "what the backward passes left is, on average over the ranks, that of one process".
     """
     patterns = gradient_patterns(case)
 
@@ -327,7 +335,7 @@ def _cause_of_change_after_passes(
     if hook_line:
         # "It" is what the backward passes left, as the sentence before says.
         text = "what DDP's communication hook made of it is not its mean"
-        return Cause("LS213", (right, text, hook_line, *patterns))
+        return Cause("LS213", (mean_text, text, hook_line, *patterns))
 
     # Each rank has multiplied its gradients by another number before they were summed:
     # actual = used_weights[0] * local_sums[0] + used_weights[1] * local_sums[1] + ...
@@ -346,14 +354,15 @@ def _cause_of_change_after_passes(
         if all_near(norms_after, 1e-5):
             same_norm.append("that gave the gradients of all ranks the same norm, as clipping does")
 
-        return Cause("LS404", (right, text, *same_norm))
+        return Cause("LS404", (mean_text, text, *same_norm))
 
     for call in case.actual.calls:
         if call.gradient_changed:
             text = f"each rank changed its own before they were averaged: {call.line}"
-            return Cause("LS406", (right, text, *patterns))
+            return Cause("LS406", (mean_text, text, *patterns))
 
-    return Cause("LS210", (f"{right}; what was made of it afterwards is not", *patterns))
+    # The mean is right, but the gradient that the ranks computed from it is not.
+    return Cause("LS210", (f"{mean_text}; what was made of it afterwards is not", *patterns))
 
 
 # Gradients that are a sum of the same parts with other weights
@@ -385,7 +394,8 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
-    # The backward passes of one process do leave one, and all other gradients are right.
+    # The backward passes of one process do leave a gradient of these parameters. The gradients of
+    # all other parameters are right.
     text_on_others = "on one process they do, and all others are right"
     return Cause("LS312", (text, text_on_others), case.names)
 
@@ -468,40 +478,52 @@ def _cause_of_other_weights(
         right_weights: weights with which the parts add up to the gradient of one process.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
-    # The factor by which the weight of each part should be changed. Suppose that the ranks gave
-    # parts of 8 and 4 samples the weights 1/2 and 1/2, and 2/3 and 1/3 are right. Then the factors
-    # are 4/3 and 2/3, which are proportional to the numbers of samples.
-    factors = []
-    for right, used in zip(right_weights, used_weights, strict=True):
-        factors.append(right / used if used else 0.0)
-
+    # 1. The weights should have been proportional to a count that is known. "That is by their
+    # samples: 8, 4" says that the right weights, which the evidence names, weigh parts by samples.
+    corrections = _corrections_of_weights(right_weights, used_weights)
     for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
-        if proportional(factors, counts):
+        if proportional(corrections, counts):
             code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
             return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
 
-    # A loss that compares samples is no mean over samples, so no weights would make it right.
+    # 2. The loss compares samples, so it is no mean over samples, and no weights make it right.
     comparison = loss_compares_local_samples(case)
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
 
     # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
-    statistics = local_statistics(case)
+    statistics = describe_local_statistics(case)
 
-    # The ranks computed a mean of means: with equal weights, whose sum is right. The right weights
-    # are proportional to some count, which may be one of the statistics.
+    # 3. The weights should be proportional to a count that is not known. It is known that the ranks
+    # computed a mean of means if they gave all parts the same weight, such as 1/2 and 1/2, and if
+    # the right weights, such as 2/3 and 1/3, have the same sum. The count may be a statistic.
     weights_are_equal = all_near(used_weights, case.max_error)
-    has_right_sum = near(sum(right_weights), sum(used_weights), 1e-5)
-    if weights_are_equal and has_right_sum:
+    have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
+    if weights_are_equal and have_same_sum:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
 
-    # The ranks multiplied their losses by a statistic, unless random numbers made them differ.
-    if statistics and not draws_that_may_differ(case):
+    # 4. The ranks multiplied their losses by a statistic. If random numbers differ, they may be the
+    # reason as well, and the cause is not known.
+    if statistics and not random_draws_that_may_differ(case):
         return Cause("LS208", (*evidence, *statistics))
 
     return Cause("LS210", evidence)
+
+
+def _corrections_of_weights(
+    right_weights: Sequence[float], used_weights: Sequence[float]
+) -> list[float]:
+    """Returns the number by which the ranks should have multiplied the weight of each part.
+
+    For example, the ranks gave parts of 8 and 4 samples the weights 1/2 and 1/2, and 2/3 and 1/3
+    are right. Then the numbers are 4/3 and 2/3, which are proportional to the numbers of samples.
+    """
+    corrections = []
+    for right, used in zip(right_weights, used_weights, strict=True):
+        corrections.append(right / used if used else 0.0)
+    return corrections
 
 
 def _with_tiny_weights_as_zero(case: Divergence, right_weights: Sequence[float]) -> list[float]:
@@ -545,13 +567,14 @@ def _cause_of_parts_without_weight(
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
     one_process_has_mean_of_some = _is_mean_of_some_parts(right_weights)
-    ranks_have_mean_of_all = all_near(used_weights, 1e-5)
+    ranks_have_mean_of_all = all_near(used_weights, 1e-5)  # all parts have the same weight
+    ranks_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # If both runs are known to train the same samples, one process has left no part out.
+    # If both runs are known to train the same samples, one process has left no part out. Each value
+    # is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
 
-    ranks_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
     if have_same_samples or not ranks_train_more:
         # The gradient of one process is not the mean of all parts.
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
@@ -583,7 +606,7 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
     """
     counts: dict[str, list[float]] = {}
 
-    # Counts in the batches; 0 for a batch without the tensor.
+    # Counts in the batches, which are recorded as `weights`; 0 for a batch without the tensor.
     batches = case.actual.batches
     if len(batches) == num_parts:
         keys: dict[str, None] = {}  # an ordered set
@@ -596,8 +619,8 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
                 if key.startswith(kind):
                     counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
 
-    # Numbers that the losses may have been divided by. Ranks whose losses do not count, such as the
-    # first stages of a pipeline, have no parts.
+    # For each loss, numbers that it may have been divided by. Ranks whose losses do not count, such
+    # as the first stages of a pipeline, have no parts, so their losses are left out.
     divisors_of_losses = []
     for rank in case.actual:
         if rank.contributes:
@@ -674,7 +697,7 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
 
     code = "LS210"
     if inputs_are_known and same_shapes and inputs_differ(case):
-        code = unknown_inputs_code(expected, actual, case.num_ranks)
+        code = code_of_differing_inputs(expected, actual, case.num_ranks)
 
     return Cause(
         code,
@@ -683,7 +706,7 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
             *_describe_inputs(case),
             *_compare_outputs(case),
             *_describe_earlier_steps(case),
-            *local_statistics(case),
+            *describe_local_statistics(case),
             *loss_line(case),
             *gradient_patterns(case),
         ),
@@ -746,6 +769,7 @@ def _compare_outputs(case: Divergence) -> list[str]:
     if wrong_models:
         return [f"for the same inputs something else was returned by {format_items(wrong_models)}"]
 
+    # The difference arises in the loss or after it.
     return ["for each sample the models returned the same; it is the loss, or later"]
 
 
@@ -757,11 +781,15 @@ def _describe_earlier_steps(case: Divergence) -> list[str]:
     if case.update_index == 0:
         return []
 
+    # The cause may be a tensor that a module keeps from one step to the next.
     text = "until here all steps are equal, so it may be what is carried from step to step"
-    # Tensors that modules keep besides parameters and buffers, such as "Net/layer.state".
+
+    # Tensors that modules keep besides parameters and buffers: "layer.state" for "Net/layer.state".
     kept_names = set()
     for rank in case.actual:
-        kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
+        for name in rank.module_tensors_before:
+            _model, _, name_in_model = name.partition("/")
+            kept_names.add(name_in_model)
 
     if kept_names:
         text += f": {format_items(sorted(kept_names))}"

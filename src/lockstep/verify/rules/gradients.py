@@ -61,8 +61,9 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     for number, rank in enumerate(case.actual):
         names_on_rank = set(getattr(rank, field_name))
 
-        # If the rank calls two models of one class in another order than one process, "Net" on the
-        # rank is "Net#2" on one process. Then settings cannot be compared by name.
+        # Two models of one class are named "Net" and "Net#2" in the order in which they are called.
+        # If the rank calls them in another order than one process, its "Net" is the "Net#2" of one
+        # process, and settings cannot be compared by name.
         if _may_be_of_swapped_models(case, names_on_one_process, names_on_rank):
             continue
 
@@ -120,9 +121,11 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     if not missing:
         return None
 
-    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks.
-    has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
-    if has_same_short_names:
+    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. So the
+    # names without the model are compared, such as "fc.weight", and how often each occurs.
+    counts_of_one_process = Counter(script_names(expected))
+    counts_of_ranks = Counter(script_names(actual))
+    if counts_of_one_process == counts_of_ranks:
         return None
 
     names = join_first(script_names(missing))
@@ -242,7 +245,8 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     False positives: something else that was done to gradients at the same time as clipping.
     Evidence: the line that clips.
     """
-    clips = case.actual.clips or case.expected.clips
+    # All calls that clip gradients. The first one is named: one of the ranks, if they clip at all.
+    clips = [*case.actual.clips, *case.expected.clips]
     if case.kind != "gradients" or not clips:
         return None
 
@@ -257,22 +261,24 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
         return Cause("LS403", (text, line, *gradient_patterns(case)))
 
     # The ranks clipped gradients that they had not averaged. If they had averaged first, they would
-    # have clipped this mean. Is it right, perhaps times a number? (Otherwise, the ratio is None.)
+    # have clipped this mean.
     expected = case.expected.merged("unclipped")
     mean = mean_of([rank.unclipped for rank in case.actual])
-    ratio_of_mean = constant_ratio(expected, mean, case.max_error)
-    clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
 
-    # Clipping is not the cause if even the mean before it is wrong, or if it changed nothing.
-    if ratio_of_mean is None or not clipping_changed_something:
+    # The mean was right if mean = ratio * expected for some number. Otherwise, the ratio is None,
+    # and something else went wrong before clipping. The same is true if clipping changed nothing.
+    ratio = constant_ratio(expected, mean, case.max_error)
+    clipping_changed_something = any(call.has_clipped for call in clips)
+    if ratio is None or not clipping_changed_something:
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)
 
+    # The mean was right, so it was clipping that made the gradients wrong.
     clipped_text = "clipping changed gradients while those of the ranks still differed"
     compared = "equal to"
-    if not near(ratio_of_mean, 1):
-        compared = format_ratio(ratio_of_mean, case.num_ranks)
+    if not near(ratio, 1):
+        compared = format_ratio(ratio, case.num_ranks)
 
     mean_text = f"their mean was {compared} that of one process before"
     return Cause("LS404", (clipped_text, mean_text, line))

@@ -54,7 +54,8 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
         (
             f"{len(stale_names)} parameters that {optimizer_class} updates belong to no model "
             "that was called",
-            # The parameters of the model were replaced after the optimizer had been constructed.
+            # On one process all of them belong to a model. So on the ranks, the model's parameters
+            # were replaced by others after the optimizer had been constructed.
             "on one process all of its parameters do, so the model has got others since",
         ),
         tuple(stale_names),
@@ -104,11 +105,12 @@ def _other_seeds(case: Divergence) -> list[str]:
     names_of_reference = name_reference(num_replicas=len(case.expected))
     processes = [*names_of_reference, *name_ranks(range(len(case.actual)))]
 
-    # For each record, the seeds that torch was given, by line.
+    # For each record, the seeds that torch was given, by line, such as
+    # {"train.py:3: torch.manual_seed(0)": 0}. The first record is that of one process.
     seeds_of_processes = [record.seeds for record in (*case.expected, *case.actual)]
 
     # Only lines that one process ran are compared.
-    lines_of_one_process = list(seeds_of_processes[0])
+    lines_of_one_process = list(case.expected[0].seeds.keys())
     for line in lines_of_one_process:
         different_seeds = {seeds.get(line) for seeds in seeds_of_processes}  # None if not seeded
         if len(different_seeds) > 1:

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, sum_of_passes
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.compare import Divergence
-from lockstep.verify.rules.evidence import other_draws
+from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import LARGEST, RankUpdate, ScriptCall, Update
 from lockstep.wording import format_ranks
@@ -43,7 +43,7 @@ class LocalGradients:
 
     @cached_property
     def num_local_passes(self) -> int:
-        """The number of last backward passes whose local gradients the ranks stepped with.
+        """How many backward passes, counted from the last one, were not averaged over the ranks.
 
         With 1, each rank used the gradient of its own last backward pass, plus an average over the
         ranks of the passes before. The result is 0 if this does not explain the differences, or if
@@ -68,7 +68,7 @@ class LocalGradients:
         is the same on all ranks. Gradients before clipping are compared.
 
         Args:
-            num_passes: number of last backward passes.
+            num_passes: number of backward passes, counted from the last one.
         """
         local_sums = []  # one vector with all values for each rank
         remainders = []  # `used - local_sum` for each rank
@@ -99,7 +99,7 @@ class LocalGradients:
         return "each rank used what its own backward pass left"
 
     @property
-    def past_wrapper_texts(self) -> list[str]:
+    def bypassed_wrapper_texts(self) -> list[str]:
         """Evidence that the script called a model without its DDP wrapper: one sentence or none."""
         line = self.case.actual.first("past_wrapper_line")
         if not line:
@@ -133,7 +133,7 @@ def _sum_of_last_passes(rank: RankUpdate, num_passes: int, gradients: Mapping[st
 
     Args:
         rank: record of the rank.
-        num_passes: number of last backward passes.
+        num_passes: number of backward passes to add up, counted from the last one.
         gradients: gradients by name, which decide the order of values in the vector.
     """
     total = np.zeros_like(flat(gradients))
@@ -216,7 +216,9 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     ranks = gradients.case.actual
     # All groups without duplicates, such as [(0, 1), (2, 3)].
     groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
-    some_use_all_ranks = () in groups  # the process group of all ranks is recorded as ()
+
+    # The process group of all ranks is recorded as an empty tuple.
+    some_use_all_ranks = () in groups
     if len(groups) < 2 or some_use_all_ranks:
         return None
 
@@ -235,16 +237,19 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if some rank clips, and the gradients before clipping are equal.
-    False positives: clipping by different norms on different ranks.
+    False positives: all ranks clip, but to different norms. The evidence then names all ranks.
     Evidence: which ranks clip, and the line.
     """
     case = gradients.case
+    clips = []
     clipping_ranks = []
     for number, rank in enumerate(case.actual):
-        if any(call.name == "clip" for call in rank.calls):
+        clips_of_rank = [call for call in rank.calls if call.name == "clip"]
+        if clips_of_rank:
+            clips += clips_of_rank
             clipping_ranks.append(number)
 
-    if not clipping_ranks:
+    if not clips:
         return None
 
     differed_before_clipping = bool(case.actual.ranks_that_differ("unclipped", case.tolerance))
@@ -252,7 +257,7 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
         return None
 
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
-    return Cause("LS304", (gradients.difference_text, text, case.actual.clips[0].line))
+    return Cause("LS304", (gradients.difference_text, text, clips[0].line))
 
 
 def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
@@ -272,7 +277,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
         return None
 
     line = calls_in_step[0].line
-    # "They" are the gradients of the sentence before. They are exchanged during the step.
+    # "They" are the gradients of the sentence before. "In it" means in the optimizer's step.
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
 
     # The result of the collective is known, and it is wrong.
@@ -292,26 +297,26 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
-    """Returns by which factor gradients are too large after the optimizer's own exchange.
+    """Returns by which factor gradients are too large after a collective in the optimizer's step.
 
-    The exchange is a collective that the optimizer itself calls in its step. The result is None if
-    there is no such factor, or if no rank has recorded the exchanged gradients.
+    The result is None if there is no such factor, or if no rank has recorded the gradients that the
+    collective returned.
     """
-    expected = case.expected.merged("gradients")
-    reduced = case.actual.merged("reduced_in_step")
+    gradients_of_one_process = case.expected.merged("gradients")
+    gradients_after_exchange = case.actual.merged("reduced_in_step")
 
-    # Gradients that are known for both.
-    expected_of_reduced = {}
+    # Only gradients that both runs have are compared.
+    expected = {}
     actual = {}
     for name in case.names:
-        if name in expected and name in reduced:
-            expected_of_reduced[name] = expected[name]
-            actual[name] = reduced[name]
+        if name in gradients_of_one_process and name in gradients_after_exchange:
+            expected[name] = gradients_of_one_process[name]
+            actual[name] = gradients_after_exchange[name]
 
     if not actual:
         return None
 
-    return constant_ratio(expected_of_reduced, actual, case.max_error)
+    return constant_ratio(expected, actual, case.max_error)
 
 
 def _describe_large_optimizer_state(case: Divergence) -> list[str]:
@@ -326,6 +331,7 @@ def _describe_large_optimizer_state(case: Divergence) -> list[str]:
     }
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         # For each key of the optimizer's state, such as "exp_avg", the ratios of all parameters.
+        # The run on one process has a single rank, 0.
         ratios_by_key = _ratios_of_state(expected[0], actual)
         for key, ratios in ratios_by_key.items():
             for factor, text in factors.items():
@@ -350,12 +356,13 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
             in all parts is used.
 
     Returns:
-        The factors for all parameters, by key of the state, such as "exp_avg". There is at least
-        one factor for each key.
+        For each key of the state, such as "exp_avg", the different factors of all parameters. With
+        `{"exp_avg": {4.0}}`, this state is 4 times as large for every parameter.
     """
     ratios_by_key: dict[str, set[float]] = defaultdict(set)
 
-    # Names are such as "Net/layer.weight/exp_avg". Three numbers stand for each tensor.
+    # Names are such as "Net/layer.weight/exp_avg". Three numbers are recorded for each tensor; the
+    # one at index LARGEST is its largest absolute value.
     for name, numbers in expected.optimizer_state.items():
         largest_of_one = numbers[LARGEST]
         largest_of_ranks = []
@@ -378,8 +385,9 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
 
     Needs: `local_gradients`; `gradient_draw_line`.
     Applies: if the ranks did not step with the gradients of their own last backward passes.
-    False positives: noise, or weights of the ranks after averaging, which have no code of their
-        own.
+    False positives: a script may add noise to its gradients after averaging them (reported as
+        LS210), or multiply them by another number on each rank (as LS304). These mistakes have no
+        code of their own.
     Evidence: what is known about the gradients.
     """
     # If the ranks used their local gradients, the following rules explain why.
@@ -387,7 +395,9 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         return None
 
     case = gradients.case
-    evidence = [gradients.difference_text, *gradients.past_wrapper_texts]
+    # The second text says that a forward pass bypassed the DDP wrapper, if one did.
+    evidence = [gradients.difference_text, *gradients.bypassed_wrapper_texts]
+
     line = case.actual.first("gradient_draw_line")
     if line:
         evidence.append(f"they are computed from random numbers that each rank drew: {line}")
@@ -411,8 +421,11 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     if collectives_on_gradients:
         evidence.append(f"gradients were reduced: {collectives_on_gradients[0].line}")
 
+    # The loss may have been computed from random numbers that one process did not draw.
+    evidence += describe_random_numbers_of_one_run(case)
+
     code = "LS304" if are_multiples else "LS210"
-    return Cause(code, (*evidence, *other_draws(case)))
+    return Cause(code, tuple(evidence))
 
 
 def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
@@ -464,12 +477,12 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of a forward pass.
     """
-    if not gradients.past_wrapper_texts or gradients.are_unwrapped:
+    if not gradients.bypassed_wrapper_texts or gradients.are_unwrapped:
         return None
     some_passes_were_wrapped = any(rank.wrapped_passes for rank in gradients.case.actual)
     if some_passes_were_wrapped:
         return None
-    return Cause("LS302", (gradients.difference_text, *gradients.past_wrapper_texts))
+    return Cause("LS302", (gradients.difference_text, *gradients.bypassed_wrapper_texts))
 
 
 def averaged_too_late(gradients: LocalGradients) -> Cause | None:
@@ -496,8 +509,8 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of the collective, or the gradients that are averaged.
     """
-    # The rule before this one, `averaged_too_late`, explains collectives on the gradients that
-    # differ, so these are collectives on other gradients.
+    # If a collective had been called with one of the gradients that differ, the rule before this
+    # one, `averaged_too_late`, would have applied. So all collectives are on other gradients.
     calls = gradients.collectives_on_gradients
     if calls:
         text = f"the script reduces other gradients: {calls[0].line}"
@@ -512,15 +525,14 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 
 
 def _other_averaged_names(gradients: LocalGradients) -> list[str]:
-    """Returns the names of gradients that do not differ because the script itself averages them.
+    """Returns the names of other gradients that the script itself averages.
 
-    Such gradients show that the script is meant to average by hand, and has left some out. So only
-    gradients of the same models or the same optimizer as the differing gradients are examined, and
-    no models that DDP wraps, since DDP averages by itself.
-
-    A gradient is averaged if rank 0 used another value than its backward passes computed.
+    They show that the script is meant to average by hand, and has left out the gradients that
+    differ. So only gradients of the same models or of the same optimizer are examined. Models in a
+    DDP wrapper are ignored, since DDP averages by itself.
     """
     case = gradients.case
+    # `unwrapped` lists the parameters of models without a DDP wrapper.
     all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
     if not all_are_unwrapped:
         return []
@@ -530,18 +542,25 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     averaged: dict[str, None] = {}  # an ordered set
 
     for update in _neighbouring_updates(case):
-        rank = update[0]
-        local_sums = sum_of_passes(rank.local_gradients, rank.unwrapped)
-        for name, local_gradient in local_sums.items():
-            is_related = rank.optimizer == optimizer or _model_of(name) in models
-            if not is_related or name in gradients.names:
-                continue
-            if name not in rank.unclipped:  # the parameter belongs to another optimizer
+        rank_0 = update[0]
+        is_same_optimizer = rank_0.optimizer == optimizer
+
+        # What the backward passes of rank 0 computed for models without a DDP wrapper.
+        local_gradients = sum_of_passes(rank_0.local_gradients, rank_0.unwrapped)
+        # What rank 0 gave to its optimizer, before clipping. Parameters of other optimizers are
+        # missing.
+        used_gradients = rank_0.unclipped
+
+        for name in local_gradients:
+            is_related = is_same_optimizer or _model_of(name) in models
+            if not is_related or name in gradients.names or name not in used_gradients:
                 continue
 
-            used = rank.unclipped[name]
-            difference = norm(flat({name: used - local_gradient}))
-            if difference > case.max_error * norm(used):
+            # The gradient was averaged if it is no longer what the backward passes computed.
+            used = used_gradients[name]
+            difference = norm(flat({name: used - local_gradients[name]}))
+            was_averaged = difference > case.max_error * norm(used)
+            if was_averaged:
                 averaged[name] = None
 
     return list(averaged)
@@ -599,7 +618,7 @@ def ddp_did_not_average(gradients: LocalGradients) -> Cause:
     """
     total = len(gradients.case.actual.merged("gradients"))
     all_differ = len(gradients.names) == total and total > 1
-    evidence = [gradients.difference_text, gradients.local_text, *gradients.past_wrapper_texts]
+    evidence = [gradients.difference_text, gradients.local_text, *gradients.bypassed_wrapper_texts]
     if all_differ:
         evidence.append("no gradient at all was averaged, as under no_sync")
     return Cause("LS301", tuple(evidence))

@@ -17,13 +17,13 @@ from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence
 from lockstep.verify.rules.draws import random_loss
 from lockstep.verify.rules.evidence import (
-    draws_that_may_differ,
+    describe_local_scalars,
+    describe_local_statistics,
+    describe_random_numbers_of_one_run,
     gradient_patterns,
-    local_scalars,
-    local_statistics,
     loss_compares_local_samples,
     loss_line,
-    other_draws,
+    random_draws_that_may_differ,
 )
 from lockstep.verify.sample_rows import MatchedForward, match_forwards
 from lockstep.verify.tolerance import Array, largest
@@ -90,20 +90,21 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     expected_terms = terms_of_losses[0]
     terms_of_rank = {number: losses[0] for number, losses in losses_of_rank.items()}
 
-    some_numbers_differ = any(len(terms) != len(expected_terms) for terms in terms_of_rank.values())
-    if some_numbers_differ:
-        return _describe_numbers_of_terms(expected_terms, terms_of_rank)
+    term_counts_differ = any(len(terms) != len(expected_terms) for terms in terms_of_rank.values())
+    if term_counts_differ:
+        return _describe_term_counts(expected_terms, terms_of_rank)
 
     return _describe_scales_of_terms(expected_terms, [*terms_of_rank.values()], case.max_error)
 
 
-def _describe_numbers_of_terms(
+def _describe_term_counts(
     expected_terms: Sequence[float], terms_of_rank: Mapping[int, Sequence[float]]
 ) -> tuple[list[str], bool]:
     """Says how many terms the loss has on one process and on each rank.
 
     Returns:
-        One sentence in a list, and whether it explains the difference.
+        A list with this sentence, like the lists of `describe_terms`, and whether the sentence
+        explains the difference.
     """
     counts = [len(terms) for terms in terms_of_rank.values()]
     of_ranks = ", ".join(
@@ -111,7 +112,8 @@ def _describe_numbers_of_terms(
     )
     text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
 
-    # If all ranks lack the same terms, the script may have added up the same loss in another way.
+    # If all ranks have the same number of terms, the script may have added up the same loss in
+    # another way. Otherwise, some ranks lack terms of others, which explains the difference.
     some_ranks_lack_terms_of_others = len(set(counts)) > 1
     return [text], some_ranks_lack_terms_of_others
 
@@ -120,6 +122,11 @@ def _describe_scales_of_terms(
     expected_terms: Sequence[float], terms_of_ranks: Sequence[Sequence[float]], max_error: float
 ) -> tuple[list[str], bool]:
     """Says which terms of the loss are the mean over the ranks, and which are their sum.
+
+    For example, the loss has the terms 2 and 6 on one process, 1 and 3 on rank 0, and 3 and 3 on
+    rank 1. Term number 1 is the mean over the ranks, (1 + 3) / 2, and term number 2 their sum,
+    3 + 3. The sentence is "of the loss's terms, one process has, over the ranks, the mean of number
+    1, the sum of number 2".
 
     Args:
         expected_terms: terms on one process.
@@ -143,8 +150,6 @@ def _describe_scales_of_terms(
     if all_scale_alike:
         return [], False
 
-    # "..., one process has, over the ranks, the mean of number 1, the sum of number 2": the first
-    # term is the mean of the ranks' first terms, and the second one the sum of their second terms.
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
     explains_all_terms = not neither
     return [sentence], explains_all_terms
@@ -161,8 +166,9 @@ def _classify_terms(
         max_error: largest relative difference that counts as rounding.
 
     Returns:
-        The numbers of the terms, from 1, that are on one process the mean over the ranks, the sum
-        over the ranks, and neither. Terms that are zero are left out, as they are both.
+        Three lists with numbers of terms, counted from 1. A term of one process is in the first
+        list if it is the mean of this term over the ranks, in the second if it is their sum, and in
+        the third if it is neither. Terms that are zero are left out, as they are both.
     """
     largest_term = max(abs(term) for terms in (expected_terms, *terms_of_ranks) for term in terms)
     means = []
@@ -200,7 +206,12 @@ def local_comparison(case: Divergence) -> Cause | None:
     if not sentences:
         return None
 
-    evidence = (*sentences, *loss_line(case), *gradient_patterns(case), *other_draws(case))
+    evidence = (
+        *sentences,
+        *loss_line(case),
+        *gradient_patterns(case),
+        *describe_random_numbers_of_one_run(case),
+    )
     return Cause("LS208", evidence)
 
 
@@ -236,8 +247,9 @@ def other_targets(case: Divergence) -> Cause | None:
     count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
     text = f"the loss was given other targets for {count}"
 
-    # The targets may have been computed from a statistic, such as the mean of a rank's own returns.
-    statistics = local_statistics(case)
+    # Sentences on statistics from which the targets may have been computed, such as the mean of a
+    # rank's own returns.
+    statistics = describe_local_statistics(case)
     return Cause("LS112", (text, *statistics, *loss_line(case)))
 
 
@@ -280,9 +292,10 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
                 continue
             # With `scale=0.0`, the tolerance depends only on the values of this argument.
             if case.tolerance.differ(expected, actual, scale=0.0):
-                # The name comes last, since it ends with the line: "pos_weight of train.py:5: ...".
+                # "Not that of one process is pos_weight of train.py:5: loss = ...". The name comes
+                # last because it ends with a whole line of the script.
                 text = f"not that of one process is {name}"
-                return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
+                return Cause("LS212", (text, *describe_local_statistics(case), *loss_line(case)))
 
     return None
 
@@ -300,8 +313,13 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
 
-    statistics = local_statistics(case) or local_scalars(case)
-    if not statistics or draws_that_may_differ(case):
+    # Sentences on statistics that differ from one process.
+    statistics = describe_local_statistics(case) or describe_local_scalars(case)
+    if not statistics:
+        return None
+
+    # The loss may differ because of random numbers instead.
+    if random_draws_that_may_differ(case):
         return None
 
     sample_texts = _sample_weights(case, forwards)

@@ -17,11 +17,14 @@ import numpy as np
 from lockstep.verify.cause import Cause
 from lockstep.verify.compare import Divergence
 from lockstep.verify.rules.draws import random_loss
-from lockstep.verify.rules.evidence import local_statistics, other_draws
+from lockstep.verify.rules.evidence import (
+    describe_local_statistics,
+    describe_random_numbers_of_one_run,
+)
 from lockstep.verify.rules.sample_order import trained_by_several_ranks
 from lockstep.verify.sample_rows import (
     MatchedForward,
-    joined_forwards,
+    join_forwards_of_ranks,
     match_forwards,
     rows_among,
 )
@@ -36,17 +39,20 @@ MAX_ERROR_OF_SCALING = 1e-7
 def inputs_by_rank(update: Update) -> list[Counter[str]]:
     """Returns how often the models of each rank got each input, identified by its digest.
 
-    There is one counter for each rank, in the order of the ranks. It is empty if the rank has
-    called no model. The list is empty if some input is not known.
+    Returns:
+        A counter for each rank, in the order of the ranks, which is empty if the rank has called no
+        model. If any input of any rank is not known, nothing can be counted, and the whole list is
+        empty.
     """
     counts_of_ranks = []
     for rank in update:
         counts: Counter[str] = Counter()
         if rank.contributes:
-            for batch in rank.model_inputs:
-                if not batch.contents:  # the batch could not be split into samples
+            for arguments in rank.model_inputs:  # of one call of a model
+                digests = arguments.contents
+                if not digests:  # the arguments could not be split into samples
                     return []
-                counts.update(batch.contents)
+                counts.update(digests)
         counts_of_ranks.append(counts)
 
     return counts_of_ranks
@@ -113,10 +119,13 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     False positives: a model that rightly gets constants on all ranks. A single constant is ignored.
     Evidence: how many inputs were computed.
     """
+    if not _has_no_loader(case):
+        return None
+
     # How often the models of each rank got each input. Empty if some input is not known.
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
-    if not expected or not actual or not _has_no_loader(case):
+    if not expected or not actual:
         return None
 
     num_expected = sum_counts(expected).total()
@@ -159,33 +168,33 @@ def other_inputs(case: Divergence) -> Cause | None:
             are_samples = number == 0 and _has_no_loader(case)
             return _cause_of_other_inputs(case, forward, are_samples)
 
-        # The first input of this model is the same. If its output is not, a further input of the
-        # model, such as a hidden state, may be the cause.
+        # The first input of this model is the same. If its output is not, an additional input of
+        # the model, such as a hidden state, may be the cause.
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if outputs_differ:
-            return _cause_of_other_further_inputs(case, forward)
+            return _cause_of_differing_other_inputs(case, forward)
 
     return None
 
 
-def _cause_of_other_further_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
+def _cause_of_differing_other_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
     """Names the cause of other outputs, for a model whose first input is the same.
 
-    The model may have further inputs, such as a hidden state. The result is None if these are the
-    same too. Then the model itself returned other outputs, which `other_outputs` explains.
+    The model may have additional inputs, such as a hidden state. The result is None if these are
+    the same too. Then the model itself returned other outputs, which `other_outputs` explains.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
         return None
 
-    # The further inputs may be random, as in a diffusion model. Then the loss, which is computed
+    # The additional inputs may be random, as in a diffusion model. Then the loss, which is computed
     # from them, depends on numbers that only one of the runs drew.
     sentence = format_differing_other_inputs(forward, differing_inputs)
     cause = random_loss(case, sentence)
     if cause is not None:
         return cause
 
-    return Cause("LS111", (sentence, *local_statistics(case)))
+    return Cause("LS111", (sentence, *describe_local_statistics(case)))
 
 
 def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
@@ -233,11 +242,11 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
     if are_samples and is_repeated.all():
         return Cause("LS101", (numbers, repeated, left_out))
 
-    draws = other_draws(case)
+    draws = describe_random_numbers_of_one_run(case)
     if are_samples and is_known.all():
         num_of_other_steps = (~is_repeated).sum()
         of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
-        own_order = [*_orders_of_ranks(case), *trained_by_several_ranks(case, inputs_by_rank)]
+        own_order = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
         if own_order:
             return Cause("LS105", (numbers, of_other_steps, *own_order))
         return Cause("LS109", (numbers, of_other_steps, *draws))
@@ -262,26 +271,40 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
     else:
         unknown = "all are of other steps too"
 
-    return Cause("LS111", (numbers, unknown, *local_statistics(case)))
+    return Cause("LS111", (numbers, unknown, *describe_local_statistics(case)))
+
+
+def _inputs_of_several_ranks(case: Divergence) -> list[str]:
+    """Says how many inputs several ranks computed, although one process computes each once.
+
+    The result is one sentence, or an empty list if there are no such inputs.
+    """
+    inputs_of_one_process = [inputs_by_rank(update) for update in case.reference_run]
+    inputs_on_ranks = [inputs_by_rank(update) for update in case.parallel_run]
+    return trained_by_several_ranks(inputs_of_one_process, inputs_on_ranks)
 
 
 def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
     """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
-        # The second value, the rank of each row, does not matter on one process.
-        for joined, _ in joined_forwards(update).values():
-            if joined.model == forward.model and joined.shape == forward.shape:
-                inputs.append(joined.inputs)
+        # By model, its forward pass and the rank of each row, which does not matter here.
+        for forward_of_step, _ranks in join_forwards_of_ranks(update).values():
+            is_same_model = forward_of_step.model == forward.model
+            if is_same_model and forward_of_step.shape == forward.shape:
+                inputs.append(forward_of_step.inputs)
     return np.concatenate(inputs)
 
 
 def _orders_of_ranks(case: Divergence) -> list[str]:
     """Says that each rank drew a sample order of its own, at a line that all ranks ran.
 
+    A script without a DataLoader may draw the indices of its samples, as by `torch.randperm`. The
+    loss is computed from these samples, so the draw is recorded as a draw of the loss.
+
     The result is one sentence with the first such line, or an empty list.
     """
-    # A digest of the numbers drawn at each line, for each rank.
+    # For each rank, a digest of the numbers that it drew at each line.
     draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     if not draws_of_ranks:
         return []
@@ -313,8 +336,8 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     for rank in np.unique(forward.rank_of_row):
         rows_of_rank.append(rows_of_several[forward.rank_of_row == rank])
 
-    # A factor and a shift would fit any two samples. The ranks have about the same number of
-    # samples, so only the first one is checked.
+    # A factor and a shift would fit any two samples. All ranks have about the same number of
+    # samples, so it is enough to count those of the first rank.
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_SCALING:
         return False
 
@@ -348,13 +371,16 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     centered_expected = expected - expected.mean(axis=0)
     centered_actual = actual - actual.mean(axis=0)
 
-    # By least squares, f = (centered_expected . centered_actual) / |centered_expected|^2.
+    # By least squares, f = (centered_expected . centered_actual) / |centered_expected|^2. For a
+    # constant column, this would be 0 / 0, so its square is replaced by 1, and f is 0.
     squares = (centered_expected * centered_expected).sum(axis=0)
     products = (centered_expected * centered_actual).sum(axis=0)
-    factors = products / np.where(squares > 0, squares, 1.0)  # 0 for a constant column
+    factors = products / np.where(squares > 0, squares, 1.0)
 
+    # What the best factor leaves must be rounding, compared with the values themselves. The lower
+    # bound covers arrays in which all columns are constant.
     remainder = np.abs(centered_actual - factors * centered_expected).max()
-    largest_value = max(np.abs(centered_actual).max(), 1e-30)  # not 0, even for constant columns
+    largest_value = max(np.abs(centered_actual).max(), 1e-30)
     return bool(remainder <= MAX_ERROR_OF_SCALING * largest_value)
 
 
@@ -366,14 +392,16 @@ def other_padding(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which widths there are.
     """
-    # Arrays of shape (samples, width), with one padded sample in each row.
+    # Arrays of shape (samples, width), with one padded sample in each row. An array is recorded as
+    # empty if it has too many values.
     expected_tables = _first_input_values(case.expected)
     actual_tables = _first_input_values(case.actual)
     if not expected_tables or not actual_tables:
         return None
 
     tables = [*expected_tables, *actual_tables]
-    if any(table.size == 0 for table in tables):  # too large to be recorded
+    some_values_are_unknown = any(table.size == 0 for table in tables)
+    if some_values_are_unknown:
         return None
 
     widths = {table.shape[1] for table in tables}
@@ -407,7 +435,11 @@ def _first_input_values(update: Update) -> list[Array]:
 def _counts_of_padded_rows(
     tables: Sequence[Array], width: int, padding: float
 ) -> Counter[tuple[float, ...]]:
-    """Pads all rows to the given width, and returns how often each padded row occurs."""
+    """Pads all rows to the given width, and returns how often each padded row occurs.
+
+    Two runs pad the same texts to different widths if each batch is padded to its longest text.
+    Once all rows have the same width, equal texts are equal rows.
+    """
     counts: Counter[tuple[float, ...]] = Counter()
     for table in tables:
         for row in table:
@@ -419,7 +451,7 @@ def _counts_of_padded_rows(
     return counts
 
 
-def unknown_inputs_code(
+def code_of_differing_inputs(
     expected_of_ranks: Sequence[Counter[str]], actual_of_ranks: Sequence[Counter[str]], size: int
 ) -> str:
     """Returns the code for inputs that differ, if no rule names the cause.

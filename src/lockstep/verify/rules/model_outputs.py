@@ -137,7 +137,7 @@ def other_outputs(case: Divergence) -> Cause | None:
         )
         samples_are_coupled = bool(case.expected.first("coupling_model"))
         if samples_are_coupled and not _ranks_exchanged_tensors(case):
-            # The output for a sample also depends on the other samples of the batch.
+            # "Follows from": the output also depends on the other samples of the batch.
             text = "on one process its output for a sample follows from the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
@@ -153,80 +153,105 @@ def other_outputs(case: Divergence) -> Cause | None:
 
 
 def _ranks_exchanged_tensors(case: Divergence) -> bool:
-    """True if the ranks exchanged anything but gradients before a backward pass."""
+    """True if the ranks exchanged anything but gradients before the last backward pass."""
     num_passes = case.actual.backward_passes  # of the whole step
     for call in case.actual.calls:
-        # `passes_before` is the number of backward passes of the step before the call.
-        another_pass_follows = call.passes_before < num_passes
+        # `passes_before` is the number of backward passes of the step before the call. It is
+        # smaller than the number of all passes if the call was made before the last pass.
+        is_before_last_pass = call.passes_before < num_passes
         input_is_gradient = bool(call.gradient_of)
-        if another_pass_follows and not input_is_gradient:
+        if is_before_last_pass and not input_is_gradient:
             return True
 
     return False
 
 
 def _kept_tensors_that_differ(case: Divergence) -> list[str]:
-    """Returns the names of buffers and other tensors of modules that differ from one process.
+    """Returns the names of buffers and other tensors of modules that are wrong on the ranks.
 
-    Names are without the model: "norm.running_mean".
+    Names are without the model: "norm.running_mean" for "Net/norm.running_mean".
     """
-    names: dict[str, None] = {}  # an ordered set
-    for field_name in ("module_tensors_before", "module_tensors", "buffers"):
-        expected_arrays = case.expected.merged(field_name)
-        scale = scale_of(expected_arrays)
+    names = [
+        *_wrong_module_tensors(case, "module_tensors_before"),
+        *_wrong_module_tensors(case, "module_tensors"),
+        *_wrong_buffers(case),
+    ]
 
-        for name, expected in expected_arrays.items():
-            # The arrays of all ranks that have this tensor.
-            arrays = []
-            for rank in case.actual:
-                if name in getattr(rank, field_name):
-                    arrays.append(getattr(rank, field_name)[name])
+    names_in_model = []
+    for name in names:
+        _model, _, name_in_model = name.partition("/")
+        names_in_model.append(name_in_model or name)
 
-            # Buffers are recorded with all their values, and other tensors as three numbers. A
-            # buffer of another shape may rightly hold something for the samples of its rank.
-            differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
-            if field_name == "buffers":
-                have_same_shape = all(array.shape == expected.shape for array in arrays)
-                is_wrong = differs and have_same_shape
-            else:
-                is_wrong = _is_wrong_tensor(expected, arrays, case.num_ranks, differs=differs)
-
-            if is_wrong:
-                names[name.partition("/")[2] or name] = None
-
-    return list(names)
+    return list(dict.fromkeys(names_in_model))  # without duplicates
 
 
-def _is_wrong_tensor(
-    expected: Array, arrays: Sequence[Array], num_ranks: int, *, differs: bool
-) -> bool:
-    """True if a tensor that a module keeps is wrong on the ranks.
+def _wrong_buffers(case: Divergence) -> list[str]:
+    """Returns the names of buffers that have the shape of one process but other values.
 
-    A tensor with fewer values than on one process may rightly hold something for the samples of its
-    rank. It is wrong only if all ranks have the same values in it.
+    A buffer of another shape may rightly hold something for the samples of its rank.
+    """
+    expected_buffers = case.expected.merged("buffers")
+    scale = scale_of(expected_buffers)
+
+    wrong_names = []
+    for name, expected in expected_buffers.items():
+        actual = _arrays_of_ranks(case, "buffers", name)
+        differs = any(case.tolerance.differ(expected, array, scale) for array in actual)
+        have_same_shape = all(array.shape == expected.shape for array in actual)
+        if differs and have_same_shape:
+            wrong_names.append(name)
+
+    return wrong_names
+
+
+def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
+    """Returns the names of tensors that modules keep besides buffers, and that are wrong.
+
+    Such a tensor is recorded as three numbers: a sum, the largest absolute value, and the number of
+    values. If it has as many values on the ranks as on one process, it is wrong if the three
+    numbers differ. If it has fewer, it may rightly hold something for the samples of its rank; it
+    is wrong only if all ranks hold the same (see `_are_equal_parts`).
 
     Args:
-        expected: three numbers that stand for the tensor on one process: a sum, the largest
-            absolute value, and the number of values.
-        arrays: the same three numbers for each rank that has the tensor.
-        num_ranks: number of ranks.
-        differs: whether the numbers of some rank differ from those of one process.
+        case: the difference.
+        field_name: "module_tensors", or "module_tensors_before" the first forward pass.
     """
-    have_same_size = all(array[SIZE] == expected[SIZE] for array in arrays)
-    if have_same_size and differs:
-        return True
-    return _are_equal_parts(expected, arrays, num_ranks)
+    expected_tensors = case.expected.merged(field_name)
+    scale = scale_of(expected_tensors)
+
+    wrong_names = []
+    for name, expected in expected_tensors.items():
+        actual = _arrays_of_ranks(case, field_name, name)
+        differs = any(case.tolerance.differ(expected, array, scale) for array in actual)
+        have_same_size = all(array[SIZE] == expected[SIZE] for array in actual)
+
+        is_wrong_copy = differs and have_same_size
+        if is_wrong_copy or _are_equal_parts(expected, actual, case.num_ranks):
+            wrong_names.append(name)
+
+    return wrong_names
+
+
+def _arrays_of_ranks(case: Divergence, field_name: str, name: str) -> list[Array]:
+    """Returns the array with this name of each rank that has one, from the given field."""
+    arrays = []
+    for rank in case.actual:
+        arrays_by_name = getattr(rank, field_name)
+        if name in arrays_by_name:
+            arrays.append(arrays_by_name[name])
+    return arrays
 
 
 def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
     """True if each of N ranks has 1/N of a tensor's values, and all ranks have the same values.
 
-    Then the ranks hold the same values for different samples, which is wrong. Zeros are no proof,
-    since a tensor may not have been filled yet.
+    For example, a cache has 8 values on one process, and the same 4 values on each of 2 ranks. The
+    ranks have different samples, so they should not have the same values for them. Zeros are no
+    proof, since a tensor may not have been filled yet.
 
     Args:
         expected: three numbers that stand for the tensor on one process: a sum, the largest
-            absolute value, and the number of values.
+            absolute value (at index `LARGEST`), and the number of values (at index `SIZE`).
         arrays: the same three numbers for each rank that has the tensor.
         num_ranks: number of ranks.
     """
@@ -238,7 +263,4 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     if not each_rank_has_a_part or is_zero_on_first_rank:
         return False
 
-    # For each of the three numbers, the largest minus the smallest value of all ranks. It is 0 if
-    # all ranks have the same.
-    spreads = np.ptp(arrays, axis=0)
-    return not spreads.any()
+    return all(np.array_equal(array, arrays[0]) for array in arrays)

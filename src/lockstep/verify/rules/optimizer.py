@@ -153,10 +153,10 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
 
-    # All pairs of processes are compared. The lines of ranks come first, since they are more likely
-    # to have set a wrong rate than the lines of one process; among them come first those whose
-    # rates are not the rates of one process.
+    # All pairs of processes are compared, and the first lines are named. So the lines of ranks come
+    # before those of one process, since a rank is more likely to have set a wrong rate.
     for process in (*case.actual, *case.expected):
+        # A rank is first compared with one process, and then with other ranks.
         for other_process in (*case.expected, *case.actual):
             # One tuple for each parameter group.
             rates = zip(
@@ -327,8 +327,8 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
 
     step = case.actual[0].step + 1
     text = f"before step {step} parameters that nothing trains differ from those of one process"
-    kind = "such as those of a teacher, an average or a target network"
-    return Cause("LS309", (text, kind, *describe_writes(case, case.names)))
+    examples = "such as those of a teacher, an average or a target network"
+    return Cause("LS309", (text, examples, *describe_writes(case, case.names)))
 
 
 def parameters_changed_between_steps(case: Divergence) -> Cause:
@@ -344,17 +344,18 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
 
-    parameters_after_step_before: Mapping[str, Array] = {}
+    parameters_after_last_step: Mapping[str, Array] = {}
     if case.update_index > 0:
-        update_before = case.parallel_run[case.update_index - 1]
-        parameters_after_step_before = update_before.merged("parameters")
+        last_update = case.parallel_run[case.update_index - 1]
+        parameters_after_last_step = last_update.merged("parameters")
 
-    # It is not known whether the step before had already left other parameters.
-    if not parameters_after_step_before:
+    # Either this is the first step, or the parameters after the last step were not recorded. So it
+    # is not known when they were changed.
+    if not parameters_after_last_step:
         return Cause("LS210", (text, *writes))
 
-    # The step before had left the parameters of one process: other parameters would have been
-    # reported as a difference after that step. So they were changed since then.
+    # After the last step, the ranks still had the parameters of one process. Otherwise, a
+    # difference after that step would have been reported. So they were changed since then.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 

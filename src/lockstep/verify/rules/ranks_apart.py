@@ -70,8 +70,10 @@ def replicas_that_differ(case: Divergence) -> Cause:
     if case.update_index == 0:  # there is no earlier step
         return Cause("LS304", (sentence, *writes))
 
+    # The field "parameters" holds the values after the step.
     update_before = case.parallel_run[case.update_index - 1]
-    if update_before.ranks_that_differ("parameters", case.tolerance):
+    differed_after_last_step = bool(update_before.ranks_that_differ("parameters", case.tolerance))
+    if differed_after_last_step:
         after = "the last step has left them so"
     else:
         after = "the last step itself left all ranks with the same"
@@ -96,8 +98,8 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which ranks have other parameters, and the class of the optimizer.
     """
-    # For each rank that does not step with an optimizer, parameters that differ from a rank that
-    # does.
+    # For example, only rank 0 has stepped with its Adam, and rank 1 has constructed an Adam too, in
+    # which "fc.weight" has other values. Then the result is {1: ["fc.weight"]}.
     names_by_rank = _names_differing_from_owner(case, case.update_index)
     if not names_by_rank:
         return None
@@ -113,8 +115,7 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
 
     classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
     step = case.actual[0].step + 1
-    # For example, "before step 2 rank 1 held other parameters of Adam, which has not stepped there:
-    # fc.weight": rank 1 has an Adam too, but only other ranks have stepped with theirs.
+    # "before step 2 rank 1 held other parameters of Adam, which has not stepped there: fc.weight"
     text = (
         f"before step {step} {format_ranks(names_by_rank)} held other parameters of "
         f"{' and '.join(sorted(classes))}, which has not stepped there: "
@@ -138,8 +139,8 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
     """Finds parameters that are not the same on ranks that never step with their optimizer.
 
     The *owner* of an optimizer is the first rank that steps with it, while some other ranks do not.
-    These other ranks have recorded two sums over each parameter of their own copy of the optimizer
-    (`unstepped_sums`), which are compared with those of the owner.
+    These other ranks have recorded sums over the parameters of their own copy of the optimizer
+    (`unstepped_sums`), which are compared with the owner's sums.
 
     Args:
         case: the difference.
@@ -154,8 +155,8 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
 
     for rank_number, rank in enumerate(update):
         # A rank that has not stepped does not know the names of these parameters. It has recorded
-        # their sums by two numbers: that of the optimizer, in the order of construction, and that
-        # of the parameter in the optimizer.
+        # the sums under a pair of indices, such as (1, 0) for the first parameter of the second
+        # optimizer that the rank has constructed.
         for (optimizer_index, parameter_index), sums in rank.unstepped_sums.items():
             owner = owners.get(optimizer_index)
             if owner is None:
@@ -218,7 +219,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     sentence = (
         f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
     )
-    # `local_passes` says for each backward pass whether its gradients were not averaged.
+    # For each backward pass, `local_passes` is True if its gradients stayed local.
     some_earlier_pass_was_local = False
     for rank in case.actual:
         all_but_last_pass = rank.local_passes[:-1]
@@ -228,7 +229,8 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
 
-    # An earlier backward pass left local gradients, with which the ranks changed the parameters.
+    # An earlier backward pass left local gradients, with which the ranks changed the parameters. In
+    # the sentence, "it" is this change.
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
     if line:
@@ -253,7 +255,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
     if all(near(factors[0], factor) for factor in factors):
         return None
 
-    # "... multiplied by numbers of each rank: 0.5 on rank 0, 0.7 on rank 1"
+    # For example "0.5 on rank 0, 0.7 on rank 1": each rank multiplied by a number of its own.
     by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
     text = (
         f"after the last backward pass gradients were multiplied by numbers of each rank: {by_rank}"

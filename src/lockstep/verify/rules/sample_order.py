@@ -8,34 +8,42 @@ listed under "Needs". All steps are in `case.reference_run` and `case.parallel_r
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, contents_that_differ, same_samples
-from lockstep.verify.training_record import Sample, Update
-
-# A function that returns the samples of an update, or None if they are not known.
-ListSamples = Callable[[Update], list[Sample] | None]
+from lockstep.verify.training_record import RankUpdate, Sample, Update
 
 
-def _choose_sample_listing(case: Divergence) -> ListSamples:
-    """Returns the method by which the samples of an update are listed in the other rules.
+def _contents_are_known(case: Divergence) -> bool:
+    """True if samples can be identified by their contents in both runs of this step.
 
-    It is `Update.samples_by_contents` if the contents are known for both runs, and otherwise
-    `Update.samples_by_index`. Contents are preferred, because ranks may have different datasets, in
-    which the same index stands for different samples.
+    Contents are preferred to indices, because ranks may have different datasets, in which the same
+    index stands for different samples.
     """
     _, same_contents = same_samples(case.expected, case.actual)
-    contents_are_known = same_contents is not None
-    return Update.samples_by_contents if contents_are_known else Update.samples_by_index
+    return same_contents is not None
+
+
+def _list_samples(ranks: Iterable[RankUpdate], *, by_contents: bool) -> list[Sample] | None:
+    """Returns the samples that some ranks trained in one step; None if they are not known.
+
+    Args:
+        ranks: records of these ranks: a whole `Update`, or a part of it.
+        by_contents: whether samples are identified by their contents, and not by their indices.
+    """
+    update = Update(ranks)
+    return update.samples_by_contents() if by_contents else update.samples_by_index()
 
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
-    """Returns how often each sample occurs in this update, on one process and on the ranks."""
-    list_samples = _choose_sample_listing(case)
-    return Counter(list_samples(case.expected)), Counter(list_samples(case.actual))
+    """Returns how often each sample occurs in this step, on one process and on the ranks."""
+    by_contents = _contents_are_known(case)
+    expected = _list_samples(case.expected, by_contents=by_contents)
+    actual = _list_samples(case.actual, by_contents=by_contents)
+    return Counter(expected), Counter(actual)
 
 
 def _format_numbers_of_samples(case: Divergence) -> str:
@@ -51,8 +59,8 @@ def skipped_steps(case: Divergence) -> Cause | None:
     """LS405: some processes skip the optimizer step after some of their backward passes.
 
     Needs: `losses`, one for each backward pass.
-    Applies: if the processes made different numbers of backward passes since the last step, and a
-        process does not always make the same number.
+    Applies: if the processes made different numbers of backward passes since the last step, and on
+        some process the number varies from step to step.
     False positives: a loop that accumulates gradients over a varying number of batches.
     Evidence: the numbers of backward passes.
     """
@@ -67,8 +75,12 @@ def skipped_steps(case: Divergence) -> Cause | None:
 
     all_numbers = {*passes_of_one, *passes_by_rank.values()}
     all_made_the_same = len(all_numbers) == 1
+    if all_made_the_same:
+        return None
+
+    # A process has recorded no backward pass for this step, so it has nothing to be compared with.
     some_made_none = 0 in all_numbers
-    if all_made_the_same or some_made_none:
+    if some_made_none:
         return None
 
     # A script may rightly make 4 passes in every step on one process, and 2 on each of two ranks.
@@ -102,17 +114,18 @@ def repeated_samples(case: Divergence) -> Cause | None:
     Needs: `batches` with indices or contents.
     Applies: if all surplus samples of this step were trained by several ranks, or already in an
         earlier step.
-    False positives: a sampler that repeats samples to give all ranks the same number. The
-        catalogue's entry for LS101 covers this too.
+    False positives: a sampler that repeats samples to give all ranks the same number of them. LS101
+        is reported for this too, and its entry in the catalogue mentions it.
     Evidence: which samples are repeated, or that every rank trained the same ones.
     """
     expected, actual = _count_samples(case)
     repeated = _repeated_samples(case)
 
-    # Surplus samples that are new are explained by another rule.
-    surplus = set(actual - expected)
-    explains_all = surplus <= set(repeated)
-    if not repeated or not explains_all:
+    # Samples that the ranks trained more often than one process. (The difference of two counters
+    # has only positive counts.) If some of them are not repeated but new, another rule applies.
+    trained_too_often = set(actual - expected)
+    all_are_repeated = trained_too_often <= set(repeated)
+    if not repeated or not all_are_repeated:
         return None
 
     if _all_ranks_trained_the_same(case):
@@ -131,20 +144,27 @@ def repeated_samples(case: Divergence) -> Cause | None:
 
 
 def _repeated_samples(case: Divergence) -> list[Sample]:
-    """Returns the samples of this step that the ranks train more often than one process does."""
-    list_samples = _choose_sample_listing(case)
-    expected, actual = _count_samples(case)
+    """Returns the samples that the ranks repeat in this step, although one process does not.
 
-    # Samples of earlier steps, without those that one process also trains in this step.
-    samples_before = _count_all(case.parallel_run[: case.update_index], list_samples)
-    trained_before = samples_before.keys() - expected.keys()
+    A sample is repeated if the ranks train it too often in this step, or if they have trained it
+    already in an earlier step and one process does not train it in this step.
+    """
+    expected, actual = _count_samples(case)
+    by_contents = _contents_are_known(case)
+    earlier_steps = case.parallel_run[: case.update_index]
+    samples_of_earlier_steps = _count_all(earlier_steps, by_contents=by_contents)
 
     repeated = []
     for sample, count in actual.items():
-        # One process may train a sample several times in a step too. A sample that it does not
-        # train in this step may be trained once by the ranks: it is new, and not repeated.
-        allowed_count = max(1, expected[sample])
-        if count > allowed_count or sample in trained_before:
+        # How often one process trains the sample in this step: 0 if it is another step's sample.
+        count_of_one_process = expected[sample]
+
+        # To train a sample once is no repetition, even if one process does not train it in this
+        # step.
+        too_often_in_this_step = count > max(1, count_of_one_process)
+        already_in_earlier_step = count_of_one_process == 0 and sample in samples_of_earlier_steps
+
+        if too_often_in_this_step or already_in_earlier_step:
             repeated.append(sample)
 
     return repeated
@@ -152,12 +172,12 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
 
 def _all_ranks_trained_the_same(case: Divergence) -> bool:
     """True if all ranks trained the same samples in this step."""
-    list_samples = _choose_sample_listing(case)
+    by_contents = _contents_are_known(case)
     counts_of_ranks = []
-    for rank in case.actual:
-        if rank.contributes:
-            samples_of_rank = list_samples(Update([rank]))
-            counts_of_ranks.append(Counter(samples_of_rank))
+    for rank_update in case.actual:
+        if rank_update.contributes:
+            samples = _list_samples([rank_update], by_contents=by_contents)
+            counts_of_ranks.append(Counter(samples))
 
     return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
 
@@ -180,6 +200,7 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     if not is_multiple:
         return None
 
+    # "In as few steps" as on one process: each step of the ranks trains more samples.
     text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
     return Cause("LS110", (_format_numbers_of_samples(case), text))
 
@@ -209,22 +230,29 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
-    # A method of `Update` that lists its samples, or returns None if they are not known.
-    list_samples = _choose_sample_listing(case)
+    by_contents = _contents_are_known(case)
+    samples_of_one_process = []
+    for update in case.reference_run:
+        samples_of_one_process.append(_samples_of_each_rank(update, by_contents=by_contents))
 
-    def list_samples_of_each_rank(update: Update) -> list[list[Sample]]:
-        """Returns a list of samples for each rank; the list is empty if they are not known."""
-        samples_of_ranks = []
-        for rank in update:
-            samples = list_samples(Update([rank]))
-            samples_of_ranks.append([] if samples is None else samples)
-        return samples_of_ranks
+    samples_of_ranks = []
+    for update in case.parallel_run:
+        samples_of_ranks.append(_samples_of_each_rank(update, by_contents=by_contents))
 
-    sentences = trained_by_several_ranks(case, list_samples_of_each_rank)
+    sentences = trained_by_several_ranks(samples_of_one_process, samples_of_ranks)
     if not sentences:
         return None
 
     return Cause("LS105", (_format_numbers_of_samples(case), *sentences))
+
+
+def _samples_of_each_rank(update: Update, *, by_contents: bool) -> list[list[Sample]]:
+    """Returns a list of samples for each rank, in the order of ranks; empty if not known."""
+    samples_of_ranks = []
+    for rank_update in update:
+        samples = _list_samples([rank_update], by_contents=by_contents)
+        samples_of_ranks.append(samples or [])
+    return samples_of_ranks
 
 
 def other_order(case: Divergence) -> Cause:
@@ -235,8 +263,10 @@ def other_order(case: Divergence) -> Cause:
     False positives: everything that no rule before explains, such as another dataset.
     Evidence: whether all steps together have the same samples.
     """
-    list_samples = _choose_sample_listing(case)
-    if _count_all(case.reference_run, list_samples) == _count_all(case.parallel_run, list_samples):
+    by_contents = _contents_are_known(case)
+    counts_of_one_process = _count_all(case.reference_run, by_contents=by_contents)
+    counts_of_ranks = _count_all(case.parallel_run, by_contents=by_contents)
+    if counts_of_one_process == counts_of_ranks:
         text = "over all steps compared they are the same samples"
     else:
         expected, actual = _count_samples(case)
@@ -246,11 +276,12 @@ def other_order(case: Divergence) -> Cause:
     return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
-def _count_all(updates: Sequence[Update], list_samples: ListSamples) -> Counter[Sample]:
-    """Returns how often each sample occurs in several updates; unknown samples are not counted."""
+def _count_all(updates: Sequence[Update], *, by_contents: bool) -> Counter[Sample]:
+    """Returns how often each sample occurs in several steps; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
-        counts.update(list_samples(update) or ())
+        samples = _list_samples(update, by_contents=by_contents)
+        counts.update(samples or ())
     return counts
 
 
@@ -267,41 +298,43 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
         contents = update.samples_by_contents()
         indices = update.samples_by_index()
         if contents is not None and indices is not None:
-            index_of_content.update(zip(contents, indices, strict=False))
+            index_of_content.update(zip(contents, indices, strict=True))
 
     # A sample that one process never had, or that is identified by its index, stays as it is.
     return format_items([index_of_content.get(sample, sample) for sample in samples])
 
 
 def trained_by_several_ranks(
-    case: Divergence, samples_of_ranks: Callable[[Update], Sequence[Any]]
+    samples_of_one_process: Sequence[Sequence[Iterable[Any]]],
+    samples_of_ranks: Sequence[Sequence[Iterable[Any]]],
 ) -> list[str]:
     """Says how many samples several ranks trained, although one process trains each once.
 
-    Steps are examined until one process trains some sample for the second time: from then on,
-    repeated samples are no mistake.
+    Only the first pass over the samples is examined: as soon as one process trains a sample for the
+    second time, ranks may rightly train samples that another rank has trained before.
 
     Args:
-        case: the difference.
-        samples_of_ranks: function that returns the samples of each rank in an update, in the order
-            of the ranks; an empty list if they are not known.
+        samples_of_one_process: for each step, the samples of each record of the run on one process.
+            There is one record, or one for each replica that the process trains.
+        samples_of_ranks: for each step, the samples of each rank; empty if they are not known.
     """
-    counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
-    trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
+    counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
+    trained_by_rank: dict[int, set[Any]] = defaultdict(set)
 
-    for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
-        for samples in samples_of_ranks(expected):
-            counts_of_one.update(samples)
+    for expected, actual in zip(samples_of_one_process, samples_of_ranks, strict=False):
+        for samples in expected:
+            counts_of_one_process.update(samples)
 
-        one_process_repeats_samples = max(counts_of_one.values(), default=0) > 1
+        # This step of one process begins its second pass, so it is not examined.
+        one_process_repeats_samples = max(counts_of_one_process.values(), default=0) > 1
         if one_process_repeats_samples:
             break
 
-        for rank, samples in enumerate(samples_of_ranks(actual)):
+        for rank, samples in enumerate(actual):
             trained_by_rank[rank] |= set(samples)
 
     num_ranks_of_sample: Counter[Any] = Counter()
-    for trained in trained_by_rank:
+    for trained in trained_by_rank.values():
         num_ranks_of_sample.update(trained)
 
     num_repeated = len([count for count in num_ranks_of_sample.values() if count > 1])
@@ -329,9 +362,10 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     """LS105: ranks have the same samples under other indices.
 
     Needs: `batches` with indices and contents.
-    Applies: if at least half of the contents that differ exist under another index on one process.
+    Applies: if at least half of the contents that differ are samples of one process, which has them
+        under another index.
     False positives: none known.
-    Evidence: how many exist under another index.
+    Evidence: how many of these contents have another index on one process.
     """
     # Digests of all samples that one process trained in any step.
     known_digests: set[str] = set()
@@ -345,7 +379,10 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     digests = []
     for rank in case.actual:
         for batch in rank.batches:
-            for index, digest in zip(batch.ids or (), batch.contents, strict=False):
+            if batch.ids is None:  # the indices are not known
+                continue
+            # Without a DataLoader, a batch has contents but an empty list of indices.
+            for index, digest in zip(batch.ids, batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
 
@@ -359,7 +396,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     return Cause("LS105", (_describe_other_contents(case), text))
 
 
-def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
+def _random_draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
     """Returns the random streams that each rank used while its first batch was read.
 
     Each entry maps a stream, such as "numpy's global stream", to a digest of what was drawn from
@@ -378,12 +415,17 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
         same numbers as one process.
     Evidence: that only rank 0 is right.
     """
-    some_rank_drew = any(_draws_of_ranks(case))
-    if some_rank_drew or case.num_ranks <= 1:
+    if case.num_ranks <= 1:
         return None
 
-    # Rank 0 has only some of the samples. Each of them is compared with the sample of one process
-    # under the same index.
+    # There is an entry for each rank, which is empty if the rank drew no random numbers.
+    some_rank_drew = any(_random_draws_of_ranks(case))
+    if some_rank_drew:
+        return None
+
+    # This rule is only tried if some rank has other contents than one process. If it is not rank 0,
+    # it is another one. Rank 0 has only some of the samples; each of them is compared with the
+    # sample of one process under the same index.
     rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
     if rank_0_differs:
         return None
@@ -393,7 +435,9 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
 
 
 def random_contents(case: Divergence) -> Cause:
-    """LS107: random numbers were drawn to read samples. LS106: all ranks drew the same ones.
+    """LS106: all ranks drew the same random numbers to read their samples. LS107: other numbers.
+
+    LS107 is also the code if no draw was seen.
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
@@ -407,7 +451,7 @@ def random_contents(case: Divergence) -> Cause:
         return Cause("LS107", (contents_text, text))
 
     # For each rank, digests of the random streams that it used, by the name of the stream.
-    draws_of_ranks = _draws_of_ranks(case)
+    draws_of_ranks = _random_draws_of_ranks(case)
     ranks_with_draws = [draws for draws in draws_of_ranks if draws]
     if not ranks_with_draws:  # no rank used a stream that is watched
         text = (
@@ -421,6 +465,7 @@ def random_contents(case: Divergence) -> Cause:
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_ranks_drew_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_ranks_drew_the_same:
+        # "Theirs" are the samples that each rank reads.
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
         return Cause("LS106", (contents_text, text))
 
