@@ -213,10 +213,10 @@ def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
 
         model.set_requires_gradient_sync(False)
         model(x, 0).sum().backward()
-        shapes = [tuple(p.shape) for p in torch_compat.with_accumulated_gradients(model)]
+        shapes = [tuple(p.shape) for p in torch_compat.parameters_with_accumulated_gradient(model)]
         assert shapes == [(2, 2), (2,)]
         torch_compat.drop_accumulated_gradients(model)
-        assert torch_compat.with_accumulated_gradients(model) == []
+        assert torch_compat.parameters_with_accumulated_gradient(model) == []
 
         for zeros_if_unused in (False, True):
             model.set_requires_gradient_sync(False)

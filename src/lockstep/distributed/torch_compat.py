@@ -311,7 +311,7 @@ def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
                 break
 
 
-def with_accumulated_gradients(unit: FSDPModule) -> list[nn.Parameter]:
+def parameters_with_accumulated_gradient(unit: FSDPModule) -> list[nn.Parameter]:
     """Returns the gathered parameters whose gradients torch keeps beside them.
 
     These are gradients of earlier micro-batches, if they are averaged in another dtype than
@@ -326,7 +326,7 @@ def with_accumulated_gradients(unit: FSDPModule) -> list[nn.Parameter]:
 
 
 def drop_accumulated_gradients(unit: FSDPModule) -> None:
-    """Drops the gradients that `with_accumulated_gradients` is about."""
+    """Drops the gradients that `parameters_with_accumulated_gradient` is about."""
     for parameter_group in _parameter_groups(unit):
         for fsdp_parameter in parameter_group.fsdp_params:
             fsdp_parameter.unsharded_accumulated_grad = None

@@ -100,9 +100,10 @@ class StrategyPlan:
                 "set micro_batch_size='auto' too, or give the shares",
             )
 
-        # Of `n` samples, the device with the largest share gets n * largest / sum, rounded up. This
-        # is at most `per_device` up to n = per_device * sum / largest, rounded down. In the example
-        # above: 6 * 4 // 3 = 8.
+        # Of `n` samples, the device with the largest share computes the fraction `largest / sum`,
+        # rounded up. This may be at most `per_device` samples:
+        #   n * largest / sum <= per_device, so n <= per_device * sum / largest.
+        # In the example above the fraction is 3/4, and n <= 6 * 4 / 3 = 8.
         return per_device * sum(self.device_shares) // max(self.device_shares)
 
 
@@ -308,7 +309,9 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
     """Explains an error of the user's model if this rank had no samples when it was raised.
 
     Many functions of torch reject tensors without rows, and their messages do not say why there are
-    no rows. The explanation is added to the error as a note, once.
+    no rows. The explanation is added to the error as a note, for example "lockstep: this rank has
+    none of the 3 samples of this batch, so ...". Its beginning is passed by itself to
+    `add_note_once`, which adds no second note that begins with it.
 
     Args:
         error: the error of a forward pass; None if there was none.

@@ -117,10 +117,14 @@ class DDP(base.Strategy):
     def plan(self, run: Run) -> base.StrategyPlan:
         """Plans a run in which every rank computes its own part of each global batch.
 
+        Under this strategy `micro_batch_size="auto"` and `shares="auto"` may be used
+        (`can_autotune`).
+
         Raises:
             SettingError: an option is not supported with virtual ranks.
         """
-        # Every parameter must have a gradient in every virtual rank.
+        # Gradients are summed over virtual ranks in a fixed order, in which a parameter without a
+        # gradient has no place.
         if self.find_unused_parameters:
             base.refuse_virtual_ranks(
                 run,
@@ -140,8 +144,10 @@ class DDP(base.Strategy):
         Raises:
             UsageError: the module is partly on GPUs and partly on the CPU.
         """
+        # `move_to_device` returns a line to print if it has left the module where the user has put
+        # it, on several GPUs, and otherwise an empty list.
         choices = base.move_to_device(module, run.device)
-        is_on_several_gpus = bool(choices)
+        is_on_several_gpus = len(choices) > 0
         if is_on_several_gpus and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
                 "world.prepare of a module on several GPUs and on the CPU",
@@ -213,6 +219,9 @@ class DDP(base.Strategy):
             Choice("gradients", format_bytes(num_bytes), reason),
             self._bucket_choice(num_bytes),
         ]
+
+        # For example: "compression: bf16 (gradients between 2 machines; not the numbers of one
+        # device)", because the rounding of compressed gradients changes the results.
         if compress is not None:
             sent = f"gradients {describe_peers(run.device)}"
             choices.append(
@@ -243,8 +252,9 @@ class DDP(base.Strategy):
             )
             return [_StepsUnderDDP(wrapped, moving_buffers)]
 
-        # With virtual ranks, `VirtualRankBuffers` averages buffers, and the ones that it combines
-        # are equal on all ranks already.
+        # With virtual ranks, `VirtualRankBuffers` averages buffers, including those that the user
+        # has chosen, and makes them equal on all ranks. `MovingBuffers` takes care of all others:
+        # it gives all ranks the values of rank 0.
         virtual_rank_buffers = VirtualRankBuffers(
             module, virtual_ranks.tree, run.step, self.average_buffers, prepared=wrapped
         )
@@ -274,7 +284,8 @@ class DDP(base.Strategy):
 
             sparse: list[str] = []
             for module in modules:
-                sparse += sparse_weights(getattr(module, "module", module))
+                user_module = getattr(module, "module", module)  # without the DDP wrapper
+                sparse += sparse_weights(user_module)
 
             raise UsageError(
                 "a backward pass that does not use every embedding with sparse gradients",
@@ -490,22 +501,26 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
 
-        was_running = self._begin_forward()
+        # The guard rejects training calls of the user's module that bypass this wrapper, so it must
+        # know while the wrapper is running. A module may call its wrapper again.
+        is_nested = self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._add_notes(error)
             raise
         finally:
-            self._guard.wrapper_is_running = was_running
+            self._guard.wrapper_is_running = is_nested
 
     @outside_compiled_code
     def _begin_forward(self) -> bool:
         """Prepares torch's DDP for the current micro-batch, and tells the guard that it runs.
 
+        The guard rejects training calls of the user's module that bypass this wrapper.
+
         Returns:
-            The previous value of `wrapper_is_running`, which the caller restores at the end. It is
-            True if this forward pass runs inside another one of this wrapper.
+            True if this forward pass runs inside another one of this wrapper. The caller gives this
+            value back to the guard at the end (`wrapper_is_running`).
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
@@ -513,6 +528,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """
         micro_batch = self.run.step.micro_batch
         self._check_can_average(micro_batch)
+
+        # In the first forward pass only: registering the hook sets `_averager` to None.
         if self._averager is not None:
             self._register_averager(self._averager)
 
@@ -521,9 +538,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self.require_backward_grad_sync = micro_batch.last
 
         self._guard.num_forwards += 1
-        was_running = self._guard.wrapper_is_running
+        is_nested = self._guard.wrapper_is_running
         self._guard.wrapper_is_running = True
-        return was_running
+        return is_nested
 
     def _check_can_average(self, micro_batch: MicroBatch) -> None:
         """Raises an error if DDP could not average the gradients of a forward pass correctly.
@@ -542,6 +559,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
+        # An outer module of this class is no problem: a model may call itself, or another prepared
+        # model, which has parameters of its own.
         outer = enclosing_ddp()
         if outer is not None and not isinstance(outer, ExactDDP):
             raise UsageError(
@@ -631,9 +650,12 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             return
 
+        # Torch's own all-reduce does not count what it sends.
         traffic.sent += self._bytes_per_backward
+
+        # The loss cannot depend on a module that was never called.
         if guard.num_forwards == 0:
-            return  # the loss cannot depend on a module that was never called
+            return
 
         reducer_is_prepared = forwards_since_backward == 1
         if reducer_is_prepared:
@@ -671,6 +693,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "leave one of them out",
             )
 
+        # From now on the given hook averages the gradients. It counts the bytes that it sends.
         self._averager = None
         self._bytes_per_backward = 0
         super().register_comm_hook(state, hook)
@@ -695,14 +718,15 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Checks before a step that the optimizer's gradients were averaged over the ranks.
 
-        It also records the present number of forward passes, with which the next call finds out
-        whether the model was called in between.
+        They were averaged if they come from a forward pass of this wrapper. So there must have been
+        one since the latest step of this optimizer (or since the beginning, before its first step).
 
         Raises:
             UsageError: gradients were not averaged, or some parameters have no gradient.
         """
         num_forwards = self._guard.num_forwards
-        has_run_forward = num_forwards > self._forwards_at_last_step.get(id(optimizer), 0)
+        num_forwards_before = self._forwards_at_last_step.get(id(optimizer), 0)
+        has_run_forward = num_forwards > num_forwards_before
         self._forwards_at_last_step[id(optimizer)] = num_forwards
 
         trained = self._trained_by(optimizer)
@@ -720,6 +744,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 code="LS302",
             )
 
+        # The user may have put other parameters into the module, or the loss may not use all.
         if missing:
             self._check_not_replaced(trained)
             self._check_may_be_missing(trained, missing)
@@ -737,8 +762,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def _check_not_replaced(self, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raises UsageError if the user has replaced parameters of the module since it was wrapped.
 
-        The module then no longer uses the parameter that the optimizer holds, so that parameter has
-        no gradient. DDP does not know the new one.
+        The optimizer still holds the old parameter, which is no longer in the module and so has no
+        gradient. (If it has one, the module uses it in some other way, which is allowed.) The new
+        parameter has a gradient, but DDP does not average it.
 
         Args:
             trained: the names and the parameters that the optimizer holds, as the module had them
@@ -759,6 +785,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]
     ) -> None:
         """Raises UsageError unless the options allow parameters without a gradient.
+
+        With `find_unused_parameters` torch looks for them in each step. With `static_graph` it has
+        found them in the first step. Without these options it waits for their gradients.
 
         Args:
             trained: the names and the parameters of this module that the optimizer holds.

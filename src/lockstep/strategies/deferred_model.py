@@ -129,15 +129,22 @@ class DeferredModel(Extension):
         Then values are computed in `world.prepare`, and what must be equal is taken from the first
         rank."""
         self._watch_handles: list[Any] = []
-        """The hooks that notice when values are needed or loaded; empty when nothing is missing."""
+        """The hooks that notice when values are needed or loaded; empty when nothing is missing
+        (`_may_lack_values`)."""
+
+    @property
+    def _may_lack_values(self) -> bool:
+        """True from `put_off`, which registers the hooks, until all values were computed."""
+        return bool(self._watch_handles)
 
     # While the model is prepared
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Allocates the buffers, on each rank in full, and fills those whose values are known.
+        """Allocates the buffers, on each rank in full, and fills those that need no random numbers.
 
         All ranks call this together, before the strategy wraps the module, since strategies compare
-        buffers.
+        buffers. Random numbers are drawn later (`fill`), in the order in which the model drew them:
+        those of a buffer may come after those of a large parameter.
 
         Args:
             device: the device of the buffers.
@@ -146,7 +153,11 @@ class DeferredModel(Extension):
             UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
+
+        # When random numbers are drawn later, the ranks no longer wait for each other. So they
+        # exchange the random states now.
         self._take_random_states_of_first_rank()
+
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         targets = {name: buffers[name] for name in self._tensor_of_name if name in buffers}
@@ -155,12 +166,12 @@ class DeferredModel(Extension):
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
             source = self._tensor_of_name[name].source
-            if not isinstance(source, RecordedSource):
+            if not isinstance(source, RecordedSource):  # its values come from a file, or are loaded
                 continue
 
-            # Random values depend on what is drawn before them, so these are computed later.
-            takes_random_numbers = source.recording.draws([source.view.key])
-            if not takes_random_numbers:
+            memory_key = source.view.key  # identifies the memory of the buffer in the recording
+            is_random = source.recording.draws([memory_key])
+            if not is_random:
                 computable[name] = target
 
         self._compute(computable)
@@ -178,23 +189,17 @@ class DeferredModel(Extension):
         Returns:
             The lines to print about where values come from.
         """
-        # Tensors of which this rank has a part, and which have no values yet.
-        present = dict(_named_tensors(self._module))
-        without_values: dict[str, Tensor] = {}
-        for name in self._tensor_of_name:
-            is_here = name in present and not present[name].is_meta
-            if is_here and name not in self._computed:
-                without_values[name] = present[name]
-
+        without_values = self._parts_without_values()
         self._read_files(without_values)
 
-        # Each rank has read its own part, but `_loaded` lists what was read on any rank.
+        # A tensor has the same source on every rank. So each tensor with a file was read by the
+        # ranks that have a part of it, which may be other ranks.
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 self._loaded.update(tensor.names)
 
-        # All others wait for values. If the user writes to one of them in the meantime, its write
-        # count changes, and `fill` leaves it as it is.
+        # All other tensors wait for values. If the user writes to one of them in the meantime, its
+        # write count changes, and `fill` leaves it as it is.
         for name, target in without_values.items():
             if name not in self._loaded:
                 self._targets[name] = target
@@ -202,14 +207,29 @@ class DeferredModel(Extension):
 
         self._watch(wrapped.module)
 
+        # On different processors, the same random state may give numbers that differ in the last
+        # bits. Then values cannot be put off: they are computed now, while all ranks are in
+        # `world.prepare` together, and what must be equal is sent by the first rank.
         if self._processors_differ:
-            # Now is the last time that all ranks are here together and can send values.
             self.fill()
             for equal in wrapped.equal_tensors():
                 tensors = [*equal.parameters.values(), *equal.buffers.values()]
                 take_from_first([t for t in tensors if not t.is_meta], equal.group)
 
         return self._choices()
+
+    def _parts_without_values(self) -> dict[str, Tensor]:
+        """Returns this rank's part of each tensor that still has no values, by name.
+
+        A tensor that is on other ranks is missing from the model, or is on the meta device.
+        """
+        present = dict(_named_tensors(self._module))
+        without_values: dict[str, Tensor] = {}
+        for name in self._tensor_of_name:
+            is_here = name in present and not present[name].is_meta
+            if is_here and name not in self._computed:
+                without_values[name] = present[name]
+        return without_values
 
     # While it waits
 
@@ -227,7 +247,7 @@ class DeferredModel(Extension):
         Raises:
             UsageError: nothing can give values to some tensor.
         """
-        if not self._watch_handles:  # nothing is missing any more
+        if not self._may_lack_values:
             return
 
         self._check_sources()
@@ -250,7 +270,7 @@ class DeferredModel(Extension):
 
     def release(self) -> None:
         """Removes the hooks at the end of the run, if values are still missing."""
-        if self._watch_handles:
+        if self._may_lack_values:
             self._stop_watching()
 
     def _watch(self, prepared: nn.Module) -> None:
@@ -261,8 +281,9 @@ class DeferredModel(Extension):
         """
         self._prepared = prepared
 
-        # The submodules that have tensors without values, and the whole model.
-        parts = {prepared, self._module}
+        # Find the submodules that have tensors without values. What `load_state_dict` gives values
+        # need not be computed.
+        parts_without_values: set[nn.Module] = set()
         for path, part in self._module.named_modules(remove_duplicate=False):
             own = members(part)
             name_in_model: dict[str, str] = {}
@@ -272,32 +293,34 @@ class DeferredModel(Extension):
                     name_in_model[own_name] = name
 
             if name_in_model:
-                parts.add(part)
-
-                # Tensors that `load_state_dict` gives values need not be computed.
+                parts_without_values.add(part)
                 load_hook = _LoadHook(self._record_loaded, name_in_model)
                 self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 
-        fill = outside_compiled_code(lambda *_: self.fill())
-        for part in parts:
-            # Values are needed by a forward pass and by `state_dict()`.
-            before_forward = part.register_forward_pre_hook(fill, prepend=True)
-            before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
-            self._watch_handles += [before_forward, before_state]
+        # Values are needed when one of these submodules, or the whole model, is used.
+        for part in {prepared, self._module, *parts_without_values}:
+            self._fill_before_use(part)
 
-            # They are also needed by `copy.deepcopy`, which has no hooks. So the object gets a
-            # method `__deepcopy__` that computes the values, removes itself, and then makes the
-            # copy. Modules under FSDP have such a method already, which refuses to copy them.
-            if "__deepcopy__" not in vars(part):
-                before_copy = _FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy)
-                self._watch_handles.append(before_copy)
+    def _fill_before_use(self, part: nn.Module) -> None:
+        """Computes missing values before a module is called, saved or copied."""
+        fill = outside_compiled_code(lambda *_: self.fill())
+        before_forward = part.register_forward_pre_hook(fill, prepend=True)
+        before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+        self._watch_handles += [before_forward, before_state]
+
+        # There are no hooks for `copy.deepcopy`. So the object gets a method `__deepcopy__`, which
+        # computes the values, removes itself, and then makes the copy. Modules under FSDP have such
+        # a method already, which refuses to copy them.
+        if "__deepcopy__" not in vars(part):
+            before_copy = _FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy)
+            self._watch_handles.append(before_copy)
 
     def watch_parameters(self) -> None:
         """Makes the first call of `parameters()` compute missing values.
 
         Called at the end of `world.prepare`, which calls `parameters()` itself before that.
         """
-        if self._watch_handles:
+        if self._may_lack_values:
             for part in {self._prepared, *self._prepared.modules()}:
                 handle = _FillBefore(self.fill, part, "named_parameters", _named_parameters)
                 self._watch_handles.append(handle)
@@ -315,6 +338,13 @@ class DeferredModel(Extension):
     def _was_written(self, name: str, target: Tensor) -> bool:
         """Returns True if the user has given values to a tensor since `world.prepare`.
 
+        A tensor without values was filled with NaN, so what it holds now shows what has happened:
+
+        - no NaN: the user has given values to all elements;
+        - only NaN, and nobody has written to it: it still has no values;
+        - anything else is an error: some elements have values, or the user has computed with NaN
+          (for example, `weight.mul_(2)`).
+
         Args:
             name: the name of the tensor.
             target: this rank's part of it.
@@ -329,15 +359,12 @@ class DeferredModel(Extension):
         if not can_hold_nan:
             return was_written_to
 
-        # A tensor without values is filled with NaN.
         is_nan = local.isnan()
         if not is_nan.any():
             return True
         if is_nan.all() and not was_written_to:
             return False
 
-        # Either some values are still NaN, so only a part was changed, or all are NaN after a
-        # write, so the user has computed with the missing values (`weight.mul_(2)`, for example).
         raise UsageError(
             f"a change of {name} between world.prepare and its first use",
             "it had no values yet, because the model was built on the meta device",
@@ -385,14 +412,13 @@ class DeferredModel(Extension):
                 copiers[recording_id] = _CopyToTargets(source.recording)
             copiers[recording_id].add(source, target)
 
-        # Replay each recording, which passes every computed piece of memory to its copier.
+        # Replay each recording. It calls its copier with every piece of memory that it has
+        # computed.
         for recording_id, copier in copiers.items():
-            copier.recording.replay(
-                copier.memory_keys(),
-                self._loaded_memory_keys(copier.recording),
-                copier,
-                self._generator_states.get(recording_id),
-            )
+            wanted_keys = copier.memory_keys()
+            loaded_keys = self._loaded_memory_keys(copier.recording)
+            random_states = self._generator_states.get(recording_id)
+            copier.recording.replay(wanted_keys, loaded_keys, copier, random_states)
 
     def _loaded_memory_keys(self, recording: Recording) -> set[int]:
         """Returns the memory keys of tensors that were loaded, so that they are not computed.
@@ -681,7 +707,9 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
 
     Args:
         module: the user's module.
-        keys_of_resets: the keys of the memory that a recorded `reset_parameters` fills.
+        keys_of_resets: the keys of the memory that a recorded `reset_parameters` fills. Tensors in
+            this memory are marked, because these values may not be those that the constructor of
+            the model would have given them.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -756,6 +784,7 @@ def _record_resets(module: nn.Module) -> set[int]:
             reset_parameters = reset_method(part)
             lacks_values = any(id(tensor) in lacking for tensor in tensors)
             if reset_parameters is not None and lacks_values:
+                # Leaves the tensors of `part` that are not in `lacking` as they are.
                 _record_reset(reset_parameters, tensors, lacking)
 
         _record_buffer_inits(module, lacking)
@@ -768,16 +797,19 @@ def _record_reset(
 ) -> None:
     """Records a call of `reset_parameters` so that it changes only the tensors without a source.
 
+    The caller has entered `deferred_init`, so every operation here is recorded, not computed. For
+    tensors that have a source, a copy and copying back are recorded as well.
+
     Args:
         reset_parameters: the method of a submodule.
         tensors: the parameters and buffers of the submodule, all of which the method may change.
         lacking: the tensors of the model without a source, by their `id`.
     """
-    # Tensors that have a source keep their values: record a copy before the call, and copying back
-    # after it.
     with_source = [tensor for tensor in tensors if id(tensor) not in lacking]
     values = [tensor.detach().clone() for tensor in with_source]
     reset_parameters()
+
+    # Undo what the method has done to tensors that have a source.
     for tensor, value in zip(with_source, values, strict=True):
         tensor.copy_(value)
 
@@ -786,7 +818,8 @@ def _record_buffer_inits(module: nn.Module, lacking: Mapping[int, Tensor]) -> No
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
     They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
-    `deferred_init`, so the calls made here are recorded.
+    `deferred_init`, so the calls made here are recorded. If a model contains another one with such
+    a method, both methods are recorded for the same submodule, and the later call decides.
 
     Args:
         module: the user's module.

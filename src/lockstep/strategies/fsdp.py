@@ -190,8 +190,11 @@ class FSDP(Strategy):
         return is_sharded and self._reason_for_autocast(module, run) == ""
 
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
-        """Returns why a module uses autocast in half precision; an empty string if it does not."""
-        # Under autocast, the units compute the same numbers as a model under `ddp`.
+        """Returns why a module uses autocast in half precision; an empty string if it does not.
+
+        The text is printed as a reason. Under autocast, the units compute the same numbers as a
+        model under `ddp`.
+        """
         if self.autocast:
             return "autocast=True: the numbers of ddp"
         if run.settings.virtual_ranks is not None:
@@ -305,11 +308,15 @@ class FSDP(Strategy):
         Returns:
             The forward hooks of each unit that show torch all outputs of the unit.
         """
+        # Buffers are not sharded: each rank gets all of them.
         model = units[""]
         _take_from_first(list(model.buffers()), run.device)
+
+        # Each rank gets the parameters of rank 0, unit by unit, and keeps its shards of them.
         outputs_of_units = self._shard_units(units, mesh, run, half_dtype)
 
-        # Allocate the shards of a model that was built on the meta device.
+        # The shards of a model that was built on the meta device have no memory yet. They get it
+        # here, filled with NaN; their values are computed or loaded later (`deferred_model`).
         device = torch.device("cpu") if self.cpu_offload else run.device
         if any(parameter.is_meta for parameter in model.parameters()):
             convert_tensors(model, lambda tensor: with_memory(tensor, device))
@@ -333,14 +340,17 @@ class FSDP(Strategy):
             half_dtype: the dtype in which units are computed; None for that of their parameters.
             virtual_rank_buffers: averages the buffers in a run with virtual ranks, else None.
         """
+        # With virtual ranks, `VirtualRankBuffers` averages these buffers and makes them equal on
+        # all ranks, so `MovingBuffers` leaves them out.
         average: str | Sequence[str] = self.average_buffers
         already_equal: Sequence[str] = ()
         if virtual_rank_buffers is not None:
             average = ()
             already_equal = virtual_rank_buffers.combined
 
+        model = units[""]  # the last unit is the whole model, whose name is empty
         moving_buffers = MovingBuffers(
-            units[""],
+            model,
             run.step,
             average=average,
             left_out=already_equal,
@@ -364,7 +374,11 @@ class FSDP(Strategy):
         run: Run,
         half_dtype: torch.dtype | None,
     ) -> list[UnitOutputs]:
-        """Applies `fully_shard` to each unit, between two forward hooks that show it all outputs.
+        """Applies `fully_shard` to each unit.
+
+        `fully_shard` registers a forward hook that looks for tensors in the output of the unit, but
+        only in tensors, tuples, lists and dicts. A hook before it adds the tensors that it would
+        miss to the output, and a hook after it removes them again (`UnitOutputs`).
 
         Args:
             units: the units by name. The last one is the whole model, with an empty name.
@@ -378,6 +392,7 @@ class FSDP(Strategy):
         *blocks, module = units.values()
         outputs_of_units: list[UnitOutputs] = []
         for unit in units.values():
+            # Blocks contain no units; the whole model contains all blocks.
             inner_units = blocks if unit is module else []
             outputs = UnitOutputs(unit, inner_units)
             outputs_of_units.append(outputs)
@@ -403,7 +418,10 @@ class FSDP(Strategy):
         GPUs, it would also end the process with a segmentation fault, as torch's `split_group` does
         before 2.14 (pytorch#192106, #192109).
         """
+        # From now on copies of a sharded parameter share its mesh. A copied mesh would keep process
+        # groups of its own alive.
         share_meshes_with_copies()
+
         device_type = run.device.type
         shape = self._mesh_shape(run)
         if len(shape) == 1:
@@ -447,12 +465,13 @@ class FSDP(Strategy):
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
 
+        # An optimizer may still hold the old parameters, which the model no longer uses.
         for parameter in parameters:
-            # An optimizer may still hold the old parameter, so its memory is freed here.
+            # Free their memory.
             parameter.data = parameter.data.new_empty(0)
 
-            # Turn it into an object that raises an error whenever it is used. Torch refuses to do
-            # so if a graph or a weak reference refers to the parameter; it then stays empty.
+            # Make every use of them an error. Torch refuses to replace the object if a graph or a
+            # weak reference refers to it; the parameter then stays, without elements.
             with suppress(RuntimeError):
                 swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
 
@@ -503,28 +522,34 @@ class FSDP(Strategy):
 
         value = f"{precision} under autocast"
 
-        # One process always uses autocast. The line is only printed if several processes would
-        # compute without it, and so would run norms and softmax in half precision, too.
+        # Case 1: one process, which always uses autocast. By default several processes do not use
+        # it, and compute norms and softmax in half precision as well. The line tells the user of
+        # this difference. There is none if several processes would also use autocast: with the
+        # option, and with virtual ranks, whose results do not depend on the number of processes.
         if run.topology.size == 1:
-            computes_as_on_several = self.autocast or run.settings.virtual_ranks is not None
-            if computes_as_on_several:
+            several_would_use_autocast = self.autocast or run.settings.virtual_ranks is not None
+            if several_would_use_autocast:
                 return []
             reason = "one process; on several norms and softmax are in it too (autocast=False)"
             return [Choice("precision", value, reason)]
 
-        # Several processes that use autocast.
+        # Case 2: several processes that use autocast.
         reason = self._reason_for_autocast(module, run)
         if reason:
             reason += "; copies of the weights stay on every rank until backward"
             return [Choice("precision", value, reason)]
 
-        # Several processes that compute everything in half precision: the default.
+        # Case 3: several processes that compute everything in half precision, the default.
         value = f"{precision} in every unit"
         reason = "also norms, softmax and losses in the model; gradients averaged, outputs in fp32"
         return [Choice("precision", value, reason)]
 
     def _units_choice(self, blocks: Blocks) -> Choice:
-        """Returns the printed line about the units."""
+        """Returns the printed line about the units.
+
+        The parameters outside of the blocks are gathered together ("the rest at once"). The blocks
+        that share a parameter with other modules are among them, and are named.
+        """
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
             return Choice("units", "the whole model", reason)
@@ -565,7 +590,7 @@ class HSDP(FSDP):
         """
         size = run.topology.size
         shard_size = self._ranks_per_group(run)
-        shard_size_of_rank = run.collectives.exchange(str(shard_size))
+        shard_size_of_rank = run.collectives.exchange(str(shard_size))  # text from each rank
         if len(set(shard_size_of_rank)) > 1:
             raise RanksDifferError(
                 f"HSDP(shard_size={self.shard_size})",
@@ -625,9 +650,10 @@ def _make_virtual_rank_extensions(
     if run.settings.virtual_ranks is None:
         return None, None
 
+    model = units[""]  # the last unit is the whole model, whose name is empty
     tree = make_virtual_rank_tree(run)
     gradients = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
-    buffers = VirtualRankBuffers(units[""], tree, run.step, average_buffers)
+    buffers = VirtualRankBuffers(model, tree, run.step, average_buffers)
     return gradients, buffers
 
 

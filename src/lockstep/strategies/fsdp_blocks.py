@@ -9,6 +9,7 @@ block (embeddings, the head) form a unit of their own, together with the whole m
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -56,22 +57,34 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     found: list[tuple[str, nn.Module]] = []
     tied: list[str] = []
     for name, block in candidates:
-        # A block is tied if one of its parameters is also registered outside of the block. If not,
-        # all its registrations in the model are in the block. A block that occurs twice in the
-        # model brings each of them twice.
         uses_in_block = _count_uses(block)
-        is_tied = False
-        for parameter_id, uses in uses_in_block.items():
-            uses_in_all_occurrences = uses * times_in_model[id(block)]
-            if uses_in_model[parameter_id] != uses_in_all_occurrences:
-                is_tied = True
-
-        if is_tied:
+        if _is_tied(uses_in_block, uses_in_model, times_in_model[id(block)]):
             tied.append(name)
         elif uses_in_block:  # a block without parameters has nothing to shard
             found.append((name, block))
 
     return Blocks(found, tied)
+
+
+def _is_tied(
+    uses_in_block: Mapping[int, int], uses_in_model: Mapping[int, int], times_in_model: int
+) -> bool:
+    """Returns True if a block shares a parameter with a module outside of the block.
+
+    For example, a block has the same weight in two of its layers, so the weight is used 2 times in
+    the block. If the block occurs 3 times in the model, this makes 2 * 3 = 6 uses. If the weight is
+    used 7 times in the model, one use is outside of the block.
+
+    Args:
+        uses_in_block: how often each parameter is registered in the block, by the `id` of the
+            parameter.
+        uses_in_model: the same for the whole model.
+        times_in_model: how often the block occurs in the model.
+    """
+    for parameter_id, uses in uses_in_block.items():
+        if uses_in_model[parameter_id] != uses * times_in_model:
+            return True
+    return False
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:

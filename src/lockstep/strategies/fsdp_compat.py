@@ -31,8 +31,9 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
-        """Gathers the weights on rank 0, and calls the original method there."""
-        if options.get("state_dict") is not None:  # the caller has gathered the weights
+        """Gathers the weights on rank 0, and calls the original `save_pretrained` there."""
+        # A caller that passes the weights has gathered them itself, and decides which ranks write.
+        if options.get("state_dict") is not None:
             return original(save_directory, *args, **options)
 
         state = plain_state_dict(module)
@@ -70,9 +71,10 @@ def average_shards_separately(module: AveragedModel) -> None:
     """
     original_average = module.multi_avg_fn
     if original_average is None:
-        # The user has set no function for lists, but on GPUs torch would use one of its own, unless
-        # there is a function for single tensors (`avg_fn`).
-        module.avg_fn = module.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        # On GPUs torch then uses a function for lists of its own. But if there is a function for
+        # single tensors (`avg_fn`), torch uses that one, so torch's default is set here.
+        if module.avg_fn is None:
+            module.avg_fn = get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return
 
     def average_separately(

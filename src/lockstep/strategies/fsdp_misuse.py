@@ -24,10 +24,10 @@ from lockstep.wording import describe_type, join_first
 def check_parameters(module: nn.Module) -> None:
     """Raises UsageError if a parameter cannot be sharded."""
     for name, parameter in module.named_parameters():
-        problem = _problem_with(parameter)
-        if problem is not None:
-            found, advice = problem
-            raise UsageError(f"world.prepare of the parameter {name!r}", found, advice)
+        reason_and_advice = _why_not_sharded(parameter)
+        if reason_and_advice is not None:
+            reason, advice = reason_and_advice
+            raise UsageError(f"world.prepare of the parameter {name!r}", reason, advice)
 
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -40,7 +40,7 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
-def _problem_with(parameter: nn.Parameter) -> tuple[str, str] | None:
+def _why_not_sharded(parameter: nn.Parameter) -> tuple[str, str] | None:
     """Returns why a parameter cannot be sharded and what to do about it, or None."""
     if isinstance(parameter, DTensor):
         return "is sharded already", "give a plain module to world.prepare, once"

@@ -101,12 +101,13 @@ class ShardedModule(Extension):
         self._step_key: StepKey | None = None
         """Identifies the optimizer step that the latest forward or backward pass belonged to."""
         self._averages_gradients = True
-        """True if torch is set to average gradients in the next backward pass."""
+        """What torch is set to: True if it averages gradients in the next backward pass."""
         self._frees_after_backward = True
-        """True if torch is set to free gathered parameters after the next backward pass."""
-        self._late_gradients: list[RemovableHandle] = []
-        """Handles of hooks that convert the gradients of parameters which only the last micro-batch
-        uses."""
+        """What torch is set to: True if it frees gathered parameters after the next backward pass.
+
+        Always True without `keep_gathered`. With it, True in the last micro-batch only."""
+        self._late_gradient_hooks: list[RemovableHandle] = []
+        """Hooks that convert the gradients of parameters which only the last micro-batch uses."""
         self._is_double_backward = False
         """True if units stay gathered because a backward pass will itself be differentiated."""
         self._forward_is_running = False
@@ -130,60 +131,78 @@ class ShardedModule(Extension):
         if isinstance(weighted_loss, DTensor):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
 
-        self._follow_micro_batch()
+        self._set_torch_for_micro_batch()
         if self._unused is not None:
             self._unused.before_backward()
 
-        # A *late* gradient is that of a parameter which only the last micro-batch uses. It is in
-        # half precision, while the gradients of earlier micro-batches are in fp32. Torch cannot
-        # send both in one message, so late gradients are converted. A parameter that is never used
-        # sends zeros under `find_unused_parameters`.
-        if self._half_dtype is not None and micro_batch.last and not micro_batch.first:
-            for unit in self._units:
-                self._late_gradients += torch_compat.accumulate_late_gradients(
-                    unit, zeros_if_unused=self._unused is not None
-                )
+        is_last_of_several = micro_batch.last and not micro_batch.first
+        if self._half_dtype is not None and is_last_of_several:
+            self._convert_late_gradients()
+
+    def _convert_late_gradients(self) -> None:
+        """Makes the backward pass of the last micro-batch give all gradients of a unit one dtype.
+
+        Torch has converted the gradients of earlier micro-batches from half precision to fp32, and
+        sends all gradients of a unit in one message. A parameter that only the last micro-batch
+        uses would get a *late* gradient, in half precision, which does not fit into that message.
+        So this method registers a hook on each parameter that no micro-batch has used yet. The hook
+        converts the late gradient during the backward pass; `backward_ended` removes it. A
+        parameter that is never used sends zeros under `find_unused_parameters`.
+        """
+        for unit in self._units:
+            self._late_gradient_hooks += torch_compat.accumulate_late_gradients(
+                unit, zeros_if_unused=self._unused is not None
+            )
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Frees gathered units, and removes the gradients of parameters that no rank has used."""
         self._end_double_backward()
-        for hook in self._late_gradients:
+        for hook in self._late_gradient_hooks:
             hook.remove()
-        self._late_gradients = []
+        self._late_gradient_hooks = []
         if self._unused is not None and self._averages_gradients:
             self._unused.end_round()
 
-    def _follow_micro_batch(self) -> None:
-        """Sets torch to what the current micro-batch needs.
+    def _set_torch_for_micro_batch(self) -> None:
+        """Sets whether torch frees parameters and averages gradients in the current micro-batch.
 
-        Torch's settings are only changed where necessary, because each change visits all units.
+        Called before each forward and backward pass with gradients.
         """
         step = self._run.step
-        if self._step_key != step.key:  # another optimizer step begins
-            self._step_key = step.key
+        micro_batch = step.micro_batch
+        another_step_begins = self._step_key != step.key
+        self._step_key = step.key
 
-            # If torch is not set to average, the previous step stopped before its last micro-batch.
-            previous_step_was_left = not self._averages_gradients
-            if previous_step_was_left:
-                self._drop_unfinished_gradients()
+        # Torch averages in the last micro-batch of a global batch. If it is still set not to
+        # average, the loop has left the previous global batch before that.
+        if another_step_begins and not self._averages_gradients:
+            self._drop_unfinished_gradients()
 
         # If parameters stay gathered between micro-batches, the last one frees them.
-        is_last = step.micro_batch.last
-        if self._keep_gathered and is_last is not self._frees_after_backward:
-            self._frees_after_backward = is_last
-            self._root.set_reshard_after_backward(is_last)
+        if self._keep_gathered:
+            self._set_frees_after_backward(micro_batch.last)
 
         # With virtual ranks, the gradients of each virtual rank are collected at its end.
-        averages_gradients = is_last or step.micro_batch.virtual_rank_ends
-        if averages_gradients is self._averages_gradients:
+        self._set_averages_gradients(micro_batch.last or micro_batch.virtual_rank_ends)
+
+    def _set_frees_after_backward(self, frees: bool) -> None:
+        """Sets whether torch frees gathered parameters after the next backward pass."""
+        if frees != self._frees_after_backward:  # a change takes time, because it visits all units
+            self._frees_after_backward = frees
+            self._root.set_reshard_after_backward(frees)
+
+    def _set_averages_gradients(self, averages: bool) -> None:
+        """Sets whether torch averages gradients over the ranks in the next backward pass.
+
+        With `accumulate_shards`, it averages in every backward pass, as it does by default.
+        """
+        if averages == self._averages_gradients:  # a change takes time, because it visits all units
             return
 
-        self._averages_gradients = averages_gradients
-        self._root.set_is_last_backward(averages_gradients)
-
-        # With `accumulate_shards`, torch averages in every micro-batch, as it does by default.
+        self._averages_gradients = averages
+        self._root.set_is_last_backward(averages)
         if not self._accumulate_shards:
-            self._root.set_requires_gradient_sync(averages_gradients)
+            self._root.set_requires_gradient_sync(averages)
 
     def _drop_unfinished_gradients(self) -> None:
         """Drops the gradients of a global batch that the loop left before its last micro-batch."""
@@ -208,19 +227,19 @@ class ShardedModule(Extension):
 
         self._is_double_backward = False
 
-        # Restore the settings that `begin_double_backward` has changed: first whether units are
-        # freed after a backward pass (in the last micro-batch, or always without
-        # `_keep_gathered`), then whether they are freed after a forward pass.
-        frees_after_backward = self._frees_after_backward
-        self._root.set_reshard_after_backward(frees_after_backward)
+        # `begin_double_backward` has set torch to free nothing. Restore whether units are freed
+        # after a backward pass.
+        self._root.set_reshard_after_backward(self._frees_after_backward)
+
+        # Restore that units are freed after a forward pass. The root, which is the last unit, is
+        # left out: torch keeps its parameters because the backward pass begins with them.
         if not self._keep_gathered:
-            # The last unit, which is the root, is left out: torch keeps its parameters after the
-            # forward pass because the backward pass begins with them.
-            for unit in self._units[:-1]:
+            *inner_units, _ = self._units
+            for unit in inner_units:
                 unit.set_reshard_after_forward(True, recurse=False)
 
-        # Free what has stayed gathered during the double backward pass.
-        if frees_after_backward:
+        # Free the units that this backward pass would have freed.
+        if self._frees_after_backward:
             self._reshard()
 
     def _reshard(self) -> None:
@@ -257,6 +276,8 @@ class ShardedModule(Extension):
         if self._unused is not None:
             self._unused.before_step()
 
+        # Look for changed shards in some of the first steps, and then at regular intervals.
+        # `number` counts finished steps.
         if check_due(self._run.step.number + 1):
             self._refuse_autograd_gradients()
             self._check_shards()
@@ -270,8 +291,8 @@ class ShardedModule(Extension):
         ids_with_accumulated_gradient: set[int] = set()
         if self._half_dtype is not None:
             for unit in self._units:
-                accumulated = torch_compat.with_accumulated_gradients(unit)
-                ids_with_accumulated_gradient.update(map(id, accumulated))
+                parameters = torch_compat.parameters_with_accumulated_gradient(unit)
+                ids_with_accumulated_gradient.update(map(id, parameters))
 
         names: list[str] = []
         for name, parameter in self.whole_parameters.items():
@@ -315,6 +336,7 @@ class ShardedModule(Extension):
         # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
 
+        # A tensor returns the same storage object at each call, as long as the object is alive.
         replaced: list[str] = []
         for name, shard in self._shards.items():
             if shard.untyped_storage() is not self._storages[name]:
@@ -346,6 +368,9 @@ class ShardedModule(Extension):
 
     def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Replaces `nn.Module._apply`, which `module.to(...)` and similar methods call.
+
+        A call that changes nothing is allowed, such as `model.to(device)` on that device. So each
+        tensor is converted, to see whether the result is another tensor.
 
         Raises:
             UsageError: the method would change a tensor of the model.
@@ -396,7 +421,10 @@ class ShardedModule(Extension):
 
     @torch_compat.outside_compiled_code
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Sets torch to what the current micro-batch needs, before the model's forward pass.
+        """Prepares for a forward pass of the model, and rejects one that cannot work.
+
+        Before a forward pass with gradients, torch is set to what the current micro-batch needs:
+        whether it frees parameters and averages gradients.
 
         Raises:
             UsageError: the model cannot run, because the run has ended or a forward pass has
@@ -412,12 +440,14 @@ class ShardedModule(Extension):
         self._run.collectives.check_not_in_main_process_first("a forward pass of a sharded model")
         self._check_failed()
         if torch.is_grad_enabled():
-            self._follow_micro_batch()
+            self._set_torch_for_micro_batch()
+
+            # With `find_unused_parameters`: a forward pass has run since the latest step.
             if self._unused is not None:
                 self._unused.before_forward()
 
-            # If units have stayed gathered since an earlier micro-batch, the user may have frozen
-            # the whole parameters in the meantime.
+            # With `keep_gathered`, the parameters in the model have been the whole ones since an
+            # earlier micro-batch. If the user has frozen some, the shards are frozen, too.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards_like_parameters()
 
@@ -426,16 +456,17 @@ class ShardedModule(Extension):
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Frees parameters after an evaluation, and resets torch after an error."""
+        # Torch also calls this hook if the forward pass raised an error, then without an output,
+        # and even if `_before_forward` raised the error. In that case the forward pass has not
+        # begun, and there is nothing to reset.
         has_begun = self._forward_is_running
         self._forward_is_running = False
-
-        # Torch also calls this hook if the forward pass raised an error, then without an output.
         error = sys.exception() if output is None else None
+
         if error is None:
             self._free_after_evaluation()
         elif has_begun:
             self._handle_forward_error(error)
-        # Otherwise `_before_forward` has raised the error, so there is nothing to reset.
 
     def _free_after_evaluation(self) -> None:
         """Frees the parameters that torch keeps after a forward pass, if it was an evaluation.
@@ -455,20 +486,22 @@ class ShardedModule(Extension):
         if self._half_dtype is not None:
             note_mixed_dtypes(error, self._half_dtype)
 
-        # Without a reset torch would behave as if this forward pass were still running.
+        # Without a reset torch would behave as if this forward pass were still running. Older
+        # versions of torch have no reset, so the model cannot be used any more (`_check_failed`).
         reset = getattr(self._root, "reset_iter_state", None)
-        if reset is None:
-            self._has_failed = True
-        else:
+        if reset is not None:
             reset()
+        else:
+            self._has_failed = True
 
 
 def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     """Returns the whole parameters, which torch puts into the modules while they run, by name.
 
-    Torch creates them when a unit is gathered for the first time. Later it keeps the objects and
-    only frees their memory. Each unit is gathered here because parameters that are created in a
-    forward pass under `torch.inference_mode()` could never be trained.
+    Torch creates them when a unit is gathered (`unshard`) for the first time. Later it keeps the
+    objects and only frees their memory. Usually the first forward pass gathers a unit. But if that
+    were an evaluation under `torch.inference_mode()`, the parameters would be inference tensors,
+    which can never be trained. So each unit is gathered here.
     """
     whole_parameters: dict[str, nn.Parameter] = {}
     unit: Any

@@ -55,17 +55,20 @@ class UnitOutputs:
     def before_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Adds hidden tensors to the output, so that torch finds all that may bring gradients.
 
-        It is registered before torch's own forward hook. Outputs that are views are replaced by
-        tensors that share their memory but are no views. Otherwise an in-place operation on a view
-        would drop torch's hooks, of which torch warns. Each tensor also gets a gradient hook that
+        Torch's own forward hook runs after this one, and searches the output for tensors. Then
+        `after_torch` removes the hidden tensors again. Each tensor also gets a gradient hook that
         notices a backward pass with `create_graph=True`.
 
         Returns:
-            The pair `(output, hidden tensors)`; or only the output, if gradients are disabled.
+            The pair `(output, hidden tensors)`, in which torch finds both; or only the output, if
+            gradients are disabled.
         """
         if not torch.is_grad_enabled():
             return output
 
+        # Torch's hook registers gradient hooks on the tensors. An in-place operation of the user on
+        # a view would drop them, of which torch warns. So each view is replaced by a tensor that
+        # shares its memory but is no view.
         leaves, structure = torch_compat.pytree.tree_flatten(output)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
@@ -88,7 +91,9 @@ class UnitOutputs:
         """Returns the tensors inside objects of the output and those in attributes of modules.
 
         A tensor in an attribute is returned only once, even if it stays there for several forward
-        passes. An attribute of the tensor records that it was returned.
+        passes. An attribute of the tensor records that it was returned: a set with the `id` of this
+        object. The set may have several ids: each unit has an object like this one, and a tensor
+        may be in attributes of modules of several units.
 
         Args:
             leaves: the values in the containers of the output.

@@ -64,9 +64,10 @@ class UnusedParameters:
             self.end_round()
 
     def end_round(self) -> None:
-        """Removes the gradients of parameters that no rank has used.
+        """Ends a *round*, the backward passes of one global batch.
 
-        All ranks call this together, after the gradients have been averaged.
+        Removes the gradients of parameters that no rank has used in the round. All ranks call this
+        together, after the gradients have been averaged.
         """
         used = torch.tensor(self._used_here, dtype=torch.uint8)
         routing.all_reduce(used, dist.ReduceOp.MAX)
@@ -78,8 +79,9 @@ class UnusedParameters:
             # The round has either created a gradient of zeros, which is removed, or added zeros to
             # a gradient of an earlier round, which is kept. In the second case the gradient is
             # still the same tensor as before the round.
-            reference = self._gradients_before[index]
-            is_of_earlier_round = reference is not None and reference() is shard.grad
+            weak_reference = self._gradients_before[index]
+            gradient_before = None if weak_reference is None else weak_reference()
+            is_of_earlier_round = gradient_before is not None and gradient_before is shard.grad
             if not is_of_earlier_round:
                 shard.grad = None
 

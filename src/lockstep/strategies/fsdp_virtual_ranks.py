@@ -150,7 +150,10 @@ class TreeReduceScatter:
         for shard in parameters:
             num_rows = ceil_div(shard.shape[0], self._num_shards)
             lengths.append(num_rows * math.prod(shard.shape[1:]))
-        if sum(lengths) * self._num_shards != len(flat):
+
+        # The gradient of a unit is shorter if some parameters were not used.
+        has_all_parameters = len(flat) == sum(lengths) * self._num_shards
+        if not has_all_parameters:
             return None
         return torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
 
@@ -166,8 +169,8 @@ class TreeReduceScatter:
                 contains.
         """
         parameters = self._trained_shards()
-        rows_of_parameters = self._split_by_parameter(flat, parameters)
-        if rows_of_parameters is None:
+        parts = self._split_by_parameter(flat, parameters)
+        if parts is None:
             raise UsageError(
                 "hashes of gradients under fsdp, with parameters that are not used",
                 "the gradient of a unit does not have all of its parameters, and torch does not "
@@ -177,9 +180,11 @@ class TreeReduceScatter:
             )
 
         gradients: list[Tensor] = []
-        for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
-            # Rows are divided over the shards in order, so the padding is at the end.
-            without_padding = rows.reshape(-1)[: parameter.numel()]
+        for parameter, part in zip(parameters, parts, strict=True):
+            # `part` has a row for each shard: the first rows of the parameter, then the next ones,
+            # and so on. Only the last shards have fewer rows than others, so the zeros that pad
+            # them are at the end.
+            without_padding = part.reshape(-1)[: parameter.numel()]
             gradients.append(without_padding.view(parameter.shape))
 
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
@@ -220,11 +225,15 @@ class TreeReduceScatter:
         Raises:
             UsageError: virtual ranks have used different parameters.
         """
-        assert micro_batch.virtual_rank is not None
+        virtual_rank = micro_batch.virtual_rank
+        assert virtual_rank is not None
         sums = self._tree.sums(micro_batch.global_samples)
-        index_of_leaf = sums.leaves.index(micro_batch.virtual_rank.number)  # on this process
-        while self._num_pushed < index_of_leaf:
-            self._push_leaf(torch.zeros_like(gradient), sums.merges)
+
+        # The virtual ranks of this process are pushed in order. For example, this is the third of
+        # them and only one was pushed before, so zeros are pushed for the second.
+        num_before = sums.leaves.index(virtual_rank.number)
+        for _ in range(self._num_pushed, num_before):
+            self._push_next(torch.zeros_like(gradient), sums.merges)
 
         if self._partial_sums and len(self._partial_sums[-1]) != len(gradient):
             raise UsageError(
@@ -234,16 +243,20 @@ class TreeReduceScatter:
                 "use all parameters for every sample, or leave virtual_ranks out",
             )
 
-        self._push_leaf(gradient, sums.merges)
+        self._push_next(gradient, sums.merges)
 
-    def _push_leaf(self, gradient: Tensor, merges: Sequence[int]) -> None:
-        """Pushes a gradient onto the stack, and merges the topmost partial sums as the tree says.
+    def _push_next(self, gradient: Tensor, merges: Sequence[int]) -> None:
+        """Pushes the gradient of the next virtual rank of this process, and counts it.
+
+        Then adds up the topmost partial sums on the stack, as often as the tree says.
 
         Args:
-            gradient: the gradient of a virtual rank.
-            merges: for each virtual rank of this process, the number of merges after its gradient.
+            gradient: the gradient of the virtual rank.
+            merges: for each virtual rank of this process, how many such additions (merges) follow
+                when its gradient was pushed.
         """
-        push(self._partial_sums, gradient, merges[self._num_pushed], Tensor.add_)
+        num_merges = merges[self._num_pushed]
+        push(self._partial_sums, gradient, num_merges, Tensor.add_)
         self._num_pushed += 1
 
 

@@ -114,8 +114,9 @@ class _PlaceholderHooks:
         """Whether this rank has samples, shared by all modules of the run; None in a copy."""
         self._placeholder_sample = Placeholder(())
         """The sample that the latest forward pass without samples got."""
-        self._entered_contexts: list[AbstractContextManager[None]] = []
-        """The contexts of the running forward passes, which may be nested."""
+        self._side_effect_guards: list[AbstractContextManager[None]] = []
+        """The contexts that `before` has entered to prevent side effects, and that `after` exits;
+        one for each running forward pass, because they may be nested."""
 
     def __reduce__(self) -> tuple[type[_PlaceholderHooks], tuple[()]]:
         """Makes copies and pickles contain hooks that do nothing."""
@@ -131,7 +132,9 @@ class _PlaceholderHooks:
         Returns:
             The new positional and keyword arguments, or None to leave them unchanged.
         """
-        if self._run_state is None:  # the module is a copy
+        # A copy of the module (`copy.deepcopy`, pickle) gets hooks without the state of the run,
+        # because the run does not prepare the copy.
+        if self._run_state is None:
             return None
         if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
@@ -144,24 +147,36 @@ class _PlaceholderHooks:
         new_args, new_kwargs = self._placeholder_sample.add_to((args, kwargs))
 
         # A `with` statement cannot span two hooks, so `after` exits this context.
-        context = _without_side_effects(module)
-        context.__enter__()
-        self._entered_contexts.append(context)
+        guard = _without_side_effects(module)
+        guard.__enter__()
+        self._side_effect_guards.append(guard)
 
         sync_batchnorm.thread_state.computes_placeholder = True
         if torch.is_grad_enabled():
+            # A backward pass may follow, in which SyncBatchNorm must know of the placeholder.
             self._run_state.was_computed = True
 
         return new_args, new_kwargs
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Removes the placeholder's row from the output; returns None if there is none."""
-        if not self._entered_contexts:  # `before` has added no row
+        """Removes the placeholder's row from the output, and undoes what `before` has set up.
+
+        `before` has told SyncBatchNorm about the placeholder, and has entered a context that
+        prevents side effects of the forward pass. A `with` statement cannot span two hooks, so the
+        context is exited here.
+
+        Returns:
+            The output without the row; None, which leaves it unchanged, if `before` added no row.
+        """
+        row_was_added = bool(self._side_effect_guards)
+        if not row_was_added:
             return None
 
         sync_batchnorm.thread_state.computes_placeholder = False
-        self._entered_contexts.pop().__exit__(None, None, None)
+        guard = self._side_effect_guards.pop()
+        guard.__exit__(None, None, None)
+
         return map_tensors(
             output, lambda tensor: mark_no_rows(self._placeholder_sample.cut_off(tensor))
         )
@@ -171,8 +186,12 @@ class _PlaceholderHooks:
 def _without_side_effects(module: nn.Module) -> Iterator[None]:
     """A context for a forward pass that must not change buffers and random streams.
 
-    Normalisation layers compute as in evaluation, except for SyncBatchNorm: all ranks compute its
-    statistics together, and it ignores placeholders by itself.
+    Normalisation layers compute as in evaluation, because in training a batch of one sample may be
+    an error. SyncBatchNorm is an exception: all ranks compute its statistics together, and it
+    ignores placeholders by itself.
+
+    At the end, all other buffers that the forward pass has changed are restored. The model may have
+    buffers besides those of normalisation layers, such as a counter of its calls.
     """
     normalisation_layers: list[nn.Module] = []
     synchronised_ids: set[int] = set()

@@ -64,11 +64,12 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
         received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
 
         for tensor, as_bytes in zip(bucket, received, strict=True):
+            # A message of a single contiguous tensor is the memory of that tensor.
             if as_bytes.data_ptr() == tensor.data_ptr():
-                continue  # the bytes were received directly into the memory of the tensor
+                continue
 
-            # In the message, a tensor may begin at any byte. Reading numbers of several bytes takes
-            # an address that is a multiple of their size, which a clone has.
+            # The bytes of a tensor may begin anywhere in the message, for example at byte 3. To be
+            # viewed as fp32, they must begin at a multiple of 4, so they are cloned.
             tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
 
 
@@ -125,9 +126,9 @@ def _extreme_over_ranks(
     # The smallest norm is found as the maximum of the negated norms.
     sign = math.copysign(1.0, norm_type)
 
-    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced by 0
-    # (and infinities, which `nan_to_num` would replace too, are kept), and a second maximum shows
-    # whether any rank had NaN.
+    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced by 0,
+    # and a second maximum shows whether any rank had NaN. By default `nan_to_num` would also
+    # replace infinities, which are kept here.
     number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
     maxima = torch.stack([number, local_norm.isnan().double()])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -151,7 +152,7 @@ def norm_over_ranks(
 
     Args:
         local_tensors: the tensors of this rank, possibly none.
-        norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`.
+        norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`, except for 0.
         device: the device of the result, supported by the backend of the group.
         group: the ranks that hold the tensors; None for all ranks.
         copies: the number of ranks that hold the same tensors.
@@ -165,8 +166,9 @@ def norm_over_ranks(
         result_dtype = torch.promote_types(result_dtype, dtype)
 
     # torch refuses to take the maximum of an empty tensor. A rank without elements contributes a
-    # number that changes no other rank's: infinity where the smallest norm is wanted (-inf), or
-    # where norms are raised to a negative power, and else 0.
+    # norm that changes nothing. For a positive norm type that is 0: it adds 0 to the sum of powers,
+    # and is never the largest. For a negative one it is infinity: its power is 0 (inf ** -2 == 0),
+    # and for -inf it is never the smallest.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         local_norm = torch.nn.utils.get_total_norm(filled, norm_type)

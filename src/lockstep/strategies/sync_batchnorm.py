@@ -141,7 +141,9 @@ class SyncBatchNorm(BatchNorm):
         # In an evaluation some ranks may have fewer batches than others, so that not all of them
         # run this layer, which would wait for them forever.
         if not torch.is_grad_enabled():
-            reason = blocked_reason()  # None if all ranks run this forward pass
+            # Collectives are blocked while some ranks may not run the same forward passes. This is
+            # the reason, or None if all ranks run this one.
+            reason = blocked_reason()
             if reason is not None:
                 raise UsageError(
                     "a model in training mode in an evaluation loop",
@@ -202,10 +204,12 @@ class SyncBatchNorm(BatchNorm):
         row = fused_batchnorm.make_row(x.detach(), self.eps, has_samples=not x_is_placeholder)
         rows = _gather_rows(row, group)
         counts = rows[:, -1]
+
+        # Looks at `x` first, because reading the sum of the counts would wait for the GPU.
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
-        mean, invstd = self._combine_and_track(rows)
+        mean, invstd = self._combine_and_update_running_stats(rows)
         output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
             x,
             self.weight,
@@ -218,7 +222,7 @@ class SyncBatchNorm(BatchNorm):
         )
         return output
 
-    def _combine_and_track(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _combine_and_update_running_stats(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Combines the statistics of all ranks, and updates the running statistics.
 
         Args:
@@ -234,7 +238,8 @@ class SyncBatchNorm(BatchNorm):
 
         # The usual case: one kernel combines the rows and updates the running statistics. It can do
         # so if they have the dtype of the rows, and if the weight of this batch (the momentum) is
-        # known on the host. Without momentum, the weight depends on a number on the device.
+        # known on the host. Without momentum, the weight is 1 / `num_batches_tracked`, which is on
+        # the device.
         if self.track_running_stats and momentum is not None:
             if running_mean is not None and running_mean.dtype == rows.dtype:
                 if self.num_batches_tracked is not None:
@@ -388,6 +393,10 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     Args:
         x: the input on this rank. It does not count if it is a placeholder sample.
         group: the ranks.
+
+    Returns:
+        The moments. They come with this rank's input minus its own mean (`centred`), from which the
+        normalised output is computed later; None if this rank has no values that count.
     """
     channels = x.shape[1]
     centred = None
@@ -442,10 +451,10 @@ def sum_over_ranks(
     if tree_sums is None:
         routing.all_reduce(totals, group=group)
     else:
-        # The only partial sum of this rank is overwritten by the sum over all ranks.
+        # This rank contributes one flat tensor. It is the input and also the output of the sum:
+        # `wait` overwrites it with the sum over all ranks.
         flat = totals.view(-1)
-        partial_sums = [flat]
-        wait = tree_sums.start(partial_sums, flat, scale=1.0)
+        wait = tree_sums.start([flat], total=flat, scale=1.0)
         wait()
 
     return totals.to(sums.device)
@@ -461,14 +470,19 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
     deviations = x - per_channel(centre, x)
 
-    # This function returns the sums of dy and of dy * (x - mean) * invstd, of shape (C,). With the
-    # deviations d in the place of dy and x, mean 0 and invstd 1, these are the sums of d and d * d.
+    # `_sum_and_sum_of_products(dy, x, mean, invstd)` returns, per channel, the sum of dy and the
+    # sum of dy * (x - mean) * invstd. Here dy and x are the deviations d, mean is 0 and invstd is
+    # 1, which gives the sum of d and the sum of d * d.
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
-        deviations, deviations, mean=torch.zeros_like(centre), invstd=torch.ones_like(centre)
+        dy=deviations,
+        x=deviations,
+        mean=torch.zeros_like(centre),
+        invstd=torch.ones_like(centre),
     )
 
-    # `centre` is the rounded mean, so the deviations do not add up to exactly 0. Their sum is used
-    # to correct the mean. For the squares, the correction would be of second order.
+    # Rounding makes `centre` differ from the mean by a small error e, so the deviations add up to
+    # count * e instead of 0. The mean is corrected by e. The sum of squares would be corrected by
+    # count * e * e, which is too small to matter.
     mean = centre + sum_of_deviations.double() / count
     return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
 
@@ -482,9 +496,9 @@ def _sum_and_sum_of_products(
     pass computes only these two, in one pass, if the gradient of `x` is not requested.
     """
     weight = invstd  # not used for these two, except that the kernel asks for its dtype
+    train = True  # makes the kernel use `mean` and `invstd`, not the running statistics
     running_mean = None
     running_var = None
-    train = True
     eps = 0.0  # not used: `invstd` is given
     gradients_wanted = [False, True, True]  # of x, weight and bias
     _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
@@ -526,22 +540,26 @@ class _Normalize(torch.autograd.Function):
         ctx.eps = eps
         ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = thread_state.computes_placeholder
+
+        # Case 1: this rank has no samples. Its backward pass still takes part in the sums.
         if not x.numel():
             return torch.empty_like(x)
 
+        # Case 2: this rank has a placeholder sample, of which no moments were computed. So there
+        # are no deviations to start from, and torch's kernel computes everything.
         if moments.centred is None:
-            # There are no deviations of a placeholder, so torch's kernel computes everything.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
 
-        # output = (x - mean) * scale + bias, with scale = invstd * weight. The deviations are from
-        # this rank's mean, not from the global one: x - mean = deviations + (centre - mean). So
-        #   output = deviations * scale + shift, with shift = (centre - mean) * scale + bias.
-        # `scale` and `shift` are (C,).
+        # Case 3: the deviations from this rank's mean (`centre`) were computed for the moments.
+        # The global mean differs: x - mean = deviations + (centre - mean). With scale = invstd *
+        # weight,
+        #   output = (x - mean) * scale + bias
+        #          = deviations * scale + shift, where shift = (centre - mean) * scale + bias.
         centre, deviations = moments.centred
-        scale = invstd if weight is None else invstd * weight
-        shift = (centre - moments.mean) * scale
+        scale = invstd if weight is None else invstd * weight  # (C,)
+        shift = (centre - moments.mean) * scale  # (C,)
         if bias is not None:
             shift += bias
 
@@ -616,7 +634,8 @@ def _scaled_sum(
     if not x.numel():
         return torch.zeros_like(x)
 
-    # torch's forward kernel computes xhat * weight + bias, for any two vectors in these places.
+    # torch's forward kernel computes xhat * weight + bias. Its weight and bias may be any vectors;
+    # here they are the factor and the constant.
     result = F.batch_norm(
         x, mean, variance, weight=factor_of_xhat, bias=constant, training=False, eps=eps
     )
@@ -688,6 +707,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     converted: dict[str, Any] = {}
     left_alone: list[str] = []
     for name, layer in module.named_modules():
+        # `BatchNorm` is the base class of all BatchNorm layers of torch, nn.SyncBatchNorm as well.
         if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
 
@@ -705,7 +725,8 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
     # Done at the end, so that nothing is changed if an error is raised above.
     for layer in converted.values():
-        # A torch SyncBatchNorm has a process group already, other layers have none.
+        # A torch SyncBatchNorm has a process group already, as an attribute of the object. Other
+        # layers have no such attribute.
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
 
@@ -722,8 +743,9 @@ def forget_tree_sums(module: nn.Module) -> None:
 def is_plain(layer: nn.Module) -> bool:
     """Returns True if replacing the layer's forward loses no code of the user.
 
-    This holds for torch's classes, and for subclasses that only define special methods such as
-    `__init__`. A subclass with any other method or attribute may compute something else.
+    This holds for torch's classes, and for subclasses that only define names with two leading
+    underscores, such as `__init__` and `__module__`. A subclass with any other method or attribute
+    may compute something else.
     """
     if "forward" in vars(layer):  # set on the object
         return False

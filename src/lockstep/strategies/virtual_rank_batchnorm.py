@@ -41,8 +41,8 @@ def is_synchronised(module: nn.Module, run: Run) -> bool:
 def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> list[Choice]:
     """Makes BatchNorm layers take their statistics from the samples of all virtual ranks.
 
-    In their layers, sums over virtual ranks are then added up in the order of the tree that also
-    adds up gradients.
+    A converted layer sums over the virtual ranks in a fixed order, that of the binary tree in which
+    gradients are summed. So its statistics have the same bits on any number of machines.
 
     Args:
         module: a module for which `is_synchronised` is True.
@@ -78,14 +78,14 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
         if isinstance(layer, SyncBatchNorm):
             layer.tree_sums = tree_sums
             num_synchronised += 1
-        elif isinstance(layer, BatchNorm):
+        elif isinstance(layer, BatchNorm):  # not converted
             num_others += 1
 
     reason = f"statistics of {statistics_of}, added up in the tree of virtual ranks"
     choices = [Choice("batchnorm", f"{num_synchronised} synchronised", reason)]
     if num_others:
         reason = "not a SyncBatchNorm"
-        if run.settings.synchronises_batchnorm:
+        if run.settings.synchronises_batchnorm:  # `convert` leaves layers with own code alone
             reason = "they have a forward of their own"
         choices.append(Choice("batchnorm", f"{num_others} per virtual rank", reason))
 
@@ -95,8 +95,8 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
 def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     """Raises SettingError if BatchNorm layers cannot take statistics from all virtual ranks.
 
-    All virtual ranks must run at the same time, one in each process, and each layer must add up
-    over all of them.
+    All virtual ranks must run at the same time, one in each process. Each layer must sum over all
+    of them, because the order of the sum is a fixed binary tree with one leaf per virtual rank.
 
     Args:
         module: the user's module.

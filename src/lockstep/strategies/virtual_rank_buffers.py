@@ -116,17 +116,23 @@ class VirtualRankBuffers(Extension):
         self._at_beginning: dict[str, _Copy] = {}
         """Copies of the buffers from the beginning of the present global batch, by name."""
         self._partial_sums: list[list[Tensor]] = []
-        """A stack of partial sums of the averaged buffers, over virtual ranks of this process. A
-        partial sum has a flat tensor for each dtype."""
+        """A stack of partial sums of the averaged buffers, over virtual ranks of this process.
+
+        A partial sum is a list with one flat tensor for each dtype of the averaged buffers. See
+        `_flatten_results` for what such a tensor contains."""
         self._values_of_first: dict[str, Tensor] = {}
         """The buffers that are neither averaged nor counters nor synchronised, as virtual rank 0
         has left them, by name. Empty if another process computes virtual rank 0."""
-        self._previous: MicroBatch | None = None
-        """The first micro-batch of the virtual rank that runs now; None before the first one."""
+        self._latest_virtual_rank: MicroBatch | None = None
+        """The first micro-batch of the virtual rank that was begun last, in the place of that
+        virtual rank; None before the first one."""
         self._combined_in: StepKey | None = None
         """The optimizer step after which the buffers were combined."""
-        self._in_global_batch = False
-        """True from the beginning of a global batch until the buffers are combined."""
+        self._must_combine = False
+        """True from the beginning of a global batch until an optimizer step combines the buffers.
+
+        Until then, they are those of a single virtual rank. Always False if no optimizer trains the
+        module."""
         self._present_values: dict[str, Tensor] = {}
         """While a checkpoint is being saved: the present buffers, by name."""
 
@@ -153,26 +159,28 @@ class VirtualRankBuffers(Extension):
         if not self._buffer_owners or not micro_batch.virtual_rank_begins:
             return
 
-        previous = self._previous
-        self._previous = micro_batch
+        finished_virtual_rank = self._latest_virtual_rank
+        self._latest_virtual_rank = micro_batch
 
-        # A later virtual rank of the same global batch begins.
-        if previous is not None and not micro_batch.first:
-            self._store_results_of(previous)
-            self._restore_buffers(keep_synchronised=True)
-            return
-
-        # A new global batch begins. If the optimizer has not stepped for the previous one, the
-        # buffers still have the values of its last virtual rank.
-        if self._in_global_batch:
+        if finished_virtual_rank is None or micro_batch.first:
+            self._begin_global_batch()
+        else:
+            self._store_results_of(finished_virtual_rank)
             self._restore_buffers(keep_synchronised=True)
 
-        # The optimizer's step ends a global batch. Buffers of a module without an optimizer are
-        # never combined, so that module is never inside a global batch.
-        self._in_global_batch = self._has_optimizer
+    def _begin_global_batch(self) -> None:
+        """Copies the initial buffers of a global batch, and drops what is left of the previous one.
+
+        If no optimizer has stepped after the previous global batch, its results are not combined.
+        The buffers then still have the values of its last virtual rank, and are restored first.
+        """
+        if self._must_combine:
+            self._restore_buffers(keep_synchronised=True)
+
         self._partial_sums.clear()
         self._values_of_first.clear()
         self._copy_buffers()
+        self._must_combine = self._has_optimizer
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Combines the buffers of all virtual ranks, after the step of the first optimizer."""
@@ -181,15 +189,19 @@ class VirtualRankBuffers(Extension):
             return
         if not self._buffer_owners:
             return
-        if self._combined_in == self._step.key or self._previous is None:
-            return  # another optimizer has already stepped, or no virtual rank has begun
+
+        last_virtual_rank = self._latest_virtual_rank
+        if last_virtual_rank is None:  # no virtual rank has begun
+            return
+        if self._combined_in == self._step.key:  # at the step of another optimizer
+            return
 
         self._combined_in = self._step.key
-        self._in_global_batch = False
-        self._store_results_of(self._previous)
+        self._must_combine = False
+        self._store_results_of(last_virtual_rank)
 
-        # Buffers of SyncBatchNorm have the values of the global batch already. All others begin
-        # with their initial values, because counters are added to.
+        # Go back to the initial values, to which the increments of the counters are added below.
+        # Buffers of SyncBatchNorm are left alone: they have the values of the global batch already.
         self._restore_buffers(keep_synchronised=True)
 
         # Averaged buffers get the mean over virtual ranks, and counters the increment of virtual
@@ -207,8 +219,8 @@ class VirtualRankBuffers(Extension):
 
     def clear_gradients(self) -> None:
         """Restores the initial buffers when the loop has left a global batch early."""
-        if self._in_global_batch:
-            self._in_global_batch = False
+        if self._must_combine:
+            self._must_combine = False
             self._restore_buffers()
 
     def saving_begins(self) -> None:
@@ -216,7 +228,7 @@ class VirtualRankBuffers(Extension):
 
         A resumed run begins this global batch again.
         """
-        if not self._in_global_batch:
+        if not self._must_combine:
             return
         for name, buffer in self._changed_buffers().items():
             self._present_values[name] = buffer.clone()
@@ -303,8 +315,8 @@ class VirtualRankBuffers(Extension):
         initial_values = {name: self._at_beginning[name].values for name in restored}
         copy_to_each(list(restored.values()), list(initial_values.values()))
 
-        # Restoring a buffer writes to it. The new write counts are stored, so that a restored
-        # buffer does not look like a changed one.
+        # Restoring a buffer is a write to it, which torch counts. Store the new count: the next
+        # comparison would otherwise take the restored buffer for a changed one.
         for name, buffer in restored.items():
             (write_count,) = write_counts([buffer])
             self._at_beginning[name] = _Copy(buffer, write_count, initial_values[name])
@@ -320,13 +332,19 @@ class VirtualRankBuffers(Extension):
         Args:
             micro_batch: a micro-batch of the virtual rank.
         """
+        # The process may have had no virtual rank left to compute, or have repeated one only to
+        # check a device. Such results are dropped.
         if not counts_in_sum(micro_batch):
             return
 
         is_first_virtual_rank = micro_batch.virtual_rank_number == 0
         if self.averaged:
-            summands = self._summands(adds_to_counters=is_first_virtual_rank)
-            push(self._partial_sums, summands, self._tree.num_merges(micro_batch), add_to_each)
+            flat_tensors = self._flatten_results(is_first_virtual_rank=is_first_virtual_rank)
+
+            # Put them on the stack of partial sums, then add up the topmost sums as often as the
+            # tree says.
+            num_merges = self._tree.num_merges(micro_batch)
+            push(self._partial_sums, flat_tensors, num_merges, add_to_each)
 
         if is_first_virtual_rank:
             stored_elsewhere = [*self.combined, *self._synchronised]
@@ -334,31 +352,33 @@ class VirtualRankBuffers(Extension):
                 if name not in stored_elsewhere:
                     self._values_of_first[name] = buffer.clone()
 
-    def _summands(self, *, adds_to_counters: bool) -> list[Tensor]:
-        """Returns what a virtual rank contributes to the sums, as one flat tensor for each dtype.
+    def _flatten_results(self, *, is_first_virtual_rank: bool) -> list[Tensor]:
+        """Packs the averaged buffers of a virtual rank into one flat tensor for each dtype.
 
-        The tensor of the first dtype has the averaged buffers of this dtype, followed by what is
-        added to each counter of batches. So the counters need no message of their own.
+        The increments of the counters of batches follow in the first tensor, so that they need no
+        message of their own. For example, a BatchNorm of two channels gives, on virtual rank 0,
+
+            [mean_0, mean_1, variance_0, variance_1, 1.0]
 
         Args:
-            adds_to_counters: True for virtual rank 0, which decides how far the counters advance.
-                All others contribute zeros.
+            is_first_virtual_rank: True for virtual rank 0, which decides how far the counters
+                advance. All others put zeros in the place of the increments.
         """
         buffers = self._buffers()
         flat_tensors: list[Tensor] = []
         for names in self._averaged_by_dtype(buffers):
             values = [buffers[name].reshape(-1) for name in names]
-
-            is_first_dtype = not flat_tensors
-            if is_first_dtype:
-                for name in self._counters:
-                    increment = buffers[name] - self._at_beginning[name].values
-                    if not adds_to_counters:
-                        increment = torch.zeros_like(increment)
-                    values.append(increment.reshape(-1).to(values[0].dtype))
-
             flat_tensors.append(torch.cat(values))
 
+        # There is a first tensor: a BatchNorm with a counter also has averaged buffers.
+        with_increments = [flat_tensors[0]]
+        for name in self._counters:
+            increment = buffers[name] - self._at_beginning[name].values
+            if not is_first_virtual_rank:
+                increment = torch.zeros_like(increment)
+            with_increments.append(increment.reshape(-1).to(flat_tensors[0].dtype))
+
+        flat_tensors[0] = torch.cat(with_increments)
         return flat_tensors
 
     def _averaged_by_dtype(self, buffers: Mapping[str, Tensor]) -> list[list[str]]:
@@ -372,6 +392,10 @@ class VirtualRankBuffers(Extension):
     def _combine_over_virtual_ranks(self, num_samples: int) -> None:
         """Averages buffers over virtual ranks, and advances the counters of batches.
 
+        Every partial sum on the stack is a list with one flat tensor for each dtype, as
+        `_flatten_results` makes it: the averaged buffers of that dtype, and in the first tensor
+        also the increments of the counters. Each dtype takes one message.
+
         Before the call, all buffers have been restored to the beginning of the global batch.
 
         Args:
@@ -383,35 +407,36 @@ class VirtualRankBuffers(Extension):
         sums = self._tree.sums(num_samples)
         buffers = self._buffers()
 
-        # `_summands` has packed all buffers of a dtype into one flat tensor, in this order, so that
-        # each dtype takes one message. The counters are at the end of the first flat tensor.
-        for index, names in enumerate(self._averaged_by_dtype(buffers)):
+        for dtype_index, names in enumerate(self._averaged_by_dtype(buffers)):
             averaged = [buffers[name] for name in names]
             counters: list[Tensor] = []
-            if index == 0:
+            if dtype_index == 0:
                 counters = [buffers[name] for name in self._counters]
 
             # Compute the mean of the flat tensors of all virtual ranks.
             lengths = [buffer.numel() for buffer in (*averaged, *counters)]
             packed_mean = averaged[0].new_empty(sum(lengths))
-            partial_sums = [flat_tensors[index] for flat_tensors in self._partial_sums]
-            wait = sums.start(partial_sums, packed_mean, scale=1.0 / sums.num_present)
+            sums_of_dtype = [partial_sum[dtype_index] for partial_sum in self._partial_sums]
+            wait = sums.start(sums_of_dtype, packed_mean, scale=1.0 / sums.num_present)
             wait()
 
-            # Unpack it: first the means of the averaged buffers, then those of the counters.
+            # Unpack it: first the means of the averaged buffers, then those of the increments.
             parts = torch.split(packed_mean, lengths)
             means: list[Tensor] = []
             for buffer, part in zip(averaged, parts[: len(averaged)], strict=True):
                 means.append(part.view_as(buffer))
+            mean_increments = parts[len(averaged) :]
 
             copy_to_each(averaged, means)
-            _advance_counters(counters, parts[len(averaged) :], sums.num_present)
+
+            # A mean increment times the number of virtual ranks is the increment of virtual rank 0.
+            _advance_counters(counters, mean_increments, sums.num_present)
 
         self._partial_sums.clear()
 
 
 def _advance_counters(
-    counters: Sequence[Tensor], means: Sequence[Tensor], num_virtual_ranks: int
+    counters: Sequence[Tensor], mean_increments: Sequence[Tensor], num_virtual_ranks: int
 ) -> None:
     """Adds to each counter of batches what virtual rank 0 has added to it.
 
@@ -420,9 +445,9 @@ def _advance_counters(
 
     Args:
         counters: the counters, which are changed in place.
-        means: the mean over all virtual ranks for each counter, flat.
+        mean_increments: the mean over all virtual ranks for each counter, flat.
         num_virtual_ranks: the number of virtual ranks that have contributed to the mean.
     """
-    for counter, mean in zip(counters, means, strict=True):
+    for counter, mean in zip(counters, mean_increments, strict=True):
         increment = (mean * num_virtual_ranks).round()  # without the error of the division
         counter.add_(increment.view_as(counter).to(counter.dtype))

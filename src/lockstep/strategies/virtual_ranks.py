@@ -93,7 +93,7 @@ Gradients = list[Tensor | None]
 """The gradient of each trained parameter; None for one that was not used."""
 
 
-class _ViewsOfBucket(NamedTuple):
+class _BucketGradients(NamedTuple):
     """The gradients in a bucket of DDP, with their parameters."""
 
     buffer: Tensor
@@ -102,6 +102,30 @@ class _ViewsOfBucket(NamedTuple):
     parameters: list[Tensor]
     indices_in_module: list[int]
     """The index of each of these parameters among all parameters of the module."""
+
+    def add(self, gradients_of_module: Gradients) -> None:
+        """Adds gradients to those in the bucket, in place.
+
+        Args:
+            gradients_of_module: one gradient for each parameter of the module. Those of parameters
+                that are in other buckets are ignored.
+        """
+        add_gradients(self.views, [gradients_of_module[index] for index in self.indices_in_module])
+
+    def copy_with(self, gradients_of_module: Gradients) -> Tensor:
+        """Returns a copy of the bucket's buffer that contains other gradients.
+
+        Args:
+            gradients_of_module: one gradient for each parameter of the module; None counts as zero.
+                Those of parameters that are in other buckets are ignored.
+        """
+        flat = torch.zeros_like(self.buffer)
+        for view, index in zip(self.views, self.indices_in_module, strict=True):
+            gradient = gradients_of_module[index]
+            if gradient is not None:
+                offset = view.storage_offset() - self.buffer.storage_offset()
+                flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
+        return flat
 
 
 class VirtualRankGradients(Extension):
@@ -130,24 +154,24 @@ class VirtualRankGradients(Extension):
         self._partial_sums: list[Gradients] = []
         """A stack of partial sums over the virtual ranks that this process has computed so far."""
         self._index_in_module = {id(p): index for index, p in enumerate(self._parameters)}
-        self._views: dict[int, _ViewsOfBucket] = {}
+        self._buckets: dict[int, _BucketGradients] = {}
         """The gradients in each bucket of DDP, by the number of the bucket."""
         self._previous: MicroBatch | None = None
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
-        self._is_incomplete = False
-        """True if the script has cleared gradients of the present global batch."""
+        self._sum_lacks_gradients = False
+        """True if the script has cleared gradients of the present global batch, which are therefore
+        missing from the sum."""
 
     # Events
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Adds the gradients of the previous virtual rank to the sum when another one begins.
 
-        Those of the last virtual rank of a process are added in its backward pass.
-
-        Raises:
-            UsageError: the script has cleared these gradients.
+        Those of the last virtual rank of a process were added in its backward pass, so nothing is
+        left to add when a global batch begins. If the script has cleared the gradients in between,
+        `before_step` raises an error.
         """
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
@@ -157,10 +181,14 @@ class VirtualRankGradients(Extension):
 
         if micro_batch.first:  # a new global batch begins
             self._partial_sums.clear()
-            self._is_incomplete = False
-        elif micro_batch.virtual_rank_begins and previous is not None:
+            self._sum_lacks_gradients = False
+            return
+
+        if micro_batch.virtual_rank_begins and previous is not None:
+            if self._was_cleared(previous):
+                self._sum_lacks_gradients = True
+
             # The gradients of the previous virtual rank are still in `parameter.grad`.
-            self._is_incomplete |= self._was_cleared(previous)
             self._push_gradients(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -187,7 +215,7 @@ class VirtualRankGradients(Extension):
         They are only a part of the gradient with which the optimizer is about to step. A loop that
         clears them and leaves the step out is right.
         """
-        if not self._is_incomplete:
+        if not self._sum_lacks_gradients:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -206,7 +234,7 @@ class VirtualRankGradients(Extension):
     # Sums
 
     def _sum_on_one_process(self) -> None:
-        """Writes the gradient of the global batch to the parameters, if there is one process."""
+        """Writes the mean gradient of all virtual ranks to the parameters, on a single process."""
         self._push_gradients(self._step.micro_batch)
         if not self._partial_sums:  # no virtual rank had a gradient that counts
             return
@@ -214,6 +242,8 @@ class VirtualRankGradients(Extension):
         # After the last virtual rank all partial sums are merged into one.
         (total,) = self._partial_sums
         self._partial_sums.clear()
+
+        # Divide the sum by the number of virtual ranks, which gives the mean.
         used = [gradient for gradient in total if gradient is not None]
         if used:
             multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
@@ -244,51 +274,45 @@ class VirtualRankGradients(Extension):
             partial_sums = [total] if counts_in_sum(micro_batch) else []
             return sums.start(partial_sums, total, scale=scale)
 
-        # The bucket does not count if this process has no virtual rank left to compute, or if it
-        # has repeated one to check a device.
-        _, views, parameters, indices = self._views_of_bucket(bucket)
-        bucket_counts = counts_in_sum(micro_batch)
-        num_merges = 0
-        if bucket_counts:
-            self._step.extensions.leaf_gradient(micro_batch, parameters, views)
-            num_merges = self.tree.num_merges(micro_batch)
+        gradients = self._gradients_in(bucket)
+        if not counts_in_sum(micro_batch):
+            # The process has no virtual rank left to compute, or has repeated one to check a
+            # device. It passes on the stack, and ignores what is in the bucket.
+            partial_sums = [gradients.copy_with(partial) for partial in self._partial_sums]
+            return sums.start(partial_sums, total, scale=scale)
+
+        self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
 
         # Add the topmost partial sums to the bucket, as many as the tree says.
-        num_unmerged = len(self._partial_sums) - num_merges
-        for partial_sum in reversed(self._partial_sums[num_unmerged:]):
-            add_gradients(views, [partial_sum[index] for index in indices])
+        num_left = len(self._partial_sums) - self.tree.num_merges(micro_batch)
+        for partial_sum in reversed(self._partial_sums[num_left:]):
+            gradients.add(partial_sum)
 
-        # Pass on the other partial sums in the layout of the bucket, and then the bucket itself.
-        partial_sums = []
-        for partial_sum in self._partial_sums[:num_unmerged]:
-            gradients = [partial_sum[index] for index in indices]
-            partial_sums.append(_like_bucket(total, views, gradients))
-
-        if bucket_counts:
-            partial_sums.append(total)
-
+        # Pass on the partial sums that are left, in the layout of the bucket, then the bucket.
+        partial_sums = [gradients.copy_with(partial) for partial in self._partial_sums[:num_left]]
+        partial_sums.append(total)
         return sums.start(partial_sums, total, scale=scale)
 
-    def _views_of_bucket(self, bucket: dist.GradBucket) -> _ViewsOfBucket:
+    def _gradients_in(self, bucket: dist.GradBucket) -> _BucketGradients:
         """Returns the gradients in a bucket, which are looked up once for each buffer."""
         buffer = bucket.buffer()
-        known = self._views.get(bucket.index())
 
-        # While the views are stored, the memory of their buffer is not reused.
-        is_same_buffer = known is not None and known.buffer.data_ptr() == buffer.data_ptr()
-        if known is not None and is_same_buffer:
+        # An equal address means the same buffer: while a buffer is stored here, torch cannot give
+        # its memory to another one.
+        known = self._buckets.get(bucket.index())
+        if known is not None and known.buffer.data_ptr() == buffer.data_ptr():
             return known
 
         # Torch makes all buckets anew at once, and the first one to arrive has index 0.
         if bucket.index() == 0:
-            self._views.clear()
+            self._buckets.clear()
 
         parameters = bucket.parameters()
         indices = [self._index_in_module[id(parameter)] for parameter in parameters]
-        views = _ViewsOfBucket(buffer, gradients_of_bucket(bucket), parameters, indices)
-        self._views[bucket.index()] = views
+        gradients = _BucketGradients(buffer, gradients_of_bucket(bucket), parameters, indices)
+        self._buckets[bucket.index()] = gradients
 
-        return views
+        return gradients
 
     def _push_gradients(self, micro_batch: MicroBatch) -> None:
         """Moves the gradients of a virtual rank from the parameters to the partial sums.
@@ -366,8 +390,8 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
     """Explains torch's error about a BatchNorm layer that was called with a single sample.
 
     The message of that error is "Expected more than 1 value per channel when training". The note
-    begins with `_SINGLE_SAMPLE_NOTE` and the number of the virtual rank, e.g. "lockstep: virtual
-    rank 3 has one of the 9 samples of this batch".
+    is, for example, "lockstep: virtual rank 3 has one of the 9 samples of this batch, ...". Its
+    beginning is passed by itself to `add_note_once`, which adds no second note that begins with it.
 
     Args:
         error: an uncaught error; None if there was none.
@@ -409,7 +433,9 @@ def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | 
             used_totals.append(total)
             used_gradients.append(gradient)
         elif total is not None:
-            total.add_(0.0)  # so that -0.0 becomes 0.0, as in a sum with zeros
+            # Adding zero turns -0.0 into 0.0. A process that has zeros for this gradient, instead
+            # of None, gets the same bits.
+            total.add_(0.0)
 
     if used_totals:
         add_to_each(used_totals, used_gradients)
@@ -427,24 +453,6 @@ def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
         strides = torch.empty_like(parameter, device="meta").stride()
         views.append(gradient.as_strided(parameter.shape, strides, gradient.storage_offset()))
     return views
-
-
-def _like_bucket(
-    buffer: Tensor, views: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Tensor:
-    """Returns a flat tensor in which gradients are arranged as in a bucket of DDP.
-
-    Args:
-        buffer: the buffer of the bucket.
-        views: the views of the buffer that hold the gradient of each parameter.
-        gradients: the gradients to arrange; None counts as zero.
-    """
-    flat = torch.zeros_like(buffer)
-    for view, gradient in zip(views, gradients, strict=True):
-        if gradient is not None:
-            offset = view.storage_offset() - buffer.storage_offset()
-            flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
-    return flat
 
 
 class BucketTreeSum:

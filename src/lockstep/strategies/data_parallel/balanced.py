@@ -94,11 +94,12 @@ class BalancedDataParallel(DataParallel):
             count: the number of samples in the batch.
 
         Raises:
-            SettingError: `gpu0_bsz` is too large for the training batches (`_check_not_short`).
+            SettingError: `gpu0_bsz` is larger than the training batches (`_check_not_short`).
         """
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
 
+        # The first training batches show whether batches have fewer samples than `gpu0_bsz`.
         is_training_batch = self.training and torch.is_grad_enabled()
         if is_training_batch and self._looks_for_short_batches:
             self._check_not_short(count, self.gpu0_bsz)
@@ -109,21 +110,30 @@ class BalancedDataParallel(DataParallel):
         return [size_of_first, *sizes_of_others]
 
     def _check_not_short(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Raises SettingError if training begins with two *short* batches of the same size.
+        """Raises SettingError if `gpu0_bsz` is larger than the usual size of training batches.
 
-        A short batch has fewer samples than `gpu0_bsz`, so the first GPU computes all of it. One
-        may be the last batch of an epoch, in a run that was resumed there. Several of different
-        sizes may come from `micro_batch_size="auto"`, which tries sizes. But if a size comes twice,
-        it is the usual one, and `gpu0_bsz` is too large. The first full batch ends the check.
+        A *short* batch has fewer samples than `gpu0_bsz`, so the first GPU computes all of it and
+        the others nothing. Every training batch is checked until one is not short. A single short
+        batch is no error: it may be the last one of an epoch, in a run that was resumed there. Nor
+        are short batches of different sizes, which `micro_batch_size="auto"` tries. But if two of
+        them have the same size, this is the usual size. For example, with `gpu0_bsz=8`:
+
+            batch sizes 5, 64: no error      batch sizes 6, 6: an error at the second one
+
+        Args:
+            batch_size: the number of samples in the present training batch.
+            gpu0_bsz: the number of samples that the first GPU computes.
         """
-        if batch_size == self._short_batch_size:
+        is_short = batch_size < gpu0_bsz
+        if not is_short:
+            self._looks_for_short_batches = False
+            return
+
+        if batch_size == self._short_batch_size:  # as the previous short batch
             raise SettingError(
                 f"gpu0_bsz={gpu0_bsz}",
                 f"the batches that are trained on have {batch_size} samples",
                 "give fewer than a batch has; with accumulation, than a micro-batch has",
             )
 
-        if batch_size < gpu0_bsz:
-            self._short_batch_size = batch_size
-        else:
-            self._looks_for_short_batches = False
+        self._short_batch_size = batch_size

@@ -51,7 +51,12 @@ class BatchNormOverReplicas:
         layer = self.layer
         replica = current_replica.get()  # None if replicas do not run in parallel
         if replica is None or not self.uses_batch_statistics:
-            self._check_not_recomputed()
+            # This layer runs alone: in a forward pass that does not need the other replicas, or in
+            # a backward pass, in which activation checkpointing runs the forward pass again.
+            if in_backward_pass():
+                self._check_met_no_replicas()
+            else:
+                layer.met_replicas = False
             return BatchNorm.forward(layer, x)
 
         layer.met_replicas = True
@@ -61,18 +66,12 @@ class BatchNormOverReplicas:
         )
         return output
 
-    def _check_not_recomputed(self) -> None:
-        """Raises UsageError if a forward pass with all replicas is computed again by a single one.
+    def _check_met_no_replicas(self) -> None:
+        """Raises UsageError if the latest forward pass took statistics over all replicas.
 
-        In the backward pass, activation checkpointing calls the layer and expects the result of the
-        forward pass. But the replicas do not meet there.
+        Called when activation checkpointing runs the layer again, alone, in the backward pass. It
+        expects the result of the forward pass, which cannot be computed without the other replicas.
         """
-        # An ordinary forward pass without the other replicas, which may be computed again.
-        # `__call__` sets `met_replicas` to True in a forward pass with them.
-        if not in_backward_pass():
-            self.layer.met_replicas = False
-            return
-
         if self.uses_batch_statistics and self.layer.met_replicas:
             raise UsageError(
                 "activation checkpointing of a block with BatchNorm under strategy 'dp'",
@@ -97,13 +96,17 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
             continue
 
         layer: Any = part
-        was_converted = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
         if is_sync_batchnorm or sync_batchnorm.is_plain(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.met_replicas = False  # becomes True in a forward pass with all replicas
             names.converted.append(name)
-        elif was_converted:  # by another DataParallel
+            continue
+
+        # The layer has its own forward. It may be the one that was set above on the layer object,
+        # when the module was wrapped in another DataParallel.
+        own_forward = vars(layer).get("forward")
+        if isinstance(own_forward, BatchNormOverReplicas):
             names.converted.append(name)
         else:
             names.left_alone.append(name)

@@ -46,7 +46,7 @@ def parse_device_ids(
     if not is_single_device:
         devices = [_to_device(device) for device in given]
 
-    # torch stores an index in one byte, so 900 becomes a negative number, which is not in range.
+    # torch stores an index in one byte, so 900 becomes a negative number. It is out of range, too.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
     if is_single_device or not all_visible or has_duplicates:

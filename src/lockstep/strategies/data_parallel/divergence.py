@@ -30,8 +30,9 @@ ForwardState = dict[tuple[str, int], Tensor]
 def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
     """Warns of a list or array in a batch that has one entry per sample and is not split.
 
-    Only tensors are split over the replicas. A list may be right for every replica nevertheless, so
-    this is no error.
+    Only tensors are split over the replicas, so every replica gets the whole list. This is no error
+    because a list may have as many entries as there are samples by chance, for example one weight
+    for each of 8 classes beside 8 samples.
     """
     descriptions = describe_sample_lists(batch, num_samples)
     if not descriptions:
@@ -82,8 +83,9 @@ def is_loss_term(value: Any) -> bool:
 def forward_state(module: nn.Module) -> ForwardState:
     """Returns the buffers of a module, and the terms of a loss in its attributes.
 
-    A key consists of the name of the buffer or attribute, and the index in a container (0 for a
-    buffer). BatchNorm layers are left out, because the option `sync_batchnorm` applies to them.
+    A key consists of the name of the buffer or attribute, and the index in a container. Examples:
+    `("layer.count", 0)` for a buffer, and `("layer.losses", 2)` for the third tensor of a list.
+    BatchNorm layers are left out, because the option `sync_batchnorm` applies to them.
     """
     state: ForwardState = {}
     for path, part in module.named_modules():
@@ -92,13 +94,15 @@ def forward_state(module: nn.Module) -> ForwardState:
 
         prefix = f"{path}." if path else ""
         for name, buffer in part.named_buffers(recurse=False):
-            state[prefix + name, 0] = buffer
+            key = (f"{prefix}{name}", 0)
+            state[key] = buffer
 
         for name, value in vars(part).items():
-            if name in MODULE_ATTRIBUTES:
+            if name in MODULE_ATTRIBUTES:  # every module has it, such as `training`
                 continue
             for index, term in enumerate(_loss_terms(value)):
-                state[prefix + name, index] = term
+                key = (f"{prefix}{name}", index)
+                state[key] = term
 
     return state
 
@@ -135,14 +139,15 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
         tensors = [state.get(key) for state in states]  # None where a replica does not have it
         first = tensors[0]
         differs = not all(_may_be_equal(first, tensor) for tensor in tensors[1:])
-        if differs:
-            names[name] = None
 
-        # The replicas have the same list or dictionary object if it existed before the forward
-        # pass. Each of them has added its own tensor to it, but then every replica shows the same
-        # tensors, so they do not differ. Such a tensor is the same object on all replicas, and new.
-        is_same_object = first is tensors[1]
-        if is_same_object and first is not state_before.get(key):
+        # A list that existed before the forward pass is one object, which all replicas share. Each
+        # of them has added its own tensor to it, so the list now has a tensor of each replica. As
+        # every replica shows the same tensors, they do not differ. They are found by being both
+        # shared (the same object on all replicas) and new.
+        is_shared = first is tensors[1]
+        is_new = first is not state_before.get(key)
+
+        if differs or (is_shared and is_new):
             names[name] = None
 
     if not names:

@@ -201,13 +201,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Runs the module's forward pass on all replicas, and joins their outputs.
 
         Whatever the pass leaves in the first replica that runs, such as buffers and attributes, is
-        then in the module. The first training pass on several replicas warns if others left
-        something different.
+        then in the module. The first training pass on several replicas warns if the pass has left
+        other buffers or attributes in other replicas.
         """
         replicas = self._make_replicas((inputs, kwargs))
 
-        # If the first device gets no samples, the first replica that runs is a copy, and what the
-        # forward pass leaves in it must be copied to the module.
+        # Normally the first replica is the module itself, and all others are copies. But if the
+        # first device gets no samples, the first replica that runs is a copy. What the forward pass
+        # leaves in it must then be copied to the module.
         first = replicas[0]
         is_copy = first.module is not self.module
         attributes_before = attributes(first.module) if is_copy else {}
@@ -246,11 +247,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if num_samples > 0:
             sizes = self.sizes(num_samples)
             running = [number for number, size in enumerate(sizes) if size > 0]
-        else:  # only the first replica runs
+        else:
+            # The inputs have no samples to split. The first replica gets all of them.
             sizes = [0] * self.num_replicas
             running = [0]
 
         modules = self._modules_of_replicas(running, devices, state)
+
+        # Lists are not split. Warn once of a list with one entry per sample.
         if len(running) > 1 and not self._has_checked_inputs:
             self._has_checked_inputs = True
             warn_of_lists(len(running), batch, num_samples)
@@ -281,7 +285,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Args:
             running: the numbers of the replicas that run, in ascending order.
             devices: the devices of all replicas, including those that do not run.
-            state: the module's parameters and buffers.
+            state: the module's parameters and buffers, which are copied to the other devices.
         """
         devices_of_copies = [devices[number] for number in running if number != 0]
         copies = replicate(self.module, state, devices[0], devices_of_copies)
@@ -328,8 +332,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Joins the outputs of the replicas into one output on `device`.
 
         Whatever the outputs contain at the same place of their containers is joined into one value
-        (`scatter_gather.gather_leaf`). `returned_mean` is set to True if one of these values is a
-        single number with a gradient, such as a loss.
+        (`scatter_gather.gather_leaf`). If each replica returns a single number, such as a loss,
+        these are means over the samples of the replicas, and are joined into the mean over all
+        samples. `returned_mean` is set to True if there is such a number with a gradient.
         """
         self.returned_mean = False
         if len(outputs) == 1:

@@ -176,7 +176,11 @@ def parallel_apply(
     mode_factories = _mode_factories_of_this_thread(devices)
 
     def run_replica(position: int) -> Any:
-        """Runs one call in the current thread. If it fails, stores the error in the barrier."""
+        """Runs one call in the current thread. If it fails, stores the error in the barrier.
+
+        If all replicas share one device, they run in turn: each begins when the one before it waits
+        in the barrier, in a BatchNorm layer or at the end of its forward pass.
+        """
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:

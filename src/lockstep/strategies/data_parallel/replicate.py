@@ -51,11 +51,15 @@ def replicate(
 ) -> list[nn.Module]:
     """Returns a copy of a module for each of the given devices.
 
+    If all of them are the module's own device, the copies share its parameters. On other devices
+    they have copies of the parameters; autograd then adds the gradients of these copies to the
+    gradients of the original parameters.
+
     Args:
         module: the module, on the device `home`.
-        tensors: its parameters and buffers, to which the gradients of the copies are added.
+        tensors: its parameters and buffers.
         home: the device of the module.
-        devices: the device of each copy. Either all of them are `home`, or none of them.
+        devices: the device of each copy: `home` for all of them, or for none.
 
     Raises:
         UsageError: a part of the module is bound to the original: compiled or scripted code, or a
@@ -152,14 +156,15 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
     # A function may refer to the module in its closure, where it cannot be replaced.
     is_function = isinstance(forward, FunctionType | partial)
 
-    # `_rebind` replaces the module in the attributes of an object. Methods of C classes have none.
-    has_no_attributes = forward is not None and not hasattr(forward, "__dict__")
+    # Otherwise `_rebind` replaces the module in the attributes of the forward. An object of a class
+    # that is written in C, such as a method of one, has no attributes that could be set.
+    cannot_be_rebound = forward is not None and not hasattr(forward, "__dict__")
 
     if is_compiled(part):
         reason = "compiled"
     elif isinstance(part, torch.jit.ScriptModule):
         reason = "scripted"
-    elif is_function or has_no_attributes:
+    elif is_function or cannot_be_rebound:
         reason = "a forward set on the object"
     else:
         return
@@ -190,13 +195,16 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
 def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
     """Returns a `forward` that calls the copy of a module instead of the original.
 
-    Such a `forward` may be a method of the module, or an object with attributes that refer to the
-    module: `BatchNormOverReplicas` has the layer, the wrapper of activation checkpointing also has
-    the previous `forward`, and `HalfForward` (autocast) has the previous one in `own`. These
-    objects are copied, and so is each `forward` inside them, with the original replaced everywhere.
+    There are two kinds of `forward`:
+
+    - a method of the module, which is bound to the copy instead;
+    - an object that refers to the module in its attributes. The object is copied, and in the
+      attributes the module is replaced by its copy. An attribute may also be another `forward`,
+      which the object calls; it is treated in the same way. For example, `BatchNormOverReplicas`
+      has the module, and `HalfForward` (autocast) has the module and the previous `forward`.
 
     Args:
-        value: the `forward` of the original, or what such an object wraps.
+        value: the `forward` of the original, or one that such an object calls.
         original: the module that was copied.
         new_module: the copy.
     """
@@ -206,13 +214,12 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
         return value  # a method of another object
 
     new_value = copy.copy(value)
-    if isinstance(value, HalfForward) and value.own is not None:
-        new_value.own = _rebind(value.own, original, new_module)
-
     for name, inner in vars(value).items():
+        is_previous_forward = isinstance(value, HalfForward) and name == "own" and inner is not None
+        is_forward = is_previous_forward or isinstance(inner, MethodType | BatchNormOverReplicas)
         if inner is original:
             setattr(new_value, name, new_module)
-        elif isinstance(inner, MethodType | BatchNormOverReplicas):
+        elif is_forward:
             setattr(new_value, name, _rebind(inner, original, new_module))
 
     return new_value
@@ -258,9 +265,9 @@ class Broadcast(torch.autograd.Function):
         copies: list[Tensor] = []
         without_gradient: list[Tensor] = []
 
-        # torch's function broadcasts from the first device of the list. The first list that it
-        # returns has the tensors themselves, and is left out.
-        lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])[1:]
+        # torch's function broadcasts from the first device of the list, and returns a list for each
+        # device. The list for the first device has the tensors themselves.
+        _, *lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])
         for copies_on_device in lists_of_copies:
             for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
                 copies.append(copied)
@@ -281,7 +288,8 @@ class Broadcast(torch.autograd.Function):
             used = [gradient for gradient in gradients_of_copies if gradient is not None]
             gradients_of_tensors.append(used)
 
-        return None, *sum_gradients(gradients_of_tensors, ctx.home)
+        gradient_of_devices = None  # the first argument of `forward`
+        return gradient_of_devices, *sum_gradients(gradients_of_tensors, ctx.home)
 
 
 def sum_gradients(
@@ -302,6 +310,7 @@ def sum_gradients(
     """
     sums: list[Tensor | None] = [None] * len(gradients_of_tensors)
     buckets: dict[Any, list[int]] = {}  # lists of indices of tensors
+    bytes_in_bucket: dict[Any, int] = {}  # on each of the devices
     for index, gradients in enumerate(gradients_of_tensors):
         if not gradients:
             continue
@@ -310,14 +319,16 @@ def sum_gradients(
             sums[index] = _sum_from_device_to_device(gradients).to(home)
             continue
 
+        # All gradients of the tensor have the same dtype and size.
+        first_gradient = gradients[0]
         devices = tuple(gradient.device for gradient in gradients)
-        key = (devices, gradients[0].dtype)
+        key = (devices, first_gradient.dtype)
         bucket = buckets.setdefault(key, [])
         bucket.append(index)
-        bucket_bytes = sum(gradients_of_tensors[member][0].nbytes for member in bucket)
-        if bucket_bytes >= BUCKET_BYTES:
+        bytes_in_bucket[key] = bytes_in_bucket.get(key, 0) + first_gradient.nbytes
+        if bytes_in_bucket[key] >= BUCKET_BYTES:
             _sum_bucket(gradients_of_tensors, bucket, home, sums)
-            del buckets[key]
+            del buckets[key], bytes_in_bucket[key]
 
     for bucket in buckets.values():
         _sum_bucket(gradients_of_tensors, bucket, home, sums)
@@ -347,12 +358,18 @@ def _sum_bucket(
 
     total = _sum_from_device_to_device(flat_gradients).to(home)
     shapes = [gradients_of_tensors[index][0].shape for index in bucket]
-    pieces = torch.split(total, [shape.numel() for shape in shapes])
-    for index, shape, piece in zip(bucket, shapes, pieces, strict=True):
-        # Views share torch's counter of writes with the whole tensor, so a write to one gradient
-        # would look like a write to all others in the bucket. `data` gives each gradient its own
-        # counter. With `create_graph=True` the view is kept, because it has a graph.
-        gradient = piece if torch.is_grad_enabled() else piece.data
+    views = torch.split(total, [shape.numel() for shape in shapes])
+
+    # In a backward pass gradients are only enabled with `create_graph=True`.
+    needs_graph = torch.is_grad_enabled()
+
+    for index, shape, view in zip(bucket, shapes, views, strict=True):
+        if needs_graph:
+            gradient = view
+        else:
+            # All views of a tensor share torch's counter of writes, so a write to one gradient
+            # would look like a write to the others. `data` has a counter of its own, and no graph.
+            gradient = view.data
         sums[index] = gradient.view(shape)
 
 
@@ -391,7 +408,8 @@ def copy_state_back(
     Args:
         module: the original module.
         replica: the copy that has run.
-        before: the `attributes` of the copy before the forward pass.
+        before: the attributes of each submodule of the copy before the forward pass, as returned by
+            `attributes(replica)`.
         home: the device of the original.
     """
     part_of_replica = dict(replica.named_modules())

@@ -25,7 +25,9 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
 
     A tensor of size 1 there, beside larger ones, is not split, since it belongs to every sample.
     The result is 0 if there is nothing to split. With one replica nothing is split, so the sizes
-    may differ, and any of them would do; the smallest one is returned.
+    may differ, and the smallest one is returned. For example, along `dim`:
+
+        sizes 8, 8 and 1 -> 8      sizes 8 and 4 -> an error, or 4 with one replica
 
     Raises:
         DataError: there are several replicas, and the sizes differ, or the batch has an object that
@@ -38,10 +40,12 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
         if _is_splittable_tensor(leaf) and has_dimension(leaf, dim):
             sizes.add(leaf.shape[dim])
 
+    # Tensors of size 1 belong to every sample, unless all have this size.
     if len(sizes) > 1:
-        sizes.discard(1)  # tensors that belong to every sample
+        sizes.discard(1)
 
-    if len(sizes) > 1 and num_replicas > 1:
+    sizes_differ = len(sizes) > 1
+    if sizes_differ and num_replicas > 1:
         shown = ", ".join(str(size) for size in sorted(sizes))
         raise DataError(
             f"inputs of a module on {num_replicas} devices, cut along dimension {dim}",
@@ -98,15 +102,17 @@ def scatter(
         device: the device of the replica.
     """
     part_size = end - begin
+    takes_all_samples = part_size == num_samples
 
     def take_part(tensor: Tensor) -> Tensor:
-        """Returns the part of one tensor, on the device of the replica."""
+        """Returns the samples `begin` to `end - 1` of a tensor, on the device of the replica."""
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
-        if holds_samples and part_size < num_samples:
+        if holds_samples and not takes_all_samples:
             if tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
                 tensor = torch.narrow_copy(tensor, dim, begin, part_size)
             else:
                 tensor = torch.narrow(tensor, dim, begin, part_size)
+
         # A copy to the CPU must block, because nothing waits for it before the tensor is read.
         return tensor.to(device, non_blocking=device.type == "cuda")
 
@@ -134,22 +140,21 @@ def gather_leaf(
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
     """
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
+    are_tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
+    are_floats = all(isinstance(leaf, float) for leaf in leaves)
+    if are_tensors:
         if _is_same_state(leaves, index_of_state):  # a parameter that was returned as it is
             return leaves[0].to(device)
-        if _are_means(leaves, sizes):
+        if _are_means(leaves, sizes):  # single numbers, which may have a dimension of size 1
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
-        if any(has_dimension(leaf, dim) for leaf in leaves):
+        if any(has_dimension(leaf, dim) for leaf in leaves):  # rows of samples
             return _concatenate(leaves, dim, device)
 
-        # Tensors without the dimension of samples, such as counters, must be equal. They can only
-        # be compared on one device.
+        # Other tensors, such as counters, must be equal. They can only be compared on one device.
         leaves = [leaf.to(device) for leaf in leaves]
-
-    # Different Python floats are means. If they are equal, they are returned as they are below,
-    # because rounding could change their mean.
-    are_floats = all(isinstance(leaf, float) for leaf in leaves)
-    if are_floats and len(set(leaves)) > 1:
+    elif are_floats and len(set(leaves)) > 1:
+        # Different Python floats are means. If they are equal, they are returned as they are below,
+        # because rounding could change their mean.
         return _weighted_mean(leaves, sizes)
 
     # Anything else must be equal on all replicas.

@@ -81,14 +81,15 @@ class DP(Strategy):
                 f"begin with {run.device.index}, or set device='cuda:{device_ids[0]}'",
             )
 
-        # The shares by which the only process divides each batch over its devices.
+        # A plan has shares over processes and shares over devices. This strategy has one process,
+        # which divides each batch over its devices by these.
         device_shares: tuple[int, ...] | None = tuple(example.shares)
         if is_auto(run.settings.shares) and example.num_replicas > 1:
             device_shares = None  # to be measured
 
         return StrategyPlan(
             rank=DataParallelRank(0, 1),  # the only rank, which has each batch as a whole
-            shares=(1,),  # over processes, of which there is one
+            shares=(1,),  # over processes
             num_devices=example.num_replicas,
             local_devices=range(example.num_replicas),
             device_shares=device_shares,
@@ -114,13 +115,13 @@ class DP(Strategy):
 
         data_parallel = self._make_data_parallel(module.to(run.device), run)
         _seed_gpu_streams(data_parallel, run)
+
+        # With virtual ranks, these keep the gradients and the buffers of virtual ranks apart.
+        virtual_rank_extensions = on_one_process(data_parallel, run).extensions
         return PreparedModule(
             module=data_parallel,
             choices=self._choices(data_parallel, run),
-            extensions=[
-                WeightedMeanWarning(data_parallel),
-                *on_one_process(data_parallel, run).extensions,
-            ],
+            extensions=[WeightedMeanWarning(data_parallel), *virtual_rank_extensions],
         )
 
     def _make_data_parallel(self, module: nn.Module, run: Run) -> DataParallel:
@@ -146,7 +147,11 @@ class DP(Strategy):
         )
 
     def _choices(self, data_parallel: DataParallel, run: Run) -> list[Choice]:
-        """Returns the printed lines about the replicas, the shares and BatchNorm."""
+        """Returns the printed lines about the replicas, the shares and BatchNorm.
+
+        A line has a name, a value and a reason, for example
+        "batchnorm: 2 synchronised (statistics of the samples of all devices, as on one)".
+        """
         if self.replicas is not None:  # all of them on one device
             reason = f"on {run.device}, as set: they share the parameters"
         elif data_parallel.device_ids:  # one on each GPU, the first of which holds the outputs
@@ -160,12 +165,15 @@ class DP(Strategy):
             shares = ":".join(str(share) for share in data_parallel.shares)
             choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
 
+        # Without `sync_batchnorm`, each device has running statistics of its own samples. Those of
+        # the first device are kept.
         has_batchnorm = any(isinstance(m, BatchNorm) for m in data_parallel.module.modules())
         has_replicas = data_parallel.num_replicas > 1
         if has_batchnorm and has_replicas and not run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
 
+        # With it, the names of the layers that were converted, and of those that could not be.
         choices += data_parallel.batchnorms.choices(
             computed_by="device", samples="the samples of all devices, as on one"
         )
@@ -188,7 +196,10 @@ class WeightedMeanWarning(Extension):
         self._samples_have_weights = batch.loader.weight is not None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Warns once if the latest forward pass returned a mean and the samples have weights."""
+        """Warns once if the latest forward pass returned a mean and the samples have weights.
+
+        The arguments of this event are not needed.
+        """
         if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
             return
 

@@ -104,19 +104,10 @@ class Exchange:
         finish_gather = self._start_gather(encode(values, method, rounding_errors))
 
         def wait() -> None:
-            """Waits for the rows of all virtual ranks, decodes them, and fills `means`."""
-            padded_length = values.shape[1]
-            total = values.new_zeros(1, padded_length)
-            buffer_for_decode = values.new_empty(1, padded_length)  # reused for every row
-            rows = finish_gather().to(total.device)
-            for row in torch.split(rows, 1):
-                total += decode(row, method, buffer_for_decode)
-
-            # There may be more rows than virtual ranks, because every process has sent the same
-            # number of rows. The additional ones are zeros, so the sum is divided by the number of
-            # virtual ranks.
-            mean = total[0, :length].div_(self._num_virtual_ranks)
-            parts = torch.split(mean, [tensor.numel() for tensor in means])
+            """Waits for the encoded vectors of all virtual ranks, and fills `means`."""
+            encoded_vectors = finish_gather().to(values.device)
+            mean = self._mean_of_encoded(encoded_vectors, method, like=values[0])
+            parts = torch.split(mean[:length], [tensor.numel() for tensor in means])
             for tensor, part in zip(means, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
@@ -124,6 +115,23 @@ class Exchange:
             return errors, wait
 
         return [*rounding_errors], wait  # one row for each virtual rank
+
+    def _mean_of_encoded(self, encoded_vectors: Tensor, method: Method, like: Tensor) -> Tensor:
+        """Decodes one vector of each virtual rank, and returns their mean.
+
+        Args:
+            encoded_vectors: the bytes of one encoded vector in each row. There may be more rows
+                than virtual ranks, because every process has sent the same number of rows. The
+                additional vectors decode to zeros.
+            method: how values were quantized.
+            like: a decoded vector, which has the length, dtype and device of the result.
+        """
+        total = like.new_zeros(1, len(like))
+        buffer_for_decode = like.new_empty(1, len(like))  # reused for every vector
+        for encoded_vector in torch.split(encoded_vectors, 1):
+            total += decode(encoded_vector, method, buffer_for_decode)
+
+        return total[0].div_(self._num_virtual_ranks)
 
     def _start_gather(self, rows: Tensor) -> Callable[[], Tensor]:
         """Starts gathering the encoded rows of all virtual ranks, in their order.
@@ -171,20 +179,30 @@ class Exchange:
         def finish() -> Tensor:
             """Waits until all rows have arrived, and returns them with all of their columns.
 
-            If several ranks compute the same virtual rank, each of them has received another range
-            of columns, so they exchange these.
+            `received` has a row of bytes for each virtual rank. If several ranks (`same_group`)
+            compute the same virtual rank, each of them has received another range of columns.
             """
             finish_exchange()
             if ranks_per_virtual_rank == 1:  # this rank has received all columns
                 return received
-
-            # Shape (ranks per virtual rank, rows, columns of one rank). Join the columns.
-            gathered = received.new_empty(ranks_per_virtual_rank, *received.shape)
-            routing.all_gather(gathered, received, same_group)
-            whole_rows = torch.cat(list(gathered), 1)
-            return whole_rows[:, :num_columns].contiguous()  # without the padding
+            return _join_columns(received, same_group)[:, :num_columns].contiguous()
 
         return finish
+
+
+def _join_columns(own_columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Joins the columns of a matrix that the ranks of a group hold, in the order of the ranks.
+
+    Args:
+        own_columns: the columns of this rank, shape (rows, columns of one rank).
+        group: the ranks.
+
+    Returns:
+        The whole matrix, shape (rows, ranks * columns of one rank), on every rank.
+    """
+    gathered = own_columns.new_empty(dist.get_world_size(group), *own_columns.shape)
+    routing.all_gather(gathered, own_columns, group)
+    return torch.cat(list(gathered), 1)
 
 
 def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
@@ -219,10 +237,12 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
     for fragment in range(1, num_fragments):
         ideal_size_before = total_size * fragment / num_fragments
 
-        # Every fragment needs at least one tensor: the previous one, and this one and all later
-        # ones (with 5 tensors and 3 fragments, fragment 1 begins at tensor 3 at the latest).
-        num_this_and_later = num_fragments - fragment
+        # The previous fragment has at least one tensor.
         lowest = first_tensors[-1] + 1
+
+        # So has this fragment, and each one after it. For example, with 5 tensors and 3 fragments,
+        # fragment 1 begins at tensor 3 at the latest, so that fragment 2 has tensor 4.
+        num_this_and_later = num_fragments - fragment
         highest = num_tensors - num_this_and_later
         candidates = range(lowest, highest + 1)
         first_tensors.append(

@@ -101,9 +101,9 @@ class DiLoCoTraining(Extension):
         """The optimizers that hold parameters of the module."""
         self._stepped_optimizers: set[int] = set()
         """The ids of the optimizers that have stepped for the present virtual rank."""
-        self._global_batch_is_unfinished = False
+        self._some_optimizer_stepped = False
         """True between the first optimizer step for a global batch and the exchange at its end."""
-        self._last_virtual_rank_began = False
+        self._last_micro_batch_began = False
         """True if the last micro-batch of the global batch has begun."""
         self._write_counts_of_shared: list[int] = []
         """How often each parameter had been written to when the shared weights were put into the
@@ -124,11 +124,12 @@ class DiLoCoTraining(Extension):
         Raises:
             UsageError: some virtual ranks have not stepped for the previous global batch.
         """
-        if micro_batch.first and self._global_batch_is_unfinished:
-            # A global batch is finished when all optimizers have stepped for its last virtual rank.
-            # If one has not, the script may step it less often, which is allowed. But if the last
-            # virtual rank has not even begun, the loop was left too early.
-            if not self._last_virtual_rank_began:
+        begins_global_batch = micro_batch.first
+        if begins_global_batch and self._some_optimizer_stepped:
+            # The previous global batch was not finished: some optimizer has not stepped for its
+            # last virtual rank. The script may step it less often, which is allowed. But if the
+            # last micro-batch was not even reached, the loop was left too early.
+            if not self._last_micro_batch_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
                     "some of them have made their step, and others have not",
@@ -138,7 +139,9 @@ class DiLoCoTraining(Extension):
 
             self._finish_global_batch()
 
-        self._last_virtual_rank_began = micro_batch.last
+        self._last_micro_batch_began = micro_batch.last  # of the global batch
+
+        # Each virtual rank has its own optimizer step in a global batch. Another one begins here.
         if micro_batch.opens_step:
             self._stepped_optimizers.clear()
 
@@ -157,7 +160,7 @@ class DiLoCoTraining(Extension):
             self._put_present_values()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Restores the weights of the forward pass, in case of an evaluation in between.
+        """Restores the weights of the forward pass, which an evaluation may have replaced since.
 
         Raises:
             UsageError: no loader or no optimizer is prepared.
@@ -179,13 +182,12 @@ class DiLoCoTraining(Extension):
         of the same step, is equal on these ranks, so averaging it again does not change it.
 
         Args:
-            micro_batch: the micro-batch that the loss comes from. The present one decides here,
-                since a loop may call `backward` later.
+            micro_batch: the micro-batch that the loss comes from. It is not used: a loop may call
+                `backward` for it when it has already got a later micro-batch, and the optimizer
+                steps after that one.
         """
-        present_micro_batch = self._step.micro_batch
-        if (
-            not present_micro_batch.closes_step
-        ):  # more micro-batches follow before the optimizer step
+        latest_micro_batch = self._step.micro_batch
+        if not latest_micro_batch.closes_step:  # more of them follow before the optimizer step
             return
 
         if self._trains_one_model:
@@ -197,7 +199,7 @@ class DiLoCoTraining(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Prepares the module for an optimizer's step for the present virtual rank.
 
-        Restores the weights of the virtual rank, in case of an evaluation in between. While the
+        Restores the weights of the virtual rank, which an evaluation may have replaced. While the
         virtual ranks train one model, also averages their buffers, before the first step for a
         global batch.
 
@@ -219,14 +221,13 @@ class DiLoCoTraining(Extension):
 
         # In the first steps of a training, all virtual ranks train one model: one step with the
         # shared weights is made for all of them together. But each of their forward passes has
-        # changed the virtual rank's own buffers. They are averaged before the first optimizer steps
-        # (`_global_batch_is_unfinished` becomes True below).
-        is_first_optimizer_of_global_batch = not self._global_batch_is_unfinished
-        if self._trains_one_model and is_first_optimizer_of_global_batch:
+        # changed the virtual rank's own buffers. They are averaged once for a global batch, before
+        # the first of several optimizers steps.
+        if self._trains_one_model and not self._some_optimizer_stepped:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
 
-        self._global_batch_is_unfinished = True
+        self._some_optimizer_stepped = True
         self._stepped_optimizers.add(id(optimizer))
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -250,10 +251,10 @@ class DiLoCoTraining(Extension):
             self._write_counts_of_shared = write_counts(self.parameters)
 
     def _put_present_values(self) -> None:
-        """Puts the values into the module with which the present micro-batch is computed.
+        """Puts the values of the virtual rank whose micro-batch is computed now into the module.
 
-        These are the virtual rank's buffers and, unless the virtual ranks train one model, its
-        weights and gradients.
+        These are its buffers and, unless the virtual ranks train one model, its weights and
+        gradients. The gradients of the virtual rank that had its turn before are put away.
         """
         if self._step.virtual_rank is None:  # outside of a training loop
             return
@@ -270,7 +271,7 @@ class DiLoCoTraining(Extension):
 
         self._weights.put_in_module(number)
         if number != self._owner_of_gradients:
-            self._swap_gradients(number)
+            self._put_gradients_in_module(number)
 
     @property
     def _trains_one_model(self) -> bool:
@@ -280,7 +281,7 @@ class DiLoCoTraining(Extension):
         """
         return self._step.micro_batch.virtual_rank is None
 
-    def _swap_gradients(self, number: int) -> None:
+    def _put_gradients_in_module(self, number: int) -> None:
         """Puts away the gradients that are in the module, and restores those of a virtual rank.
 
         Args:
@@ -323,23 +324,26 @@ class DiLoCoTraining(Extension):
     def _finish_global_batch(self) -> None:
         """Runs the exchanges that are due when all virtual ranks have stepped for a global batch.
 
-        First applies the fragments of the weights that were sent `delay` steps ago, then sends
-        others. At the end the shared weights are in the module.
+        Two options of DiLoCo decide which are due. In the first `start` steps the virtual ranks
+        train one model, and nothing is sent; later each trains its own copy. A fragment of the
+        weights that is sent after a step is applied to the shared weights `delay` steps later.
         """
-        self._global_batch_is_unfinished = False
+        self._some_optimizer_stepped = False
+
+        # Apply the fragments that were sent `delay` steps ago.
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)
 
-        # In the first `start` steps the virtual ranks train one model, and nothing is sent. Later
-        # each trains its own copy.
+        # Send other fragments. Without a delay they are applied at once.
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
                 due_step = self._step.number + self._options.delay
                 self._outer_optimizer.send(fragment, due_step)
-                if self._options.delay == 0:  # it is due in this step
+                if self._options.delay == 0:
                     self._apply(fragment)
 
+        # Between two global batches the module has the shared weights, for evaluation and saving.
         self.put_shared_values()
 
     def _fragments_to_send(self, steps_apart: int) -> list[int]:
@@ -354,9 +358,10 @@ class DiLoCoTraining(Extension):
         """
         every = self._options.every
         to_send: list[int] = []
+        present_step_in_round = (steps_apart - 1) % every + 1  # from 1 to `every`
         for fragment in range(self._options.fragments):
             step_in_round = (fragment + 1) * every // self._options.fragments  # from 1 to `every`
-            if steps_apart % every == step_in_round % every:
+            if step_in_round == present_step_in_round:
                 to_send.append(fragment)
         return to_send
 
@@ -428,13 +433,14 @@ class DiLoCoTraining(Extension):
             buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
 
-        # If several ranks compute one virtual rank, this rank computes no other one. It has no
-        # weights of its own while the virtual ranks train one model.
-        virtual_rank = self.own[0]
-        if self._group is not None and self._weights.exists(virtual_rank):
-            weights = self._weights.values(virtual_rank)
-            weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
-            yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
+        # If several ranks (`_group`) compute one virtual rank, it is the only one in `own`. It has
+        # no weights of its own while all virtual ranks train one model.
+        if self._group is not None:
+            (virtual_rank,) = self.own
+            if self._weights.exists(virtual_rank):
+                weights = self._weights.values(virtual_rank)
+                weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
+                yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
     def shared_state(self) -> Any:
         """Returns the state of the outer optimizer, including the fragments in flight."""
@@ -499,16 +505,17 @@ class DiLoCoTraining(Extension):
         delay = self._options.delay
         steps_apart = self._step.number - self._options.start
 
-        # The last fragment of a round is applied `delay` steps after the end of the round.
-        num_applied_rounds = max(0, steps_apart - delay) // every
-        steps_in_rounds = num_applied_rounds * every
+        # The virtual ranks exchange their weights in rounds of `every` steps. A round is complete
+        # `delay` steps after its end, when its last fragment is applied. For example, with `every`
+        # 10 and `delay` 2, the first round is complete after step 12, and the second after step 22.
+        num_complete_rounds = max(0, steps_apart - delay) // every
+        steps_in_rounds = num_complete_rounds * every
         steps_left = steps_apart - steps_in_rounds
 
-        # For example, with `every` 10 and `delay` 2, a run may end after 12 steps: 10 are exchanged
-        # and 2 are left, in which the run has waited for the exchange. After 15 steps 5 are left,
-        # which are lost. A negative number means that the virtual ranks have not trained apart yet.
-        all_steps_are_exchanged = steps_left <= delay
-        if all_steps_are_exchanged:
+        # Up to `delay` steps are always left: those of the example are steps 11 and 12 if the run
+        # ends after step 12, at the best time. After step 15 five steps are left, of which the run
+        # warns. (The number is negative if the virtual ranks have not trained apart yet.)
+        if steps_left <= delay:
             return
 
         delay_option = f", delay={delay}" if delay > 0 else ""

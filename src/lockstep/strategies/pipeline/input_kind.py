@@ -44,9 +44,13 @@ def signature(arguments: Arguments) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             key.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, tuple | int | float | str | bool | None):
-            key.append(leaf)  # a tuple is a leaf if it is of a class that torch does not take apart
-        else:  # an object of an unknown type, whose attributes may decide about shapes
+        elif isinstance(leaf, int | float | str | bool | None):
+            key.append(leaf)
+        elif isinstance(leaf, tuple):
+            # A tuple of a class that torch does not take apart, such as `torch.Size`.
+            key.append(leaf)
+        else:
+            # The attributes of an object of another type may decide about shapes.
             return None
 
     return tuple(key)

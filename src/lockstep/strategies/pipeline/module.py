@@ -179,6 +179,8 @@ class PipelinedModule(ModuleWrapper):
 
         batch = self._current_global_batch()
         self._check_call(batch)
+
+        # Calls of the same kind have activations of the same shapes.
         kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), kind))
 
@@ -202,7 +204,8 @@ class PipelinedModule(ModuleWrapper):
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""
-        if not self._activation_wires:  # `release` has removed them
+        # A pipeline has at least two stages, so it has wires until `release` removes them.
+        if not self._activation_wires:
             raise UsageError(
                 "a forward pass after world.close()",
                 "the model is spread over the ranks, which no longer exchange messages",
@@ -225,7 +228,7 @@ class PipelinedModule(ModuleWrapper):
             batch: the global batch, without the present call.
         """
         # Every earlier call must have been followed by `world.backward`. Ranks without the last
-        # stage call it as well, with a loss that was computed from NaN and is always NaN.
+        # stage call it as well: their output is NaN, and so is the loss that they compute from it.
         every_call_has_its_loss = len(batch.calls) == len(batch.loss_backwards)
         if not every_call_has_its_loss:
             raise UsageError(
@@ -259,19 +262,21 @@ class PipelinedModule(ModuleWrapper):
         self._drop_unfinished()
         batch = self._global_batch
 
-        # If all losses are there, this call begins another global batch. A loop that calls the
+        # If all losses were given, this call begins another global batch. A loop that calls the
         # model several times for each batch of the loader does so.
-        if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
-            self._finish_global_batch(batch)  # sets `_global_batch` to None
+        if batch is not None:
+            all_losses_were_given = len(batch.loss_backwards) == batch.num_micro_batches
+            if all_losses_were_given:
+                self._finish_global_batch(batch)  # sets `_global_batch` to None
 
         if self._global_batch is None:
             num_micro_batches = self.run.step.micro_batch.num_micro_batches
             actions = order(
                 self._schedule,
-                self.place.position,
-                self.place.num_positions,
-                self.place.stages_per_rank,
-                num_micro_batches,
+                position=self.place.position,
+                positions=self.place.num_positions,
+                per_rank=self.place.stages_per_rank,
+                micro_batches=num_micro_batches,
             )
             self._global_batch = GlobalBatch(
                 key=self.run.step.key,
@@ -303,10 +308,11 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
 
-        micro_batch = len(batch.loss_backwards)
+        micro_batch = len(batch.loss_backwards)  # numbers are given in the order of the losses
         batch.loss_backwards.append(run_backward)
 
-        # The next stage will send gradients of this micro-batch, which other actions may precede.
+        # The next stage will send gradients of this micro-batch. Start receiving them now, even if
+        # the backward pass that needs them comes after other actions.
         self._receive_gradients_early(batch, micro_batch)
 
         is_last = self.run.step.micro_batch.last
@@ -389,6 +395,8 @@ class PipelinedModule(ModuleWrapper):
         self._global_batch = None
         self.replica_group = None
         self._moving_buffers = None  # it has the replica group
+
+        # `_copies` contains this module as well.
         for pipelined in self._copies:
             for part in pipelined.modules():
                 if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
@@ -431,7 +439,10 @@ class PipelinedModule(ModuleWrapper):
     def _input_kind(
         self, arguments: Arguments, requires_grad: tuple[bool, ...] = ()
     ) -> InputKind | None:
-        """Returns the kind of a call, which determines the shapes of activations; None if unknown.
+        """Returns the kind of a call; None if unknown.
+
+        Calls of the same kind give activations of the same shapes, so the ranks exchange the shapes
+        only once for each kind.
 
         Args:
             arguments: the arguments of the call.
@@ -453,7 +464,8 @@ class PipelinedModule(ModuleWrapper):
                 depends_on_values = True
 
         modes = (self.training, torch.is_grad_enabled(), autocast_dtype)
-        return InputKind((arguments_key, modes, requires_grad), depends_on_values)
+        key = (arguments_key, modes, requires_grad)
+        return InputKind(key, depends_on_values)
 
     def _next_seed(self) -> int:
         """Returns a new random seed, which is the same on all ranks of the pipeline.
@@ -497,9 +509,11 @@ class PipelinedModule(ModuleWrapper):
         Args:
             stage: the number of the stage.
             arguments: the arguments of the model's forward.
-            kind: the kind of these arguments.
+            kind: the kind of these arguments. If the wires have carried the same kind before, they
+                know the shapes.
             seed: the seed of the random numbers that the stage draws.
-            another_follows: True if another micro-batch is certain to follow.
+            another_follows: True if another micro-batch is certain to follow. Then the wires may
+                start receiving its tensors early.
         """
         received = None
         with self._noting_failures():
@@ -548,7 +562,7 @@ class PipelinedModule(ModuleWrapper):
                     torch.autograd.backward(outputs, gradients)
 
             # Send the gradients of what was received. The previous stage has sent these tensors, so
-            # it knows the shapes and dtypes.
+            # it knows the shapes and dtypes. For each tensor a mark says whether it has a gradient.
             if stage > 0:
                 message = gradient_message([t for t in tensors.received if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
@@ -561,25 +575,37 @@ class PipelinedModule(ModuleWrapper):
         """Averages a stage's gradients over the pipelines, if this pass completes them.
 
         Args:
-            batch: the global batch.
+            batch: the global batch. Its `actions` are those that remain after `action`.
             action: the backward pass that runs inside this context.
         """
-        if batch.average is None:  # there is one pipeline, or the last loss has not been given yet
+        # There is one pipeline, or `world.backward` was not called for the last micro-batch yet.
+        # Until then, backward passes may follow that cannot be foreseen.
+        average = batch.average
+        if average is None or self._another_backward_follows(batch, action.stage):
             yield
             return
 
-        # The gradients are not complete if another backward pass of this stage remains, which will
-        # add to them. All losses have been given, so a remaining backward pass without a loss
-        # belongs to a micro-batch that the loop has left out. It never adds anything.
-        for remaining in batch.actions:
-            is_backward_of_stage = not remaining.forward and remaining.stage == action.stage
-            if is_backward_of_stage and batch.is_ready(remaining):
-                yield
-                return
-
         parameters = self._model.parameters_of_stage[action.stage]
-        with batch.average.during_backward(parameters):
+        with average.during_backward(parameters):
             yield
+
+    def _another_backward_follows(self, batch: GlobalBatch, stage: int) -> bool:
+        """Returns True if a remaining backward pass of a stage will add to its gradients.
+
+        It is called after the loop has given its last loss of the global batch. So a remaining
+        backward pass whose loss was not given belongs to a micro-batch that the loop has left out,
+        and adds nothing.
+
+        Args:
+            batch: the global batch, with the remaining actions.
+            stage: the number of the stage.
+        """
+        for action in batch.actions:
+            is_backward_of_stage = not action.forward and action.stage == stage
+            loss_was_given = action.micro_batch < len(batch.loss_backwards)
+            if is_backward_of_stage and loss_was_given:
+                return True
+        return False
 
     def _receive_gradients(
         self, batch: GlobalBatch, action: Action, sent: list[Tensor]
@@ -598,23 +624,25 @@ class PipelinedModule(ModuleWrapper):
         if posted is None:  # they were not posted early
             posted = self._post_gradients(action.stage, sent)
 
+        # The message has one tensor and one mark for each tensor that was sent. The mark says
+        # whether the tensor has a gradient; if not, zeros were sent.
         message = self._gradient_wires[action.stage].take(posted)
-        outputs: list[Tensor] = []
+        with_gradient: list[Tensor] = []
         gradients: list[Tensor] = []
         for tensor, has_gradient, gradient in zip(
             sent, message.marks, message.tensors, strict=True
         ):
             if has_gradient:
-                outputs.append(tensor)
+                with_gradient.append(tensor)
                 gradients.append(gradient)
 
-        return outputs, gradients
+        return with_gradient, gradients
 
     def _receive_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
         """Starts receiving gradients from the next stage, before the backward pass needs them.
 
         The receives are kept in `batch.posted_gradients`. Nothing happens if starting them early
-        would not help, or if gradients may arrive in another order.
+        would not help.
 
         Args:
             batch: the global batch.
@@ -622,11 +650,16 @@ class PipelinedModule(ModuleWrapper):
         """
         if self.has_last_stage:  # no later stage sends gradients to this one
             return
-        if len(self.place.stages) > 1:  # gradients do not arrive in the order of micro-batches
+
+        # With several stages on this rank, the gradients of one micro-batch arrive at several
+        # times, between those of other micro-batches. They are received when they are needed.
+        if len(self.place.stages) > 1:
             return
 
         stage = self.place.stages[0]
         if self._gradient_wires[stage].posts_early:
+            # One gradient will arrive for each tensor that was sent to the next stage, in the same
+            # shape.
             sent = batch.boundary_tensors[stage, micro_batch].sent
             batch.posted_gradients[micro_batch] = self._post_gradients(stage, sent)
 
@@ -642,22 +675,25 @@ class PipelinedModule(ModuleWrapper):
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
         """Ends a global batch: runs remaining backward passes, and waits until all is sent.
 
-        Backward passes remain if the loop has left out some micro-batches. For example, in the
-        order F0 F1 B0 F2 B1 B2 (F forward, B backward), B1 is still waiting for F2 if the loop has
-        not called the model for micro-batch 2. The loops of all ranks leave out the same
-        micro-batches.
+        Backward passes remain if the loop has left out some micro-batches. For example, the order
+        of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop does not call the model
+        for micro-batch 2. Then F0 F1 B0 are done. The rank does actions in order, so it has not
+        done B1, which is behind F2. Here F2 and B2 are skipped, and B1 is done. The loops of all
+        ranks leave out the same micro-batches.
 
         Args:
             batch: the global batch.
             drop: True if its gradients are not needed. Then messages are exchanged, but nothing is
                 computed.
         """
-        # Actions of micro-batches that were left out are skipped: their forward passes have not
-        # been called, and their backward passes have no loss.
         while batch.actions:
             action = batch.actions.popleft()
-            is_backward = not action.forward
-            if is_backward and batch.is_ready(action):
+            if action.forward:  # the loop has left out its micro-batch
+                continue
+
+            # Without a loss, it is a backward pass of a micro-batch that was left out.
+            loss_was_given = action.micro_batch < len(batch.loss_backwards)
+            if loss_was_given:
                 self._run_backward_pass(batch, action, drop=drop)
 
         # The output wires are only used in evaluation, which waits for them itself.
@@ -691,6 +727,7 @@ class PipelinedModule(ModuleWrapper):
         kind = self._input_kind(arguments)
         seed = self._next_seed()
 
+        # Nothing is received early, because it is not known whether the script evaluates more.
         output = None
         for stage in self.place.stages:
             result = self._run_forward_pass(
@@ -718,11 +755,12 @@ class PipelinedModule(ModuleWrapper):
     def _pass_output_back(self, tensors: list[Tensor]) -> list[Tensor]:
         """Sends the model's output from the last stage to every rank of the pipeline.
 
-        Every rank receives it from the rank at the next position, and sends it on to the rank at
-        the previous position.
+        The last stage is at the last position. Every other rank receives the output from the rank
+        at the next position, and sends it on to the rank at the previous position.
 
         Args:
-            tensors: the tensors of the output on this rank; shapes unless it has the last stage.
+            tensors: the tensors of the output on this rank. They have no values (shapes) unless
+                this rank has the last stage.
 
         Returns:
             The tensors of the output, with their values.
@@ -749,5 +787,7 @@ class PipelinedModule(ModuleWrapper):
         can_be_nan = tensor.is_floating_point() or tensor.is_complex()
         number = torch.nan if can_be_nan else 0
         value = torch.full((), number, dtype=tensor.dtype, device=self.run.device)
-        # `expand` repeats the one number without copying it.
+
+        # The loop computes a loss from it and may call `loss.backward()`, so it requires a
+        # gradient. `expand` repeats the one number without copying it.
         return value.requires_grad_(can_be_nan).expand(tensor.shape)

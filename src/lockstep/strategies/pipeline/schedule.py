@@ -90,7 +90,7 @@ class _Finished(NamedTuple):
 
     tick: int
     meeting_point: int
-    """The next meeting point that the rank reaches after it (`_SimulatedRank.meeting_point_of`)."""
+    """The meeting point before which it is done (`_SimulatedRank.meeting_point_of`)."""
 
 
 class _SimulatedRank:
@@ -122,7 +122,7 @@ class _SimulatedRank:
                     Action(forward=False, stage=stage, micro_batch=micro_batch)
                 )
 
-        self.received_gradients: deque[Action] = deque()
+        self.backwards_with_gradients: deque[Action] = deque()
         """The remaining backward passes whose gradients were sent to this rank, in the order in
         which they were sent."""
         self.actions: list[Action] = []
@@ -143,23 +143,26 @@ class _SimulatedRank:
             candidates.append(self.forward_passes[0])
         if schedule == "1f1b" or not self.forward_passes:
             for action in self.backward_passes:
-                if self._gradient_arrives_next(action):
+                if self._can_start_backward(action):
                     candidates.append(action)
         return candidates
 
-    def _gradient_arrives_next(self, action: Action) -> bool:
-        """Returns True if the next gradient that the rank receives is for this backward pass.
+    def _can_start_backward(self, backward_pass: Action) -> bool:
+        """Returns True if a backward pass can start from what the rank receives next.
 
-        The gradients of several stages come from the same rank. NCCL delivers them in the order in
-        which they were sent, whichever one the rank waits for. The last stage starts from the loss
-        instead.
+        The last stage starts from the loss. Any other stage starts from a gradient that the rank at
+        the next position sends. That rank sends the gradients of several stages, and NCCL delivers
+        them in the order in which they were sent. So the first of them that was not used yet must
+        be the one for this backward pass.
         """
-        if action.stage == self._last_stage_of_model:
+        if backward_pass.stage == self._last_stage_of_model:
             return True
-        return bool(self.received_gradients) and self.received_gradients[0] == action
+        if not self.backwards_with_gradients:
+            return False
+        return self.backwards_with_gradients[0] == backward_pass
 
     def meeting_point_of(self, action: Action) -> int:
-        """Returns the next meeting point that the rank reaches after an action.
+        """Returns the meeting point before which the rank does an action, if it does it now.
 
         A *meeting point* is a place in the training loop at which all ranks may wait for each other
         in a collective. Number 2n is after the call of the model for micro-batch n, and number 2n +
@@ -173,17 +176,20 @@ class _SimulatedRank:
         return max(self.meeting_point, earliest)
 
     def do(self, action: Action, tick: int) -> _Finished:
-        """Does an action that begins at the given tick.
+        """Does an action that begins at the given tick, and moves the rank forward in its loop.
 
         A forward pass takes one tick, a backward pass two. A *meeting point* is a place in the
-        training loop at which all ranks may wait for each other, such as the place after the call
-        of the model for a micro-batch (`meeting_point_of`).
+        training loop at which all ranks may wait for each other: number 2n is after the call of the
+        model for micro-batch n, and number 2n + 1 after its `world.backward`.
+
+        For example, the forward pass of micro-batch 3 through the highest stage is done before
+        meeting point 6, which is part of the result. With it the call of the model returns, so the
+        rank goes past 6, and its next actions are done before meeting point 7.
 
         Returns:
-            The tick at which the action ends, and the next meeting point that the rank reaches
-            after it.
+            The tick at which the action ends, and the meeting point before which it is done.
         """
-        meeting_point_after_action = self.meeting_point_of(action)
+        done_before = self.meeting_point_of(action)
         self.actions.append(action)
         if action.forward:
             self.forward_passes.popleft()
@@ -192,13 +198,13 @@ class _SimulatedRank:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
 
-        # After the forward pass through its highest stage, the rank returns from the call of the
-        # model, and goes past the meeting point after the call.
-        self.meeting_point = meeting_point_after_action
-        if action.forward and action.stage == self.highest_stage:
-            self.meeting_point += 1
+        call_of_model_returns = action.forward and action.stage == self.highest_stage
+        if call_of_model_returns:
+            self.meeting_point = done_before + 1
+        else:
+            self.meeting_point = done_before
 
-        return _Finished(self.busy_until, meeting_point_after_action)
+        return _Finished(self.busy_until, done_before)
 
 
 def _interleaved_orders(
@@ -209,11 +215,12 @@ def _interleaved_orders(
     They are found by a simulation: in each tick of a clock, every rank that is not busy does the
     first of its candidates whose requirements are fulfilled.
 
-    After the call of the model and after `world.backward`, a script may call a collective, in which
-    all ranks wait for each other. These are the two *meeting points* of each micro-batch. A rank
-    reaches a meeting point when it has done all possible actions before it. So an action must not
-    require what another rank does after a later meeting point: that rank would wait there for this
-    one.
+    A script may call a collective after the call of the model and after `world.backward`. There all
+    ranks wait for each other; these are the two *meeting points* of each micro-batch. The orders
+    must not deadlock with it. Suppose rank 0 does an action before meeting point 4, and needs a
+    gradient that rank 1 sends after meeting point 4. Then rank 1 waits at the meeting point for
+    rank 0, and rank 0 waits for the gradient. So whatever an action requires must be done before
+    the same meeting point, or an earlier one.
     """
     last_stage = positions * per_rank - 1
     if schedule == "gpipe":
@@ -230,11 +237,14 @@ def _interleaved_orders(
                 continue
 
             for action in rank.candidates(schedule):
-                # What the action requires must be finished by now, and must not come after a
-                # meeting point that the rank only reaches after the action.
                 required = _requirements(action, positions, last_stage, max_under_way)
-                latest_allowed = _Finished(tick, rank.meeting_point_of(action))
-                if _are_finished(required, finished, latest_allowed):
+                can_begin = _are_finished(
+                    required,
+                    finished,
+                    by_tick=tick,
+                    by_meeting_point=rank.meeting_point_of(action),
+                )
+                if can_begin:
                     finished[action] = rank.do(action, tick)
                     if not action.forward:
                         _pass_gradient_on(action, ranks, last_stage)
@@ -250,6 +260,8 @@ def _pass_gradient_on(
 ) -> None:
     """Simulates the messages of a backward pass: it has used one gradient, and sends another.
 
+    A gradient is represented by the backward pass that starts from it.
+
     Args:
         backward_pass: the backward pass, which was done.
         ranks: the ranks of the pipeline, by position.
@@ -257,31 +269,36 @@ def _pass_gradient_on(
     """
     stage = backward_pass.stage
     if stage < last_stage:
-        ranks[stage % len(ranks)].received_gradients.popleft()
+        ranks[stage % len(ranks)].backwards_with_gradients.popleft()
 
     if stage > 0:
         next_pass = backward_pass._replace(stage=stage - 1)
-        ranks[next_pass.stage % len(ranks)].received_gradients.append(next_pass)
+        ranks[next_pass.stage % len(ranks)].backwards_with_gradients.append(next_pass)
 
 
 def _are_finished(
-    required: list[Action], finished: dict[Action, _Finished], latest_allowed: _Finished
+    required: list[Action],
+    finished: dict[Action, _Finished],
+    *,
+    by_tick: int,
+    by_meeting_point: int,
 ) -> bool:
-    """Returns True if all required actions are finished in time.
+    """Returns True if all actions that some action A requires are finished in time.
 
     Args:
-        required: the actions that another action requires.
+        required: the actions that A requires, done by any rank.
         finished: when each action that is done was finished.
-        latest_allowed: the latest tick at which they may be finished, and the latest *meeting
-            point*. At a meeting point all ranks wait for each other, so a rank that has to go past
-            it first could not finish them.
+        by_tick: the tick at which A would begin.
+        by_meeting_point: the *meeting point* (where all ranks wait for each other) before which A
+            is done. If another rank does a required action only after this meeting point, it waits
+            there for the rank of A, which waits for the action: a deadlock.
     """
     for action in required:
         if action not in finished:
             return False
-        if finished[action].tick > latest_allowed.tick:
+        if finished[action].tick > by_tick:
             return False
-        if finished[action].meeting_point > latest_allowed.meeting_point:
+        if finished[action].meeting_point > by_meeting_point:
             return False
     return True
 
@@ -309,11 +326,14 @@ def _requirements(
     if stage > 0:  # the activations come from the stage before
         required.append(action._replace(stage=stage - 1))
 
+    # Only `max_under_way` micro-batches may be under way at a time. So before the rank begins one
+    # more, it must have finished the one that was begun `max_under_way` before it.
     if micro_batch >= max_under_way:
+        earlier = micro_batch - max_under_way
+
         # A rank finishes a micro-batch with the backward pass of its lowest stage. For example, on
         # 2 positions, stages 1 and 3 are on one rank, whose lowest stage is 3 % 2 = 1.
         lowest_stage = stage % positions
-        earlier = micro_batch - max_under_way
         required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))
 
     return required

@@ -73,15 +73,17 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
         module: the module.
         blocks: the names of the repeated blocks of the model, each of which is one unit.
     """
-    prefix = f"{name}." if name else ""
     children = list(module.named_children())
-    is_root = name == ""
+    if name in blocks or not children:
+        return [(name, module)]
+
+    # Divide the model itself, containers, and modules that contain blocks. Any other module may
+    # call its submodules in an order of its own, so it stays whole.
+    prefix = f"{name}." if name else ""
+    is_whole_model = name == ""
     is_container = isinstance(module, _CONTAINERS)
     contains_blocks = any(block.startswith(prefix) for block in blocks)
-    is_block = name in blocks
-    can_be_divided = is_root or is_container or contains_blocks
-    is_one_unit = is_block or not children or not can_be_divided
-    if is_one_unit:
+    if not (is_whole_model or is_container or contains_blocks):
         return [(name, module)]
 
     units: list[tuple[str, nn.Module]] = []
@@ -132,8 +134,12 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             f"in the model's order: {sorted(set(cuts), key=names.index)}",
         )
 
-    result = Split(tuple(cuts), pieces={}, loose_parameters={})
-    _assign_stages("", module, stage=0, result=result)  # fills both dictionaries
+    # Go through the model, and write down the stage of each submodule (in `pieces`), and of the
+    # parameters of modules that are divided over several stages (in `loose_parameters`).
+    pieces: dict[str, int] = {}
+    loose_parameters: dict[str, int] = {}
+    result = Split(tuple(cuts), pieces, loose_parameters)
+    _assign_stages("", module, stage=0, result=result)
     _check_shared_parameters(module, result)
     return result
 
@@ -144,6 +150,10 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     A module without cuts inside becomes a *piece*. A module with cuts inside is divided over
     several stages. Its own parameters, which are in no submodule, become *loose parameters*.
 
+    For example, in a model with the submodules `embed`, `blocks.0`, `blocks.1` and `head` and the
+    cut "blocks.1", the pieces `embed` and `blocks.0` are in stage 0. At `blocks.1` stage 1 begins;
+    `blocks.1` itself stays whole, so it is a piece of stage 1, and so is `head`.
+
     Args:
         name: the name of the module in the model.
         module: the module.
@@ -153,9 +163,9 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     Returns:
         The stage in which the module ends.
     """
-    prefix = f"{name}." if name else ""
-    is_divided = any(cut.startswith(prefix) for cut in result.cuts)
-    if not is_divided:
+    prefix = f"{name}." if name else ""  # "" for the whole model, in which all cuts are
+    has_cuts_inside = any(cut.startswith(prefix) for cut in result.cuts)
+    if not has_cuts_inside:
         if _has_state(module):
             result.pieces[name] = stage
         return stage
@@ -163,17 +173,26 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     for parameter_name, _ in module.named_parameters(recurse=False):
         result.loose_parameters[f"{prefix}{parameter_name}"] = stage
 
-    # `named_children` would omit a child that was registered before under another name.
-    for child_name, child in module.named_modules(remove_duplicate=False):
-        is_direct_child = child_name != "" and "." not in child_name
-        if not is_direct_child:
-            continue
+    for child_name, child in _direct_children(module):
         child_path = f"{prefix}{child_name}"
         if child_path in result.cuts:
             stage += 1
         stage = _assign_stages(child_path, child, stage, result)
 
     return stage
+
+
+def _direct_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the names and modules of a module's direct children.
+
+    `module.named_children()` would omit a child that was registered before under another name.
+    """
+    children: list[tuple[str, nn.Module]] = []
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        is_direct_child = name != "" and "." not in name  # "" is the module itself
+        if is_direct_child:
+            children.append((name, submodule))
+    return children
 
 
 def _check_shared_parameters(module: nn.Module, result: Split) -> None:
@@ -226,6 +245,9 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     @cache
     def best(end: int, num_parts: int) -> tuple[float, list[int]]:
         """Divides the items before `end` in the best way, by recursion over the last part.
+
+        `cost_before[i]` is the cost of all items before item i. So the items from i to j - 1 cost
+        `cost_before[j] - cost_before[i]`.
 
         Returns:
             The cost of the most expensive part, and the first index of every part except the first.

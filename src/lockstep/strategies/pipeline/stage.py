@@ -115,20 +115,15 @@ class StagedModel:
         if was_replaced:  # the same piece is registered under another name
             return
 
-        # Where only shapes are computed, normalisation layers must not read their statistics, which
-        # have no values, or wait for other ranks.
         stage_is_here = stage in stages
-        shape_forward = None
-        if not stage_is_here:  # this process only computes shapes with the piece
-            skip_normalisation(piece)
-            shape_forward = piece.forward
-        elif len(stages) > 1:  # and while another stage of this process runs, also shapes
-            shape_copy = copy_to_meta(piece)
-            skip_normalisation(shape_copy)
-            shape_forward = shape_copy.forward
-
         forward = _PieceForward(
-            self, name, stage, is_first_of_stage, stage_is_here, piece.forward, shape_forward
+            self,
+            name,
+            stage,
+            is_first_of_stage,
+            stage_is_here,
+            piece.forward,
+            _make_shape_forward(piece, stage_is_here=stage_is_here, num_stages=len(stages)),
         )
         piece.forward = forward
         if is_first_of_stage:
@@ -159,8 +154,9 @@ class StagedModel:
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
-            # `shape_contexts` holds the context in which shapes are computed instead of values. The
-            # context is entered and left several times, and left for good at the end.
+            # Before and after the stage, shapes are computed instead of values. `stage_run` enters
+            # and leaves the context for that when pieces are called; `shape_contexts` leaves it at
+            # the end, if it is still entered.
             with torch.random.fork_rng(gpus), stage_run.shape_contexts:
                 seed_streams(seed, self._device)
                 if stage > 0:  # only stage 0 computes values from the start of the forward pass
@@ -186,16 +182,20 @@ class StagedModel:
             stage_run: the forward pass through the stage.
             output: what the model's forward returned.
         """
-        # Stage n begins at `self._cuts[n - 1]`; stage 0 begins with the model.
         stage = stage_run.stage
+
+        # Every stage except the last one ends where the next stage begins. `self._cuts` has no
+        # entry for stage 0, so stage n begins at `self._cuts[n - 1]`.
         if stage < self._last_stage:
-            next_stage_was_reached = stage_run.has_ended
-            if not next_stage_was_reached:
-                raise _not_called_error(self._cuts[stage], stage + 1)
+            if not stage_run.has_ended:
+                first_piece_of_next_stage = self._cuts[stage]
+                raise _not_called_error(first_piece_of_next_stage, stage + 1)
             return
 
-        if not stage_run.computes_values:  # the last stage has not begun
-            raise _not_called_error(self._cuts[stage - 1], stage)
+        # The last stage computes values from its first piece to the end of the forward pass.
+        if not stage_run.computes_values:
+            first_piece = self._cuts[stage - 1]
+            raise _not_called_error(first_piece, stage)
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -209,7 +209,9 @@ class StagedModel:
         """
         self.in_backward = True
         try:
-            # The caller may be inside the autocast context of its forward pass.
+            # A backward pass computes in the dtypes that its forward pass has chosen, so torch
+            # advises to run it outside of autocast. But the pass may run in a call of the model,
+            # which the user may have put into an autocast context.
             with torch.autocast(self._device.type, enabled=False):
                 yield
         finally:
@@ -256,12 +258,15 @@ class StageRun:
         Returns:
             The arguments, with the received tensors in place of the shapes.
         """
-        self.shape_contexts.close()
+        self.shape_contexts.close()  # leaves the context in which shapes are computed
         self.computes_values = True
 
+        # A received tensor that needs a gradient is a leaf of the autograd graph, and torch does
+        # not allow in-place operations on leaves. The model may use some, so it gets the result of
+        # an identity function instead.
         tensors: list[Tensor] = []
         for tensor in self.received or ():
-            if tensor.requires_grad:  # torch does not allow in-place operations on such a leaf
+            if tensor.requires_grad:
                 tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             tensors.append(tensor)
 
@@ -355,9 +360,11 @@ class _PieceForward:
         if stage_run is None:  # no stage is running, for example in the backward pass
             return args, kwargs
 
-        # The piece belongs to the running stage. Values are computed already if the stage goes on,
-        # or if it is stage 0. Otherwise, this must be the piece with which the stage begins.
+        # Case 1: the piece belongs to the running stage. Values are computed already if an earlier
+        # piece of the stage was called, and in stage 0, which computes values from the start of the
+        # forward pass. Otherwise this must be the piece with which the stage begins.
         if self.stage == stage_run.stage:
+            # From the stage's first call of a piece on, it draws random numbers of its own.
             stage_run.use_own_seed()
             if stage_run.computes_values:
                 return args, kwargs
@@ -365,12 +372,13 @@ class _PieceForward:
                 return stage_run.begin_values((args, kwargs))
             raise _out_of_order_error(self.name, self.stage)
 
-        # The piece belongs to another stage, and the running one has not begun or has ended.
+        # Case 2: the piece belongs to another stage, and the running one has not begun or has
+        # ended.
         if not stage_run.computes_values:
             return args, kwargs
 
-        # The piece belongs to another stage while values are computed. It must be the one with
-        # which the next stage begins; the running stage ends here.
+        # Case 3: the piece belongs to another stage while values are computed. It must be the one
+        # with which the next stage begins; the running stage ends here.
         is_of_next_stage = self.stage == stage_run.stage + 1
         if self.is_first_of_stage and is_of_next_stage:
             stage_run.end((args, kwargs))
@@ -380,7 +388,8 @@ class _PieceForward:
 
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the shapes of the piece's output, computed once for each kind of input."""
-        assert self.shape_forward is not None  # this process runs another stage
+        # It is only None if this process runs no stage but the piece's own.
+        assert self.shape_forward is not None
 
         # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
         with DisableTorchFunctionSubclass():
@@ -423,42 +432,92 @@ def _move_to_stages(
         the meta device that replaced them.
     """
     gone: list[nn.Parameter] = []
-    for name, part in module.named_modules():
-        parameters = list(part.named_parameters(name, recurse=False, remove_duplicate=False))
-
-        # If the model was built on the meta device, allocate the parameters of these stages. They
-        # get their values later.
-        ids_without_memory: set[int] = set()
-        for path, parameter in parameters:
-            if parameter.is_meta and split.stage_of(path) in stages:
-                ids_without_memory.add(id(parameter))
-
-        if ids_without_memory:
-            give_memory = partial(_give_memory, ids=ids_without_memory, device=device)
-            convert_tensors(part, give_memory, recurse=False)
-
-        for path, parameter in parameters:
+    for module_name, part in module.named_modules():
+        parameters_here: list[nn.Parameter] = []
+        parameters_elsewhere: list[tuple[str, nn.Parameter]] = []
+        for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{module_name}.{attribute}" if module_name else attribute
             if split.stage_of(path) in stages:
-                parameter.data = parameter.data.to(device)
-                continue
+                parameters_here.append(parameter)
+            else:
+                parameters_elsewhere.append((attribute, parameter))
 
-            # The parameter is on another rank. Here a parameter on the meta device takes its place,
-            # unless it is on this device already.
+        _move_to_device(part, parameters_here, device)
+
+        # A parameter on the meta device takes the place of one that is on another rank.
+        for attribute, parameter in parameters_elsewhere:
             gone.append(parameter)
             if not parameter.is_meta:
                 meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
-                _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, meta_parameter)
                 gone.append(meta_parameter)
 
         # A module that a cut goes through belongs to no stage, and all ranks need its buffers.
-        stage = split.stage_of(name)
+        stage = split.stage_of(module_name)
         stage_is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):
             members(part).buffers[attribute] = buffer.to(device if stage_is_here else "meta")
 
     return gone
+
+
+def _move_to_device(
+    part: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device
+) -> None:
+    """Moves some parameters of a module to a device, in place.
+
+    If the model was built on the meta device, there are no values to move. Then new memory is
+    allocated, which gets its values later.
+
+    Args:
+        part: the module that has the parameters, in itself and not in a submodule.
+        parameters: the parameters to move.
+        device: the device.
+    """
+    meta_ids: set[int] = set()
+    for parameter in parameters:
+        if parameter.is_meta:
+            meta_ids.add(id(parameter))
+        else:
+            parameter.data = parameter.data.to(device)
+
+    if meta_ids:
+        give_memory = partial(_give_memory, ids=meta_ids, device=device)
+        convert_tensors(part, give_memory, recurse=False)
+
+
+def _make_shape_forward(
+    piece: nn.Module, *, stage_is_here: bool, num_stages: int
+) -> Callable[..., Any] | None:
+    """Returns the forward with which this process computes the shapes of a piece's output.
+
+    There are three cases:
+
+    - The piece's stage is on another rank. Here the piece only ever computes shapes, so its own
+      forward is used.
+    - Its stage is the only one of this process. Then no shapes of its output are needed.
+    - Its stage is one of several of this process. While another one of them runs, the shapes are
+      computed by a copy of the piece on the meta device, because the piece itself holds values.
+
+    Where shapes are computed, normalisation layers must not read their statistics, which have no
+    values, or wait for other ranks.
+
+    Args:
+        piece: the piece, before its forward is replaced. It is changed in the first case.
+        stage_is_here: True if this process runs the stage of the piece.
+        num_stages: the number of stages that this process runs.
+    """
+    if not stage_is_here:
+        skip_normalisation(piece)
+        return piece.forward
+
+    if num_stages == 1:
+        return None
+
+    shape_copy = copy_to_meta(piece)
+    skip_normalisation(shape_copy)
+    return shape_copy.forward
 
 
 def _parameters_of_stages(
@@ -491,7 +550,10 @@ def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
 
 
 def _uses_other_stage_error(stage: int) -> UsageError:
-    """Returns the error for a stage that uses values of another stage."""
+    """Returns the error for a stage that uses values of another stage.
+
+    The place where the stage begins was printed by `world.prepare`.
+    """
     return UsageError(
         f"a pipeline whose stage {stage} begins there",
         "the model uses a value of another stage that is not an argument of the stage's first "

@@ -195,11 +195,15 @@ class Wire:
             to: the receiving rank.
             marks: the marks of the message.
         """
+        # The receiver reads the marks in Python, so they are sent from CPU to CPU: reading them
+        # from a GPU would make it wait for all work of the GPU.
         self._send_from_cpu(torch.tensor(marks, dtype=torch.uint8), to)
-        self._send_batch(
-            [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors], to
-        )
-        # Free the data of the sends that are done.
+
+        data = [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors]
+        self._send_batch(data, to)
+
+        # Both calls have added their sends to `self._sends`, which keeps the data alive until it is
+        # sent. Drop the sends that are done.
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
@@ -208,6 +212,15 @@ class Wire:
         """Receives the message that `send` sends.
 
         If gradients are needed, its tensors are leaves of the autograd graph.
+
+        The receives of a message may have been started early, when the message before arrived.
+        Inputs of one kind give the same specs, so there are three cases:
+
+        - The message is the first of its kind. Receives that were started early do not fit it. The
+          sender knows of them, and completes them with zeros. Then it sends the specs.
+        - It is of a known kind, and has the known specs. It arrives in the receives that were
+          started early, or that are started now.
+        - It is of a known kind, but has new specs. Zeros and the new specs precede it.
 
         Args:
             source: the rank that calls `send`.
@@ -219,7 +232,7 @@ class Wire:
         if known_specs is None:
             # The first message of a kind begins with its specs. Receives that were started early
             # are for a message of the previous kind, so the sender completes them with zeros.
-            self._drop_posted()
+            self._receive_zeros_of_posted()
             specs, tensors = self._receive_with_specs(source, kind)
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
@@ -240,8 +253,9 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        If the kind depends on values, the message has a mark. It is True if the message has the
-        known specs, and False if new specs follow.
+        If the kind depends on values of the inputs, the message has one mark. It is True if the
+        message has the known specs, and False if new specs follow. Otherwise the message has no
+        mark, and always has the known specs.
 
         Args:
             source: the sending rank.
@@ -249,15 +263,19 @@ class Wire:
             known_specs: the specs of the previous message of this kind.
         """
         expected = _spec_of_known_kind(known_specs, kind)
-        if self._posted is None or self._posted.spec != expected:
-            self._drop_posted()
-            self._posted = self.post_receives(source, expected)
+        if self._posted is not None and self._posted.spec == expected:
+            # The receives that were started early are for this message.
+            posted = self._posted
+            self._posted = None
+        else:
+            # Receives that were started early have other sizes. No data is lost in them: the sender
+            # knows that they were started, and fills them with zeros before it sends the message.
+            self._receive_zeros_of_posted()
+            posted = self.post_receives(source, expected)
 
-        posted = self._posted
-        self._posted = None
         message = self.take(posted)
-        has_known_specs = all(message.marks)  # also if there is no mark
-        if has_known_specs:
+        new_specs_follow = message.marks == [False]
+        if not new_specs_follow:
             return known_specs, message.tensors
 
         # The tensors received so far are zeros. The new specs and the real tensors follow.
@@ -271,10 +289,11 @@ class Wire:
         message = self.take(self.post_receives(source, MessageSpec(specs)))
         return specs, message.tensors
 
-    def _drop_posted(self) -> None:
-        """Waits for receives that were posted for a message like the previous one, if any.
+    def _receive_zeros_of_posted(self) -> None:
+        """Completes the receives that were started early, if any, and drops what they received.
 
-        The next message is a different one, so the sender completes these receives with zeros.
+        They were started for a message like the previous one. The next message is a different one,
+        so the sender first completes these receives with zeros.
         """
         posted = self._posted
         self._posted = None
@@ -303,7 +322,11 @@ class Wire:
         return self._carrier_device.type == "cpu"
 
     def post_receives(self, source: int, spec: MessageSpec) -> PostedMessage:
-        """Starts receiving a message, given its specs and its number of marks."""
+        """Starts receiving a message, given its specs and its number of marks.
+
+        The marks are received on the CPU over Gloo, because Python reads them. The tensors are
+        received together, on the device that carries them: with NCCL, from GPU to GPU.
+        """
         marks = torch.empty(spec.num_marks, dtype=torch.uint8)
         data: list[Tensor] = []
         for tensor_spec in spec.tensors:
