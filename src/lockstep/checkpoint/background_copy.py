@@ -57,9 +57,10 @@ class BackgroundCopy:
             training_event = torch.cuda.current_stream(self._device).record_event()
 
         def copy_sources() -> None:
-            """Copies `sources` to `places`, then calls `finish` if no source was changed meanwhile.
+            """Does the work of `start`, whose arguments it uses, in the thread.
 
-            Runs in the thread. If an error is raised, `wait` raises it.
+            The copies begin on the GPU when it has reached `training_event`, which was recorded in
+            `start`. If an error is raised, `wait` raises it.
             """
             try:
                 with self._on_stream(training_event):

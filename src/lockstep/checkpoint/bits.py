@@ -103,6 +103,7 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
     """
     was_synchronised = manifest.get("sync_batchnorm", False)
     if was_synchronised and not settings.synchronises_batchnorm:
+        # `sync_batchnorm` needs a process for each virtual rank.
         raise CheckpointError(
             f"resuming from {path} without sync_batchnorm=True",
             "it was saved with it: BatchNorm would take its statistics from other samples from "
@@ -133,8 +134,8 @@ def restore_threads(
         device: the device on which this process computes.
 
     Returns:
-        The end of a sentence that says what was changed and what may change the bits; "" if
-        nothing.
+        What was changed, and what may change the bits, as the end of a message: "; 4 threads as
+        saved, not 8". It is "" if there is nothing to say.
     """
     if num_virtual_ranks is None:
         return ""

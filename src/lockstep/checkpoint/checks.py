@@ -49,6 +49,8 @@ def check_state(state: Mapping[str, Any]) -> None:
                 f"{describe_type(value)} has no state_dict() and load_state_dict()",
                 "pass modules, optimizers, schedulers, loaders, or own objects that have both",
             )
+
+        # Each name is a key of the manifest, and a part of the names of files.
         if name in RESERVED_NAMES or not name.isidentifier():
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
@@ -56,6 +58,7 @@ def check_state(state: Mapping[str, Any]) -> None:
                 "use another keyword",
             )
 
+    # "net" and "Net" would be written to the same file on a file system that ignores case.
     names_in_lower_case = {name.lower() for name in state}
     if len(names_in_lower_case) < len(state):
         raise UsageError(
@@ -101,10 +104,11 @@ def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str,
         )
 
     for name, value in objects.items():
-        was_module = name in manifest["modules"]
-        misfit = _describe_misfit(name, value, saved[name], was_module)
+        was_saved_as_module = name in manifest["modules"]
+        misfit = _describe_misfit(name, value, saved[name], was_saved_as_module)
         if misfit is not None:
-            raise CheckpointError(action, misfit, BUILD_AS_SAVED.format(name))
+            advice = BUILD_AS_SAVED.format(name)
+            raise CheckpointError(action, misfit, advice)
         if isinstance(value, LRScheduler):
             _check_end_of_schedule(path, name, value, saved[name])
 
@@ -133,9 +137,10 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
 
 
 def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, saved: Any) -> None:
-    """Checks that a scheduler that fails after its last step is built for as many steps as before.
+    """Checks that a OneCycleLR is built for as many steps as it was saved with.
 
-    Loading a scheduler's state replaces the length that it was built with by the saved one.
+    When a scheduler loads its state, the saved number of steps replaces the number that it was
+    built with. OneCycleLR raises an error after its last step, so a longer run would fail there.
 
     Args:
         path: the folder of the checkpoint, or a description such as "step 12 in memory".
@@ -147,9 +152,9 @@ def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, 
         CheckpointError: the scheduler would end earlier or later than it was built for.
     """
     for length in changed_lengths(scheduler, saved):
-        # Only OneCycleLR raises an error after its last step; the others just go on. Its length is
-        # the attribute `total_steps`, and `place` is the path to it: "total_steps", or for one of
-        # several schedulers in a SequentialLR a longer path with this end.
+        # The other schedulers just go on after their last step. Only OneCycleLR has the attribute
+        # `total_steps`. `place` is the path to it: "total_steps", or for one of several schedulers
+        # in a SequentialLR "_schedulers.1.total_steps".
         if length.place.endswith("total_steps"):
             # A prepared scheduler is a wrapper with the user's own as `inner`.
             kind = type(getattr(scheduler, "inner", scheduler)).__name__
@@ -188,7 +193,10 @@ def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
 
 
 def _find_lengths(state: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields the lengths in a scheduler's state with their places: ("_schedulers.1.T_max", 100).
+    """Yields numbers of steps in a scheduler's state with their places.
+
+    For example `("_schedulers.1.T_max", 100)`. A number of steps that a scheduler was built for is
+    called a length; `LENGTH_ATTRIBUTES` lists the attributes that hold one.
 
     Args:
         state: the state of a scheduler, or a dictionary or list inside it.
@@ -200,5 +208,5 @@ def _find_lengths(state: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in state.items():
         if isinstance(value, dict | list | tuple):
             yield from _find_lengths(value, f"{prefix}{key}.")
-        elif key in LENGTH_ATTRIBUTES and type(value) is int:
+        elif key in LENGTH_ATTRIBUTES and type(value) is int:  # None if no length was given
             yield f"{prefix}{key}", value

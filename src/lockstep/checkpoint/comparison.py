@@ -206,8 +206,8 @@ def rename_to_match(
     """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
 
     With "module.fc.weight" in `b` and "fc.weight" in `a`, the tensor of `b` becomes "fc.weight". A
-    tensor without a counterpart in `a` keeps its name, unless another tensor was renamed to this
-    name: then the tensor without a counterpart is left out.
+    tensor without a counterpart in `a` keeps its name. If this name has been given to another
+    tensor, the one without a counterpart is left out.
 
     Returns:
         The tensors of `b` by their new names, and a text that says what was done, "" if nothing.

@@ -80,7 +80,8 @@ def open_contents(
     for tensor in (*tensors.values(), *training_tensors.values()):
         tensor.check()  # raises an error if the tensor is not in its file
 
-    # If the model is inside a dictionary of a torch file, the user is told where: "['model']".
+    # The facts are shown to the user. If the model is inside a dictionary of a torch file, the fact
+    # "read" says which part of the file was read: "['model']".
     facts = dict(source.facts)
     is_checkpoint = bool(source.modules)
     is_in_dictionary = bool(largest.place) and not is_checkpoint
@@ -118,8 +119,9 @@ def _split_state(
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
-            # Equal for tied tensors. A tensor without memory has no such key: it is tied to no
-            # other, so its name is used.
+
+            # Tied tensors have equal keys. A tensor without memory has none (None): it is tied to
+            # no other tensor, so its name is used as the key.
             tie: object = tie_key(value)
             if tie is None:
                 tie = name

@@ -100,13 +100,9 @@ def convert(
             f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
         )
 
-    cast_names = [
-        name
-        for name, tensor in tensors.items()
-        if result_dtype(tensor.dtype, dtype) is not tensor.dtype
-    ]
-    renamed = [name for name, new_name in new_names.items() if name != new_name]
-    return Converted(tuple(files), len(tensors), len(cast_names), len(renamed))
+    num_cast = sum(result_dtype(t.dtype, dtype) is not t.dtype for t in tensors.values())
+    num_renamed = sum(name != new_name for name, new_name in new_names.items())
+    return Converted(tuple(files), len(tensors), num_cast, num_renamed)
 
 
 def _write_torch(
@@ -125,11 +121,14 @@ def _write_torch(
     """
     state: dict[str, Any] = {}
     values_of_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
-    storages_in_use: set[int] = set()  # `with_own_storage` adds to it
+
+    # The storages of the tensors so far. Each call of `with_own_storage` adds one to the set.
+    storages_in_use: set[int] = set()
     for name, lazy_tensor in tensors.items():
         is_first_name = id(lazy_tensor) not in values_of_id
         if is_first_name:
             values = cast(lazy_tensor.read(), dtype, name).contiguous()
+
             # torch.save writes the whole storage of a tensor. So a view of a larger storage, or of
             # the storage of another tensor, is cloned.
             values_of_id[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
@@ -158,7 +157,7 @@ def _new_names(
     for prefix in remove_prefixes:
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
         if changed == new_names:  # no name has the prefix
-            # The end of the sentence "the first is ...".
+            # "... the first is fc.weight", or "... the first is not there" without any names.
             first_name = names[0] if names else "not there"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",

@@ -128,7 +128,8 @@ class CopyInterval:
         """
         self._announced_every = self.every
 
-        # The beginning of the sentence "... kept in memory from now on".
+        # "every 3 steps, one is kept in memory from now on: that takes 13 ms, and a step takes
+        # 20 ms"
         which = f"every {self.every} steps, one is"
         if self.every == 1:
             which = "every step is"
@@ -154,13 +155,16 @@ def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> in
     lower_limit_for_cost = min(math.ceil(steps_for_cost), 2 * every)
     lower_limit_for_link = math.ceil(steps_for_link)
     lower_limit = max(1, lower_limit_for_cost, lower_limit_for_link)
+
+    # Case 1: the present interval is too short, or just right.
     if lower_limit >= every:
         return lower_limit
 
-    # The interval could be shorter. So that it does not change all the time, it is made as short as
-    # it would have to be if copies took `MARGIN` times as long as they do.
-    lower_limit_with_margin = math.ceil(MARGIN * max(steps_for_cost, steps_for_link))
-    return min(every, max(1, lower_limit_with_margin))
+    # Case 2: the interval could be shorter. It is made shorter only as far as there is a margin, so
+    # that it does not change all the time. Example with a `MARGIN` of 1.5 and `every` = 10: if 4
+    # steps are enough, the interval becomes 6; if 8 are enough, it would be 12, so it stays 10.
+    limit_with_margin = max(1, math.ceil(MARGIN * max(steps_for_cost, steps_for_link)))
+    return min(every, limit_with_margin)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -126,8 +126,9 @@ def encode(
     Raises:
         CheckpointError: the state holds a value of another type; the message says where.
     """
+    # Encoding also collects the tensors, and the region ("box") that each shard has in its tensor.
     encoder = Encoder(inside, to_host or on_cpu, main)
-    tree = encoder.encode(state, ())  # also collects the tensors, and the boxes of shards
+    tree = encoder.encode(state, ())
     return EncodedState(tree, encoder.tensors, encoder.boxes)
 
 
@@ -232,7 +233,7 @@ class Encoder:
     """Encodes one state, and collects its tensors. The arguments are those of `encode`."""
 
     def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
-        self.inside = inside
+        self.name_of_state = inside
         self._to_host = to_host
         self._main = main
         self.tensors: dict[str, Tensor] = {}
@@ -342,7 +343,7 @@ class Encoder:
 
         If the tensor is tied to one that was stored before, returns the tree of that tensor.
         """
-        # A DTensor is not stored itself, but the shard of this rank.
+        # Of a DTensor, this rank stores only its shard.
         local = value.detach().to_local() if is_sharded(value) else value
         problem = why_unstorable(local)
         if problem is not None:
@@ -352,15 +353,16 @@ class Encoder:
         if tie in self._tree_of_tie:
             return self._tree_of_tie[tie]
 
+        # The box is the region of the tensor that this rank stores, for example the rows 2 to 4;
+        # None if it stores nothing. If a DTensor is replicated over some ranks, only the first of
+        # them stores it.
         box = self._box_to_store(value)
-
-        # If a DTensor is replicated over some ranks, only the first of them stores it.
         if is_replicated_copy(value):
             box = None
 
-        # Rank 0 stores a tensor that it has completely as such. In all other cases the tensor is
-        # put together from what the ranks have stored of it. On a rank other than 0, this may also
-        # be a whole tensor: one that rank 0 does not have.
+        # Rank 0 stores a tensor that it has completely as one. All others are stored as regions,
+        # from which the tensor is put together. A tensor that only another rank has, as under a
+        # pipeline, is stored as a single region.
         is_whole = box is not None and box.sizes == value.shape
         if self._main and is_whole:
             tree = self._add_tensor(self._to_host(local), path)
@@ -404,6 +406,8 @@ class Encoder:
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         """Stores a numpy array or number as a tensor, and returns the tree of that tensor."""
+        # `np.array` makes an array of a number, and copies an array. So the tensor is writable, and
+        # does not change with the value.
         try:
             tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):  # torch has no dtype for it
@@ -459,12 +463,15 @@ class Encoder:
                 "state[0].exp_avg".
             problem: what is wrong with the value: "contains itself".
         """
-        place = self.inside  # the name of the whole state, for example "optimizer"
+        place = self.name_of_state  # for example "optimizer"
         for part in path:
-            if type(part) is str and _is_dotted_name(part):
-                place += f".{part}" if place else part
-            else:
+            is_attribute = type(part) is str and _is_dotted_name(part)
+            if not is_attribute:
                 place += f"[{part!r}]"
+            elif place:
+                place += f".{part}"
+            else:
+                place = str(part)
         return CheckpointError(
             "saving the state of the training",
             f"{place or 'the state'} {problem}",
@@ -546,8 +553,9 @@ class _Decoder:
     def _decode_tensor(self, tree: Any) -> Tensor | LazyTensor:
         """Returns the tensor of {"$tensor": name}.
 
-        If the tree also has a dtype and a shape, the file holds the bytes of the tensor, which are
-        converted back.
+        Some dtypes cannot be read by every release of safetensors. A tensor of such a dtype is
+        stored as its bytes. Its tree also has its dtype and shape, by which the bytes are converted
+        back.
         """
         name = tree["$tensor"]
         if name not in self._tensors:
@@ -557,7 +565,8 @@ class _Decoder:
                 "the files do not belong together: use another checkpoint",
             )
         stored = self._tensors[name]
-        if "dtype" not in tree:
+        is_stored_as_bytes = "dtype" in tree
+        if not is_stored_as_bytes:
             return stored
 
         # A tied tensor occurs several times in the tree, but is converted only once, so that it

@@ -85,11 +85,14 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
         found = str(error)
         # Python prints the cause above the new error, because that is raised `from` it.
         advice = "see the cause above"
+        # An error of safetensors has no number, so it is none of these problems.
         error_number = getattr(error, "errno", None)
         for problem in FILE_PROBLEMS:
             if error_number in problem.error_numbers:
                 found = f"{problem.found} ({error})"
                 advice = problem.advice
+                break
+
         raise CheckpointError(f"{action} {path}", found, advice) from error
 
 

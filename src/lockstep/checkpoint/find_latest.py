@@ -71,8 +71,10 @@ def find_latest_sound(folder: Path) -> FolderView:
             passed_over[path.name] = "; ".join(health.problems)
             continue
 
+        # A message about what is resumed also says if another run writes into the folder.
         checkpoint_id = layout.read_manifest(path).get("id")
-        return FolderView(path.name, checkpoint_id, passed_over, find_other_writer(folder))
+        other_writer = find_other_writer(folder)
+        return FolderView(path.name, checkpoint_id, passed_over, other_writer)
     return FolderView(name=None, passed_over=passed_over)
 
 
@@ -102,8 +104,9 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
     if chosen.name is not None:
         return  # `read_manifest_of` checks that this rank sees the same checkpoint
 
-    # Rank 0 has passed over all checkpoints, because they are damaged.
+    # Rank 0 has found checkpoints, but all of them are damaged.
     if chosen.passed_over:
+        # The problems begin with a semicolon: "; passed over: step-000000020 (incomplete)".
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.describe_problems()}",

@@ -175,7 +175,8 @@ def _problem_of_shards(
     # files that should be there.
     manifest_with_files = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
-        sharded = [tensor for tensor in tensor_places(tree) if "$sharded" in tensor]
+        # Each tensor of the state is a node of the tree: {"$tensor": name} or {"$sharded": name}.
+        sharded = [node for node in tensor_places(tree) if "$sharded" in node]
         try:
             # With lazy=True no values are read, but the shards are checked: together they must
             # cover their tensor without overlapping.
@@ -200,8 +201,8 @@ class Inspection:
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None if the run has not said what is best."""
-        # The checkpoints are in the order of their steps. So after the loop `min_or_max` is what
-        # the latest one says.
+        # The checkpoints are in the order of their steps. So after the loop, `min_or_max` is what
+        # the latest checkpoint without problems says.
         without_problems = []
         min_or_max: Any = None
         for health in self.checkpoints:
@@ -232,7 +233,8 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
         CheckpointError: the path is no checkpoint and cannot be read.
         SettingError: there is no model of this name.
     """
-    path = with_name(path)  # a checkpoint is recognised by the name of its folder
+    # A checkpoint is recognised by the name of its folder. So "." is replaced by the full path.
+    path = with_name(path)
     checkpoints = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
 
     is_checkpoint = path in [health.path for health in checkpoints]

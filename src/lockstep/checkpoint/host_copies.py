@@ -63,9 +63,10 @@ class HostCopies:
         The values of a GPU tensor are complete only after `finish`.
         """
         if value.device.type == "cpu":
+            # `_addresses_of_training` has all storages of the training. A tensor with another
+            # storage was made only for the checkpoint, so nothing will change it.
             address = value.untyped_storage().data_ptr()
             if address not in self._addresses_of_training:
-                # The tensor was made only for the checkpoint, so nothing will change it.
                 return on_cpu(value)
 
         if value.is_cuda:
@@ -116,8 +117,10 @@ class _ReusedMemory:
 
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
-        # Unlike a slice of the chunk, this tensor has a storage of its own, so `encode` does not
-        # clone it.
+
+        # `encode` clones a tensor that is only a part of a larger storage, because the whole
+        # storage would be written. This one, made from the memory of the chunk, has a storage of
+        # its own size, while a slice of a tensor would share the storage of that tensor.
         flat = torch.frombuffer(chunk.memory, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)

@@ -116,10 +116,11 @@ def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) 
         other_machines_have_ranks = len(ranks_here) < len(machine_of_rank)
         return _Reading(parts_here, lacks_shards=other_machines_have_ranks)
 
-    # Otherwise, it reads the whole state. This is in the parts of any one of the complete sets of
-    # ranks. The one is read of which the machine lacks the fewest parts.
+    # Otherwise, it reads the whole state. Each complete set of ranks has kept all of it. Of these
+    # sets, the machine reads the one that needs the fewest parts from other machines.
     readings = []
     for ranks in kept.complete_sets:
+        # For each part, a copy on this machine is preferred.
         parts = [_find_copy(kept, rank, machine) for rank in ranks]
         readings.append(_Reading(parts, lacks_shards=False))
     return min(readings, key=lambda reading: len(reading.missing_on(machine)))
@@ -138,8 +139,9 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
     if kept.strategy != "fsdp" or kept.world_size != len(machine_of_rank):
         return False
 
-    # A part may lie on a machine because one of its ranks wrote it, or as a copy that another
-    # machine has sent. Only the first shows that the rank was on this machine before.
+    # `_find_copy` prefers a copy on the given machine, but there may be none. And if there is one,
+    # it may have been written by a rank of the machine, or sent by another machine. Only the first
+    # shows that the rank was on this machine before.
     for rank, machine in enumerate(machine_of_rank):
         part = _find_copy(kept, rank, machine)
         lies_here = part.machine == machine
@@ -159,7 +161,11 @@ def _find_copy(kept: KeptStep, rank: int, machine: int) -> PartReport:
 
 
 def _check_memory(reading: _Reading, machine: int) -> None:
-    """Checks that there is room for what a machine lacks.
+    """Checks that this machine has room for the parts that it lacks.
+
+    Args:
+        reading: the parts that the ranks of this machine read.
+        machine: the number of this machine.
 
     Raises:
         CheckpointError: the machine has too little free memory.
@@ -177,27 +183,28 @@ def _check_memory(reading: _Reading, machine: int) -> None:
 
 def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]:
     """Returns the random states of the ranks that have kept a step; None where it is not known."""
-    own_rank = collectives.topology.rank
+    present_rank = collectives.topology.rank
 
-    def read_held() -> dict[str, str]:
-        """Returns the random states that this rank reads for all ranks.
+    def read_states_on_this_rank() -> dict[str, str]:
+        """Reads the random states that this rank has to read for all ranks.
 
         Returns:
-            The states as texts, by the number of the rank that kept them, which is a text, too:
-            JSON has no other keys.
+            The states by the number of the rank that has kept them: `{"3": "..."}`. The answers of
+            ranks are sent as JSON, so both are texts.
         """
         texts = {}
-        for rank in range(kept.world_size):
-            copies = kept.copies_of(rank)
-            # Of several copies, only the first is read, by the rank that holds it.
-            if copies and copies[0].holder == own_rank:
-                texts[str(rank)] = rng_state_to_text(read_random_state(copies[0].path))
+        for rank_that_kept in range(kept.world_size):
+            # Of several copies, only the first is read, by the present rank that holds it.
+            copies = kept.copies_of(rank_that_kept)
+            if copies and copies[0].holder == present_rank:
+                state = read_random_state(copies[0].path)
+                texts[str(rank_that_kept)] = rng_state_to_text(state)
         return texts
 
     states: list[Any] = [None] * kept.world_size
-    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_held):
-        for rank, text in texts.items():
-            states[int(rank)] = rng_state_from_text(text)
+    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_states_on_this_rank):
+        for rank_that_kept, text in texts.items():
+            states[int(rank_that_kept)] = rng_state_from_text(text)
     return states
 
 
@@ -226,6 +233,9 @@ def _transfer_parts(
 ) -> dict[int, str]:
     """Sends and receives the parts that machines lack. All ranks call this with the same transfers.
 
+    In a transfer, the holder of the part and the receiver are ranks of this run. `part.rank` is the
+    rank that wrote the part, perhaps in an earlier attempt with other machines.
+
     Args:
         collectives: the collectives of the run.
         transfers: the parts to send.
@@ -237,7 +247,7 @@ def _transfer_parts(
     """
     topology = collectives.topology
 
-    # By the rank that wrote the part. The keys are texts, because JSON has no other keys.
+    # By the rank that wrote the part. It is a text, because keys in JSON are texts.
     paths_of_this_rank: dict[str, str] = {}
     for transfer in transfers:
         if topology.rank == transfer.part.holder:

@@ -230,14 +230,19 @@ class KeptLayout:
             encoded_sections[present.section.key] = encoded
         self._encoded = encoded_sections
 
-        # If a placement has changed, all get new offsets. This empties the texts, which hold them.
+        # If a placement has changed, all get new offsets. The descriptions of all sections contain
+        # the old ones, so they are written again below.
         if self._placements() != placements_before:
             self._assign_offsets()
+            for encoded in encoded_sections.values():
+                encoded.text = ""
 
         self.sources = []
         for present in present_sections:
             encoded = encoded_sections[present.section.key]
-            if not encoded.text:  # it was encoded just now, or has other offsets
+
+            # The text is also empty if the section was encoded just now.
+            if not encoded.text:
                 encoded.text = _text_of(present.section, encoded)
             self.sources += encoded.sources
 
@@ -251,7 +256,6 @@ class KeptLayout:
         end = 0
         for encoded in self._encoded.values():
             encoded.offsets = []
-            encoded.text = ""  # it holds the old offsets
             for placement in encoded.placements:
                 encoded.offsets.append(end)
                 end = round_up(end + placement.num_bytes, ALIGNMENT)
@@ -260,9 +264,6 @@ class KeptLayout:
     def _reuse_encoded(self, present: _PresentSection) -> _EncodedSection | None:
         """Returns the encoded section of an earlier step, if it can be used for this step, too.
 
-        If the section has other tensors of the same kinds, the tensors of the encoded section are
-        replaced.
-
         Returns:
             The encoded section, or None if the section must be encoded again.
         """
@@ -270,10 +271,12 @@ class KeptLayout:
         if encoded is None:
             return None
 
+        # Case 1: the section consists of the same tensors in the same memory.
         if present.is_unchanged:
             return encoded
 
-        # The encoded tree holds the values that are no leaves, and the dtypes and shapes of leaves.
+        # Case 2: it consists of other tensors, but these have the same dtypes and shapes, and
+        # everything that is no tensor is the same. Then the encoded tree still holds.
         has_same_skeleton = encoded.skeleton == present.skeleton
         has_same_kinds = encoded.leaf_kinds == present.leaf_kinds
         if not (has_same_skeleton and has_same_kinds):
@@ -285,6 +288,8 @@ class KeptLayout:
         if not has_same_ties:
             return None
 
+        # The present tensors take the place of the old ones: the placements (which rows of which
+        # leaf this rank copies) stay, and the sources (the tensors to copy from) are others.
         encoded.leaves = present.leaves
         encoded.local_leaves = present.local_leaves
         encoded.addresses = addresses
@@ -294,42 +299,46 @@ class KeptLayout:
     def _encode(self, present: _PresentSection) -> _EncodedSection:
         """Encodes a section, and notes what this rank copies of it.
 
-        The result also says from what it was made: the skeleton, and the kinds, addresses and ties
-        of the leaves. In later steps, `_reuse_encoded` compares the section with these.
-
         Args:
-            present: the section in the present step, split into its skeleton and its leaves.
+            present: the section in the present step, split into its leaves (tensors and numpy
+                values) and its skeleton (everything else).
         """
         section = present.section
+        kinds = present.leaf_kinds
+
+        # Encoding makes a tree in JSON and the placements: which rows of which leaf this rank
+        # copies. The ranks of a machine have the same tree, so the first of them keeps it, unless
+        # each rank has other entries of the section.
         is_main = self._local_rank == 0
         rows_of_leaf = self._rows_of_section.get(section.key)
         encoder = _LayoutEncoder(section, is_main=is_main, rows_of_leaf=rows_of_leaf)
         tree = encoder.encode(section.value, section.path)
-
-        # The tree is equal on all ranks of a machine, unless each has other entries of the section.
         keeps_tree = is_main or section.is_partial
         tree_text = json.dumps(tree, allow_nan=False) if keeps_tree else None
 
+        # Each placement has an offset in the memory area. The section keeps its old offsets. If a
+        # placement has changed, `update` assigns new ones to all sections.
+        encoded_before = present.encoded_before
+        offsets = [] if encoded_before is None else encoded_before.offsets
+
         addresses = _addresses(present.local_leaves)
-        encoded = _EncodedSection(
+        return _EncodedSection(
+            # What was encoded. In the next step, `_reuse_encoded` compares the section with this.
             skeleton=present.skeleton,
-            leaf_kinds=present.leaf_kinds,
-            placements=encoder.placements,
-            tree=tree_text,
+            leaf_kinds=kinds,
             leaves=present.leaves,
             local_leaves=present.local_leaves,
-            is_partial=section.is_partial,
-            has_shards=any(kind.is_sharded for kind in present.leaf_kinds),
-            has_numpy_values=any(kind.is_numpy_value for kind in present.leaf_kinds),
             addresses=addresses,
             ties=_find_ties(addresses),
+            is_partial=section.is_partial,
+            has_shards=any(kind.is_sharded for kind in kinds),
+            has_numpy_values=any(kind.is_numpy_value for kind in kinds),
+            # The result.
+            tree=tree_text,
+            placements=encoder.placements,
             sources=_sources(encoder.placements, present.local_leaves),
+            offsets=offsets,
         )
-
-        # The old offsets hold while the placements stay the same. If not, `update` assigns others.
-        if present.encoded_before is not None:
-            encoded.offsets = present.encoded_before.offsets
-        return encoded
 
     def _divide(self, divided: Sequence[_PresentSection]) -> dict[SectionKey, list[Rows | None]]:
         """Divides the state that is equal on all ranks of this machine between them, by rows.
@@ -363,8 +372,9 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # The range may begin before the leaf, or end after it. `_row_at` takes this as the
-                # first or last row, so that a leaf outside of the range gets no rows.
+                # A position inside a row is rounded to a whole row, in the same way on all ranks,
+                # so that each row is copied by one rank. A position before or after the leaf counts
+                # as its begin or end, so that a leaf outside of the range gets no rows.
                 first_row = _row_at(leaf, range_begin - leaf_begin)
                 end_row = _row_at(leaf, range_end - leaf_begin)
                 rows_of_leaf.append((first_row, end_row))
@@ -395,7 +405,7 @@ class _PresentSection:
             self.local_leaves = encoded_before.local_leaves
             self.leaf_kinds = encoded_before.leaf_kinds
         else:
-            self._read_leaves()
+            self._convert_leaves()
 
     def _has_same_leaves_as(self, encoded: _EncodedSection) -> bool:
         """Returns True if the section has the same tensors as before, in the same memory.
@@ -405,8 +415,8 @@ class _PresentSection:
         Args:
             encoded: the section as it was encoded in an earlier step.
         """
-        # The copies are made from tensors, and a numpy value was converted to a tensor. It may have
-        # changed since then.
+        # A numpy value was converted to a tensor in the earlier step. This tensor is copied, and
+        # has not changed with the numpy value.
         if encoded.has_numpy_values:
             return False
 
@@ -424,8 +434,8 @@ class _PresentSection:
             tensors = [_local(leaf) for leaf in self.leaves]
         return _addresses(tensors) == encoded.addresses
 
-    def _read_leaves(self) -> None:
-        """Sets `local_leaves` and `leaf_kinds` from the leaves."""
+    def _convert_leaves(self) -> None:
+        """Fills `local_leaves` and `leaf_kinds`: one plain tensor and one kind for each leaf."""
         for leaf in self.leaves:
             local = _local(leaf)
             is_numpy_value = isinstance(leaf, np.ndarray | np.generic)
@@ -442,6 +452,18 @@ class _PresentSection:
             if kind.can_be_divided:
                 num_bytes += leaf.nbytes
         return num_bytes
+
+
+@dataclass
+class _LeafToStore:
+    """The leaf that a `_LayoutEncoder` is encoding."""
+
+    index: int
+    """The index of the leaf in its section."""
+    rows: Rows | None
+    """The rows that this rank stores; None if the leaf is not divided."""
+    box: Box | None = None
+    """The region that this rank stores; None if it stores nothing of the leaf."""
 
 
 class _LayoutEncoder(Encoder):
@@ -463,53 +485,59 @@ class _LayoutEncoder(Encoder):
         self._rows_of_leaf = rows_of_leaf
         self._num_leaves = 0
         """How many leaves were met so far, the present one included."""
+        self._leaf = _LeafToStore(index=-1, rows=None)
+        """The present leaf."""
         self._names: set[str] = set()
-        self._box: Box | None = None
-        """The region of the present leaf that this rank stores; None if it stores nothing of it."""
 
-    @property
-    def _rows(self) -> Rows | None:
-        """The rows that this rank stores of the present leaf; None if the leaf is not divided."""
-        if self._rows_of_leaf is None:
-            return None
-        return self._rows_of_leaf[self._num_leaves - 1]
+    def _begin_leaf(self) -> None:
+        """Makes the next leaf the present one."""
+        index = self._num_leaves
+        rows = None if self._rows_of_leaf is None else self._rows_of_leaf[index]
+        self._leaf = _LeafToStore(index, rows)
+        self._num_leaves += 1
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
-        self._num_leaves += 1
+        self._begin_leaf()
         return super()._encode_tensor(value, path)
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
-        self._num_leaves += 1
-        self._box = None
+        self._begin_leaf()
         if self._keeps_undivided_leaves:
-            self._box = Box(offsets=(0,) * np.ndim(value), sizes=np.shape(value))
+            self._leaf.box = Box(offsets=(0,) * np.ndim(value), sizes=np.shape(value))
         return super()._encode_numpy(value, path)
 
     def _box_to_store(self, value: Any) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing.
 
-        A tensor that is equal on all ranks of the machine is divided between them by rows, unless
-        it has no rows (`_rows` is None): then the first rank of the machine stores all of it.
+        The region is also noted in the present leaf, for `_store`.
         """
+        leaf = self._leaf
         own_region = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
+
+        # Each rank stores its shard of a DTensor.
         if is_sharded(value):
-            self._box = own_region
-        elif self._rows is not None:
-            first_row, end_row = self._rows
+            leaf.box = own_region
+
+        # A tensor that is equal on all ranks of the machine is divided between them by rows.
+        elif leaf.rows is not None:
+            first_row, end_row = leaf.rows
             other_sizes = tuple(value.shape[1:])
             offsets = (first_row, *(0 for _ in other_sizes))
-            self._box = Box(offsets, (end_row - first_row, *other_sizes))
+            leaf.box = Box(offsets, (end_row - first_row, *other_sizes))
+
+        # Any other tensor is stored whole: by the first rank of the machine, or by each rank if
+        # each has other entries of the section.
         elif self._keeps_undivided_leaves:
-            self._box = own_region
+            leaf.box = own_region
         else:
-            self._box = None
-        return self._box
+            leaf.box = None
+        return leaf.box
 
     def _free_name(self, path: KeyPath) -> str:
         """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
 
-        `("a", "b") -> "a.b"`, or `"a.b#2"` if "a.b" is taken. A name is also taken if another rank
-        stores the tensor, so that all ranks choose the same names.
+        `("a", "b") -> "a.b"`, or `"a.b#2"` if "a.b" is taken. Every rank gives a name to every
+        tensor, even if it does not store the tensor, so that all ranks choose the same names.
         """
         joined_path = ".".join(str(part) for part in path) or "value"
         name = joined_path
@@ -521,26 +549,26 @@ class _LayoutEncoder(Encoder):
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Notes that this rank copies its region of the present leaf, and where it is stored.
+        """Adds a placement for the present leaf: which region of it this rank copies, and its name.
 
-        `_box_to_store` or `_encode_numpy` has chosen the region just before, and set `_box` to it.
+        Nothing is copied here. That is done in each step, by the placements.
 
         Args:
             name: name of the stored tensor.
-            tensor: the leaf. Only its dtype is used; the values are copied in each step.
+            tensor: the leaf. Only its dtype is used.
         """
-        if self._box is None:
+        leaf = self._leaf
+        if leaf.box is None:
             return  # a numpy value, which only the first rank of the machine copies
 
         dtype = tensor.dtype
-        shape: Shape = tuple(self._box.sizes)
+        shape: Shape = tuple(leaf.box.sizes)
         if dtype in DTYPES_STORED_AS_BYTES:
             num_bytes = math.prod(shape) * dtype.itemsize
             shape = (num_bytes,)
             dtype = torch.uint8
 
-        leaf_index = self._num_leaves - 1
-        placement = Placement(leaf_index, self._rows, name, self._box, dtype, shape)
+        placement = Placement(leaf.index, leaf.rows, name, leaf.box, dtype, shape)
         self.placements.append(placement)
 
 
@@ -554,7 +582,9 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
     Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), "$leaf"])`.
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
-    the same order, since the leaves are in that order.
+    the same order, since the leaves are in that order. Most values stand beside their type, because
+    in Python `1 == 1.0 == True`. The most frequent ones, int, str and None, stand alone: they only
+    equal values of the same type in a skeleton.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:
@@ -579,7 +609,7 @@ def _sources(placements: Sequence[Placement], leaves: Sequence[Tensor]) -> list[
             first_row, end_row = placement.rows
             source = source[first_row:end_row]
 
-        # Only the dtypes that are stored as bytes have another dtype in the area.
+        # Some dtypes are stored as bytes. Then the dtype in the area is uint8.
         if source.dtype != placement.dtype:
             source = to_bytes(source)
         sources.append(source)
@@ -587,14 +617,16 @@ def _sources(placements: Sequence[Placement], leaves: Sequence[Tensor]) -> list[
 
 
 def _local(leaf: Any) -> Tensor:
-    """Returns a leaf as a plain tensor; of a DTensor this rank's shard. Shares memory if it can."""
+    """Returns a leaf as a plain tensor.
+
+    A numpy value is copied. A tensor is returned itself, and a DTensor as this rank's shard of it,
+    which shares its memory.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
         return torch.from_numpy(np.array(leaf))
-    if is_sharded(leaf):
-        local: Tensor = leaf.to_local()
-        return local
-    plain: Tensor = leaf
-    return plain
+
+    tensor: Tensor = leaf.to_local() if is_sharded(leaf) else leaf
+    return tensor
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -631,8 +663,15 @@ def _row_at(tensor: Tensor, position: int) -> int:
 def _text_of(section: Section, encoded: _EncodedSection) -> str:
     """Returns the description of a section in the header, as JSON.
 
-    {"file": ..., "path": [...], "partial": ..., "tensors": {name: [code, shape, offset, offsets of
-    the box, its sizes]}, "tree": ...}, without "tree" if another rank of the machine has it.
+    Example, for the rows 2 and 3 of a tensor in float32 (code "F32") with 5 columns, which are
+    stored at byte 64 of the area. The last two lists say which region ("box") of the whole tensor
+    this is: its offsets and its sizes.
+
+        {"file": "training", "path": ["optimizer", "state"], "partial": false,
+         "tensors": {"optimizer.state.0.exp_avg": ["F32", [2, 5], 64, [2, 0], [2, 5]]},
+         "tree": {...}}
+
+    There is no "tree" if another rank of the machine keeps it.
     """
     tensors: dict[str, Any] = {}
     for placement, offset in zip(encoded.placements, encoded.offsets, strict=True):
@@ -691,15 +730,17 @@ def sections_of(
             continue
 
         # An optimizer has a section for each entry: "state", which has the tensors, "param_groups"
-        # and others. Another object of which this rank has only some entries is cut likewise.
+        # and others. Another object of which this rank has only some entries is cut likewise. Only
+        # "state" can be partial or divided: the other entries are small, and equal on all ranks.
         for key, value in state.items():
-            has_tensors = key == "state"
+            section_is_partial = key == "state" and is_partial
+            section_is_divided = key == "state" and is_optimizer and not is_partial
             section = Section(
                 layout.TRAINING,
                 (name, key),
                 value,
-                is_partial=has_tensors and is_partial,
-                is_divided=has_tensors and is_optimizer and not is_partial,
+                is_partial=section_is_partial,
+                is_divided=section_is_divided,
             )
             sections.append(section)
     return sections

@@ -124,7 +124,9 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
         if header is None or not area.is_sound(seal):
             continue
 
-        facts = json.loads(header)["facts"]  # of the rank that wrote the part
+        # The seal says which step the area holds, and at which byte its contents end. The header
+        # has facts about the rank that wrote the part.
+        facts = json.loads(header)["facts"]
         report = PartReport(
             path=area.path,
             attempt=seal.attempt,
@@ -157,6 +159,8 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
     """
     newest: KeptStep | None = None
     for (attempt, serial), parts in _parts_of_steps(reports, folders).items():
+        # Sets of ranks whose parts make up the whole state: usually all ranks, but each machine by
+        # itself if each has the whole state. Without such a set, the step is incomplete.
         complete_sets = _complete_sets(parts)
         if not complete_sets:
             continue
@@ -166,14 +170,14 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
         kept = KeptStep(attempt, serial, step, epoch, tuple(parts), complete_sets)
 
         # The same step may have been kept twice: before and after the code at the end of an epoch.
-        # The higher serial number is the later one.
+        # Kept steps are numbered by `serial`, so the higher serial number is the later one.
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept
     return newest
 
 
 def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str]) -> str:
-    """Explains why `choose_step` has found no step in memory that can be resumed.
+    """Explains why `choose_step` has found no step of the run in memory that can be resumed.
 
     Args:
         reports: the parts in the areas of all ranks.
@@ -235,7 +239,8 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         present_ranks = {part.rank for part in parts}
         return (tuple(sorted(all_ranks)),) if present_ranks == all_ranks else ()
 
-    # The machines are those of the attempt that wrote the parts.
+    # Collect the parts by the machine that wrote them. The attempt that wrote them had
+    # `writers_on_machine` ranks on the machine, and all of their parts are needed.
     ranks_of_machine: dict[int, set[int]] = {}
     size_of_machine: dict[int, int] = {}
     for part in parts:
@@ -275,10 +280,12 @@ def read_step(
     """Reads a kept step in the form of a checkpoint that was read from disk.
 
     Args:
-        paths: the areas with the parts of a complete set of ranks, in the order of the ranks.
+        paths: the paths of the memory areas in which the parts of the step lie, one for each rank
+            that is needed to have the whole state, in the order of the ranks.
         module_names: the names of the modules in the step.
         random_states: the random states of all ranks; None where it is not known.
-        lacks_shards: True if some shards are on other machines. No rank of this machine needs them.
+        lacks_shards: True if the parts lack the shards of ranks on other machines. No rank of this
+            machine needs them, so this is no error.
 
     Returns:
         The states by name, with the manifest as `manifest` and the random states as `random`.
@@ -399,12 +406,11 @@ def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> 
     Returns:
         The state of the module, or for the other two files a dictionary of states by name.
     """
-    # Each rank has kept some tensors, whole or only a region of them, and the encoded tree of each
-    # section. The tree says which tensors are whole ("$tensor") and which ones are put together
-    # from regions ("$sharded"), so each tensor is made available in both forms.
-    tensor_of_name: dict[str, Tensor] = {}
+    # First, the tensors. Each rank has kept some of them, whole or only a region. Which of the two
+    # it is, only the tree says: {"$tensor": name} is a whole tensor, {"$sharded": name} is put
+    # together from regions. So each tensor is collected in both forms.
+    whole_tensors: dict[str, Tensor] = {}
     pieces = _Pieces(lacks_shards=lacks_shards)
-    tree: Any = {}
     for part in parts:
         for section in part.sections_of(file):
             for name, (code, shape, offset, box_offsets, box_sizes) in section["tensors"].items():
@@ -412,13 +418,19 @@ def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> 
                 pieces.add(name, tuple(box_offsets), tuple(box_sizes), lazy)
 
                 # Several ranks may have kept the same tensor. The first one is taken.
-                if name not in tensor_of_name:
-                    tensor_of_name[name] = part.view_of(lazy)
+                if name not in whole_tensors:
+                    whole_tensors[name] = part.view_of(lazy)
 
+    # Then, the tree of the file from the trees of its sections. In a partial section, each rank has
+    # only some of the entries, so the trees of several ranks are merged.
+    tree: Any = {}
+    for part in parts:
+        for section in part.sections_of(file):
             if "tree" in section:
-                tree = _put(tree, section["path"], section["tree"], section["partial"])
+                is_partial = section["partial"]
+                tree = _put(tree, section["path"], section["tree"], is_partial)
 
-    return decode(tree, tensor_of_name, pieces.join)
+    return decode(tree, whole_tensors, pieces.join)
 
 
 class _Pieces:

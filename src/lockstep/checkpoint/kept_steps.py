@@ -234,7 +234,8 @@ class KeptSteps(Extension):
             self._areas_of_resumed_step = resumed.paths_on(self._topology.node_rank)
         self._resumed_step_is_released = False
 
-        # The present state is known already, so it is not kept. No copy has been made or timed.
+        # The present state is the initial or the resumed one, which the next start would find
+        # without a copy. So this step counts as kept, and the next one is the first to be copied.
         self._last_step_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._num_copies = 0
@@ -295,12 +296,16 @@ class KeptSteps(Extension):
 
     def keep(self) -> None:
         """Keeps the present step, unless only every k-th step is kept and this is another one."""
-        self._wait_for_copy()  # adds to `_waited_s`
+        # The previous copy must have ended. The optimizer may have waited for it as well, so
+        # `_waited_s` is the sum of the waits since the last call.
+        self._wait_for_copy()
+        waited_s = self._waited_s
+        self._waited_s = 0.0
 
-        # The time of the previous step does not include the wait for the background copy. That is
-        # part of the cost of the last copy, by which the interval between copies is chosen.
-        step_time_s = time.perf_counter() - self._last_time_s - self._waited_s
-        self._note_cost_of_last_copy()  # resets `_waited_s`
+        # The wait is part of the cost of the last copy, and not of the time of the step. The two
+        # are compared to choose the interval between copies.
+        step_time_s = time.perf_counter() - self._last_time_s - waited_s
+        self._note_cost_of_last_copy(waited_s)
 
         number = self._step.number
         self._last_step_number = number
@@ -327,25 +332,26 @@ class KeptSteps(Extension):
             if self._partner.last_duration_s is not None:
                 self._interval.note_link_time(self._partner.last_duration_s)
 
+        # Make the copy. If the state of this rank alone cannot be copied any more, the rank has
+        # given up. It still takes part below, where all ranks communicate.
         begun_at_s = time.perf_counter()
         layout_versions_before = self._layout_version_of_area.copy()
-
-        # A rank that has given up copies nothing, but still takes part in what follows, in which
-        # all ranks communicate.
         area: Area | None = None
         self._serial += 1
         if not self._has_given_up:
             area = self._update_and_copy(number)
 
-        # When the first step is kept, `_update_and_copy` switches keeping off on all ranks if one
-        # of them has too little memory.
+        # At the first copy, the ranks also decide together whether steps are kept at all. If one of
+        # them has too little memory, all ranks stop keeping steps (`_is_on` is False).
         if not self._is_on:
             return
         self._num_copies += 1
 
-        # A copy to new memory takes several times as long as usual, so its time is not recorded.
-        went_to_known_memory = self._layout_version_of_area == layout_versions_before
-        if went_to_known_memory:
+        # The first copy to an area, and the first one with another layout, goes to memory that was
+        # not used before, which takes several times as long. The time of such a copy, which has
+        # changed the version that is noted for the area, is not recorded.
+        went_to_used_memory = self._layout_version_of_area == layout_versions_before
+        if went_to_used_memory:
             self._copy_s = time.perf_counter() - begun_at_s
 
         # Choose how often a step is kept, unless the user asked for every step.
@@ -383,6 +389,7 @@ class KeptSteps(Extension):
         elif problem is not None:
             self._give_up(problem)
 
+        # Either all ranks have stopped keeping steps, or this rank alone.
         if not self._is_on or self._has_given_up:
             return None
 
@@ -395,11 +402,11 @@ class KeptSteps(Extension):
             self._give_up(error)
             return None
 
-    def _copy(self, number: int, facts: dict[str, Any]) -> Area:
+    def _copy(self, num_steps: int, facts: dict[str, Any]) -> Area:
         """Copies the state to an area and seals it, on a GPU in the background.
 
         Args:
-            number: how many optimizer steps are done.
+            num_steps: how many optimizer steps are done.
             facts: the facts of the state, see `TakenState`.
 
         Returns:
@@ -431,7 +438,7 @@ class KeptSteps(Extension):
             self._layout_version_of_area[area_number] = self._layout.version
         self._last_area = area_number
 
-        seal = partial(area.set_seal, self._attempt, self._serial, number, header)
+        seal = partial(area.set_seal, self._attempt, self._serial, num_steps, header)
         destinations = self._places_of_area[area_number]
         if self._background is None:
             copy_to_each(destinations, self._layout.sources)
@@ -468,11 +475,14 @@ class KeptSteps(Extension):
                 continue
 
             # A steady tensor only changes in the optimizer's step, which waits for the thread. Any
-            # other may change in the next forward pass, so the thread copies from a clone. It also
-            # does so once any tensor was changed although it was taken to be steady.
-            is_steady = id(leaf) in steady_ids and not self._clones_every_source
+            # other tensor may change in the next forward pass, so the thread copies from a clone.
+            # The source is the tensor of the state (the leaf) itself, or some rows of it.
+            is_steady = id(leaf) in steady_ids
+
+            # Once a tensor that was taken to be steady has changed during a copy, all are cloned.
+            needs_clone = not is_steady or self._clones_every_source
             gpu_destinations.append(destination)
-            gpu_sources.append(source if is_steady else source.clone())
+            gpu_sources.append(source.clone() if needs_clone else source)
 
         copy_to_each(cpu_destinations, cpu_sources)
         background.start(gpu_destinations, gpu_sources, seal)
@@ -484,17 +494,17 @@ class KeptSteps(Extension):
     def _wait_for_copy(self) -> None:
         """Waits until the background copy of the last kept step has ended.
 
-        Some tensors are taken to be steady: only the optimizer changes them, and it waits for the
-        copy. If such a tensor was changed during the copy all the same, all tensors are cloned on
-        the GPU first from now on.
+        Parameters, for example, are copied in the background without a clone, because only the
+        optimizer should change them, and it calls this function first. If the script has changed
+        one of them during the copy, all later copies are made from clones.
         """
         if self._background is None:
             return
 
         begun_at_s = time.perf_counter()
         try:
-            sources_were_steady = self._background.wait()
-            if not sources_were_steady:
+            no_source_has_changed = self._background.wait()
+            if not no_source_has_changed:
                 self._clones_every_source = True
         except Exception as error:
             self._give_up(error)
@@ -514,12 +524,16 @@ class KeptSteps(Extension):
         if is_first_copy:
             return self._first_to_overwrite(self._own_areas)
 
-        # Wait until the previous step is complete. If it stays incomplete, it is overwritten, since
-        # the last complete step is in the other area.
+        # The two areas: one has the previous step, the other an older one, which is complete.
+        area_of_previous_step = self._last_area
+        area_of_older_step = 1 - self._last_area
+
+        # Wait until the previous step is complete, too. If it stays incomplete, it is overwritten,
+        # so that the older step remains.
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
-                return self._last_area
+                return area_of_previous_step
             time.sleep(POLL_INTERVAL_S)
 
         # The previous step is complete, so the resumed step is not needed any more. Parts of it may
@@ -528,7 +542,7 @@ class KeptSteps(Extension):
             self._areas_of_resumed_step = set()
             self._free_areas_of_absent_ranks()
             self._resumed_step_is_released = True
-        return 1 - self._last_area
+        return area_of_older_step
 
     def _first_to_overwrite(self, areas: Sequence[Area]) -> int:
         """Returns the index of the first area that may be overwritten.
@@ -660,13 +674,14 @@ class KeptSteps(Extension):
             has_partners: True if the ranks send copies to other machines.
             num_machines: the number of machines in the run.
         """
-        # Without partners, there is only one machine, or each machine has the whole state, or a
-        # machine has too few ranks to receive the copies. Only the last needs a note.
+        # A single machine, and a machine that has the whole state, needs no copies elsewhere.
+        needs_partners = num_machines > 1 and not self._each_machine_has_all
         copies = "two copies"
         note = ""
         if has_partners:
             copies = "two copies on its machine and two on another one"
-        elif num_machines > 1 and not self._each_machine_has_all:
+        elif needs_partners:
+            # There are none, because a machine has too few ranks to receive the copies.
             note = (
                 f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
                 "machine that would get its copies, so that no machine has a copy of the shards of "
@@ -701,14 +716,16 @@ class KeptSteps(Extension):
             areas: this rank's areas for the copies that it receives, two for each sender.
             partners: the ranks that this rank sends to and receives from.
         """
-        areas_per_sender = OWN_AREAS_PER_RANK  # a copy for each area of the sender
+        # Each area of a sender has a copy here.
+        areas_per_sender = OWN_AREAS_PER_RANK
         inboxes = []
         for number, sender in enumerate(partners.senders):
             begin = number * areas_per_sender
             pair = areas[begin : begin + areas_per_sender]
 
             # One of the areas may hold a copy of the resumed step, which must not be overwritten.
-            inboxes.append(Inbox(sender, pair, next_area=self._first_to_overwrite(pair)))
+            next_area = self._first_to_overwrite(pair)
+            inboxes.append(Inbox(sender, pair, next_area))
 
         return PartnerCopies(
             partners.receiver,
@@ -750,16 +767,18 @@ class KeptSteps(Extension):
             on_this_rank=True,
         )
 
-    def _note_cost_of_last_copy(self) -> None:
+    def _note_cost_of_last_copy(self, waited_s: float) -> None:
         """Records for how long the last copy held up the training, unless it was recorded before.
 
         The training waited while the copy was made or started (`_copy_s`), and then for the end of
-        the background copy (`_waited_s`).
+        the background copy.
+
+        Args:
+            waited_s: how long it waited for the end of the background copy.
         """
         if self._copy_s is not None:
-            self._interval.note_cost(self._copy_s + self._waited_s)
+            self._interval.note_cost(self._copy_s + waited_s)
         self._copy_s = None
-        self._waited_s = 0.0
 
     def _expected_link_s(self) -> float:
         """Estimates how many seconds it takes to send this machine's part of a step to another.

@@ -213,8 +213,9 @@ def _manifest_if_complete(path: Path) -> dict[str, Any] | None:
     try:
         manifest = parse_object(manifest_text(path))
         files = manifest["files"]
-        has_plain_names = all(is_plain_name(name) for name in files)
-        if not files or not has_plain_names:
+        if not files:
+            return None
+        if not all(is_plain_name(name) for name in files):
             return None
         if wrong_sizes(path, files):
             return None
@@ -234,7 +235,8 @@ def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
     for name, listed_size in files.items():
         try:
             size = size_of_file(path / name)
-        except (FileNotFoundError, ValueError):  # the file does not exist, or is not a plain file
+        except (FileNotFoundError, ValueError):
+            # There is nothing of this name, or something that is no file, such as a folder.
             problems.append(f"{name} is missing")
             continue
 
@@ -312,6 +314,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
 
+    # The state of a module is a dictionary by the names of its tensors.
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")
@@ -369,6 +372,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
 
+    # The seal is a checksum of the manifest itself, which the manifest ends with.
     try:
         check_manifest(manifest)
         check_seal(manifest_text(path))

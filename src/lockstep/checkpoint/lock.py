@@ -100,7 +100,11 @@ class Lock:
             os.utime(self._path)
 
     def release(self) -> None:
-        """Releases the lock if this object has it. The last owner removes the file."""
+        """Releases the lock if this object has it.
+
+        Several objects of this process may own the lock on one folder together. The last of them
+        removes the lock file.
+        """
         lock = self._lock
         self._lock = None
         if lock is None:
@@ -143,9 +147,11 @@ def _make_lock(path: Path) -> _FileLock:
         is_acquired = False
         try:
             other_run = _try_lock(descriptor, path)
+            has_locked_file = other_run is None
+
             # Between `os.open` and `_try_lock`, the former owner may have removed the file. Then
             # this process has locked a file without a name, which no other process would see.
-            if other_run is None and _is_same_file(descriptor, path):
+            if has_locked_file and _is_same_file(descriptor, path):
                 text = json.dumps(_describe_this_process()).encode()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text, 0)
@@ -155,8 +161,9 @@ def _make_lock(path: Path) -> _FileLock:
             if not is_acquired:
                 os.close(descriptor)
 
-        if other_run is None:
-            continue  # the file that was opened has been removed: open the new one
+        # It was a file without a name. Open the new one.
+        if has_locked_file:
+            continue
 
         # `find_other_writer` of another process takes the lock for an instant, only to see whether
         # it is free. So a few more attempts are made.

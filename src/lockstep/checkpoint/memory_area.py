@@ -232,14 +232,14 @@ class Area:
         """
         self.break_seal()
 
-        # The usual case: the header and values have the same place as before. If the values have
-        # become smaller, they would fit too, but then the area is made smaller below.
+        # The usual case: the values have the same size as before, so everything keeps its place.
         header_fits = _HEADER_AT + header_bytes <= self.values_at
         values_fit = self.values_at + values_bytes <= self._size
         has_same_size = values_bytes == self._values_bytes
         if header_fits and values_fit and has_same_size:
             return False
 
+        # Otherwise, the area becomes larger or smaller.
         # The header may grow by half before everything must be moved again.
         header_end = _HEADER_AT + header_bytes + header_bytes // 2
         self.values_at = round_up(header_end, PAGE_BYTES)
@@ -274,8 +274,8 @@ class Area:
             values_sum=self._sum(self.values_at, self._values_bytes),
         )
 
-        # The first page begins with "lockstep", the flag that says "sealed", the fields of the seal
-        # and their checksum.
+        # The first page begins with "lockstep" and the flag that says "sealed" (together the
+        # prefix), which are followed by the fields of the seal and their checksum.
         _SEAL.pack_into(self._view, _PREFIX.size, *seal)
         crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
         _CRC.pack_into(self._view, _CRC_AT, crc)

@@ -81,8 +81,11 @@ class PlainState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._names: list[str] = []
-        self._plain: OrderedDict[str, Any] = OrderedDict()
-        """The state when the names were last found."""
+        """The names in the state, in the module as it is wrapped."""
+        self._plain_names: list[str] = []
+        """The names in the bare module, in the same order."""
+        self._plain_metadata: Any = None
+        """The metadata of the state with the plain names."""
 
     def take(self) -> OrderedDict[str, Any]:
         """Returns the present state. Its tensors are those of the module, including parameters."""
@@ -91,12 +94,13 @@ class PlainState:
         # Finding the plain names is slow, so it is only done again if the names have changed.
         names = list(state)
         if names != self._names:
-            self._plain = plain_state_dict(self._module)
+            plain_state = plain_state_dict(self._module)
+            self._plain_names = list(plain_state)  # in the same order
+            self._plain_metadata = state_dict_metadata(plain_state)
             self._names = names
 
-        # `_plain` has the plain names in the same order.
-        taken = OrderedDict(zip(self._plain, state.values(), strict=True))
-        set_state_dict_metadata(taken, state_dict_metadata(self._plain))
+        taken = OrderedDict(zip(self._plain_names, state.values(), strict=True))
+        set_state_dict_metadata(taken, self._plain_metadata)
         return taken
 
 

@@ -78,7 +78,9 @@ class Match:
     """What was done to the names of the file, as texts."""
 
 
-def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalShape]) -> Match:
+def match_names(
+    file_shapes: Mapping[str, OptionalShape], model_shapes: Mapping[str, OptionalShape]
+) -> Match:
     """Finds the renaming that turns most names in a file into names in a model.
 
     A renaming removes certain parts inside names, then removes a prefix, then adds a prefix. All
@@ -86,24 +88,30 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
     would make two names equal.
 
     Args:
-        file: the shapes of the file's tensors by name.
-        model: the shapes of the model's tensors by name.
+        file_shapes: the shapes of the file's tensors by name.
+        model_shapes: the shapes of the model's tensors by name.
     """
     best = Match({}, 0, ())
     best_score = (-1, -1, 0)  # lower than the score of any renaming
-    model_prefixes = _known_prefixes(model)
+    model_prefixes = _known_prefixes(model_shapes)
     for removed_parts in REMOVABLE_PARTS:
-        inner_names = {name: remove_parts(name, removed_parts) for name in file}
+        inner_names = {name: remove_parts(name, removed_parts) for name in file_shapes}
         if len(set(inner_names.values())) < len(inner_names):
             continue  # two names would become equal
-        if removed_parts and list(inner_names.values()) == list(file):
+        if removed_parts and list(inner_names.values()) == list(file_shapes):
             continue  # no name has these parts, so this is the same as removing none
 
         file_prefixes = _known_prefixes(inner_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
+            # The new name of each name in the file, for the new names that the model has.
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
-            names = renaming.apply(inner_names, model)  # only those that are in the model
-            fitting = [name for name, new_name in names.items() if file[name] == model[new_name]]
+            names = renaming.apply(inner_names, model_shapes)
+
+            fitting = []
+            for name, new_name in names.items():
+                if file_shapes[name] == model_shapes[new_name]:
+                    fitting.append(name)
+
             # The best renaming has the most names with equal shapes; among these the most names;
             # among these the fewest changes.
             score = (len(fitting), len(names), -renaming.num_changes())

@@ -76,14 +76,19 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        # Torch converts all tensors of the state to the dtype of the parameter. This is wanted only
-        # if the parameter itself has another dtype now, and for tensors that had its former dtype.
-        # Example: a parameter and its momentum were float32 when they were saved, and the parameter
-        # is bfloat16 now. Then the momentum becomes bfloat16, too.
+        # When torch loads a state, it converts all tensors to the dtype of the parameter. Whether
+        # that is right depends on the parameter:
+        #
+        # - The parameter has the same dtype as when it was saved, say bfloat16. Then a momentum in
+        #   float32 must stay float32, so the saved tensors are restored.
+        # - The parameter was float32 and is bfloat16 now. Then a momentum that was float32 becomes
+        #   bfloat16 with it, so it stays as torch has converted it.
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        former_dtype = saved_dtype if saved_dtype != parameter.dtype else None
+        dtype_has_changed = saved_dtype != parameter.dtype
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter], entries[number], former_dtype
+            optimizer.state[parameter],
+            entries[number],
+            converted_dtype=saved_dtype if dtype_has_changed else None,
         )
 
 
@@ -145,7 +150,7 @@ def _none_for_string_or_array(leaf: Any) -> Any:
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -153,31 +158,30 @@ def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) ->
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        former_dtype: the dtype of the parameter when it was saved, if it is another one now.
-            Tensors that were saved in this dtype have been converted with the parameter, and stay
-            as they were loaded. None: the parameter has the same dtype as before.
+        converted_dtype: tensors that were saved in this dtype stay as torch has converted them. All
+            others get their saved dtype back. None: all tensors do.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        keeps_dtype = saved.dtype == loaded.dtype
-        changes_with_parameter = saved.dtype == former_dtype
-        if keeps_dtype or changes_with_parameter:
+        was_not_converted = saved.dtype == loaded.dtype
+        stays_converted = saved.dtype == converted_dtype
+        if was_not_converted or stays_converted:
             return loaded
         return saved.to(loaded.device)
 
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, former_dtype)
+                loaded[key] = _restore_saved(loaded[key], value, converted_dtype)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, former_dtype))
+            items.append(_restore_saved(loaded_item, saved_item, converted_dtype))
         return type(saved)(items)
 
     return loaded

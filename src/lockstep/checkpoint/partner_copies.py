@@ -125,8 +125,9 @@ class PartnerCopies:
         The first page of an area is sent first. It holds the seal, which tells the receiver how
         much follows. A page without a seal means that nothing follows.
         """
-        # A rank that has stopped keeping steps sends a page without a seal. It may also stop while
-        # it waits for the seal.
+        # A rank that has stopped keeping steps has no area, and sends a page without a seal. Any
+        # other rank waits until its area is sealed. If it stops keeping steps meanwhile, because
+        # the copy to the area has failed, the page has no seal either.
         page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
         if area is not None:
             page = self._sealed_page(area, serial)
@@ -138,7 +139,8 @@ class PartnerCopies:
             self._receive(received_page, inbox.sender)
             received_pages.append(received_page)
 
-        # From here on both sides have something to send, so the time is that of the network.
+        # The time is taken from here on. Until now, this rank may have waited for others to make
+        # their copies; from now on it only waits for the network.
         begun_at_s = time.perf_counter()
         seal = read_seal(page.numpy().data)
         if area is not None and seal is not None:
@@ -198,9 +200,11 @@ def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Par
         The partners of each rank. None if there is only one machine, or if the ranks of a machine
         are too few to receive from all ranks of the machine before.
     """
+    # The ranks of each machine, in the order of their local ranks.
     num_ranks = len(machine_and_local_rank)
-    ranks_of_machine: dict[int, list[int]] = {}  # in the order of their local ranks
-    for (machine, _), rank in sorted(zip(machine_and_local_rank, range(num_ranks), strict=True)):
+    ranks_of_machine: dict[int, list[int]] = {}
+    for rank in sorted(range(num_ranks), key=lambda rank: machine_and_local_rank[rank]):
+        machine, _local_rank = machine_and_local_rank[rank]
         ranks_of_machine.setdefault(machine, []).append(rank)
 
     ring = list(ranks_of_machine.values())

@@ -76,7 +76,9 @@ class SignalRequests:
                 termination.end_by(number)
             return
 
-        if not self._is_listening:  # no training loop would act on a request
+        # No training loop would act on a request. Without this handler, both signals would end the
+        # process.
+        if not self._is_listening:
             termination.end_by(number)
             return
 
@@ -84,10 +86,14 @@ class SignalRequests:
             self._save_requested = True
             return
 
-        # The signal is SIGTERM. A second one that comes soon is the same request: the scheduler has
-        # also sent it to the launcher, which passes it on. A later one ends the process.
+        # The first SIGTERM is a request to save and stop.
         now_s = time.monotonic()
         if self._stop_requested_at_s is None:
             self._stop_requested_at_s = now_s
-        elif now_s - self._stop_requested_at_s > MIN_TIME_TO_SECOND_SIGTERM_S:
+            return
+
+        # A second one that comes soon is the same request, and ignored: the scheduler has also sent
+        # it to the launcher, which passes it on. A later one ends the process.
+        seconds_since_request = now_s - self._stop_requested_at_s
+        if seconds_since_request > MIN_TIME_TO_SECOND_SIGTERM_S:
             termination.end_by(number)

@@ -102,15 +102,15 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # This run has one common stream for all ranks. If the saved run had one too, `states` has
-        # only its state. Otherwise it has a state for each rank, and the first known one is taken,
-        # so that the run goes on as it would on one process. Not all ranks were on lost machines,
-        # so at least one state is known.
+        # Case 1: this run has one common stream for all ranks. It goes on with the first state that
+        # is known. If the saved run had a common stream too, that is its state. Otherwise it is the
+        # state of the first rank whose machine was not lost; there is at least one.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))
             return ""
 
+        # Case 2: the states of the ranks cannot be used, or are not all known.
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
 
@@ -125,5 +125,7 @@ class RandomStates:
         is_known_for_all = states is not None and None not in states
         if not is_known_for_all:
             return "; dropout's random state restarts from the seed"
+
+        # Case 3: each rank has a state of its own, and there are as many ranks as before.
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""

@@ -179,7 +179,7 @@ def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repai
     Args:
         health: what is wrong with the folder.
         why: the same as a text for the user.
-        sound_one_remains: as for `_repair_checkpoint`.
+        sound_one_remains: True if the run has another checkpoint, which is sound.
     """
     # Another version of Lockstep can perhaps read it.
     if health.other_version:
@@ -206,10 +206,12 @@ def _readable_weights(path: Path) -> list[Path]:
     readable = []
     for file in sorted(path.glob("*.safetensors")):
         holds_only_shards = layout.is_one_of_several_files(file)
-        is_of_no_module = file.stem == layout.TRAINING  # the states of optimizers and the like
-        if holds_only_shards or is_of_no_module:
+        holds_states_of_optimizers = file.stem == layout.TRAINING
+        if holds_only_shards or holds_states_of_optimizers:
             continue
-        with suppress(CheckpointError):  # a file that cannot be read is left out
+
+        # A file that cannot be read, or that has no tensors, is left out.
+        with suppress(CheckpointError):
             tensors = read_header(file)
             if tensors:
                 readable.append(file)

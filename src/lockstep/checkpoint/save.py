@@ -175,6 +175,7 @@ def begin_checkpoint(
         if lock is not None:
             lock.acquire()
 
+        # The checkpoints are in the order of their steps.
         checkpoints = _undamaged(folder, damaged_names)
         if checkpoints and layout.step_of(checkpoints[-1]) > step:
             raise CheckpointError(
@@ -244,7 +245,8 @@ def write_checkpoint(
             remove_unfinished(temporary)
             raise
 
-        # The new checkpoint is sound, even if it has replaced a damaged one of the same name.
+        # Damaged checkpoints do not count as kept ones. If one of them had the name of the new
+        # checkpoint, it was replaced, so this name is no longer among the damaged ones.
         still_damaged = set(damaged_names) - {final.name}
         _remove_old(folder, keep, best, still_damaged)
     return final
@@ -311,27 +313,32 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             tensor names, in which the tensors that the rank does not store are None. Of an
             optimizer it is a dictionary by parameter number.
     """
+    # A module. Both ranks list all of its names, with None for a tensor that the rank lacks:
+    #   rank 0: {"$ordered": [["a", A], ["b", None]]}, other rank: {"$ordered": [["a", None],
+    #   ["b", B]]}, result: {"$ordered": [["a", A], ["b", B]]}
     is_module = state_name in manifest["modules"]
     if is_module:
-        # Both trees are {"$ordered": [[tensor name, tree], ...]} with all names of the module.
+        module_tree = manifest["modules"][state_name]
         other_trees = {name: tree for name, tree in entries["$ordered"] if tree is not None}
-        for pair in manifest["modules"][state_name]["$ordered"]:
-            name, _ = pair  # the tree is None if rank 0 does not have the tensor
-            if name in other_trees:
-                pair[1] = other_trees[name]
+        merged_pairs = []
+        for name, tree in module_tree["$ordered"]:
+            merged_pairs.append([name, other_trees.get(name, tree)])
+        module_tree["$ordered"] = merged_pairs
         return
 
-    # Both trees are {"$dict": [[parameter number, tree], ...]}, or {} if they have no entries. No
-    # parameter has an entry in both.
+    # An optimizer. Each rank lists only the parameters of which it has a state:
+    #   rank 0: {"$dict": [[0, A]]}, other rank: {"$dict": [[1, B]]}, or {} without entries,
+    #   result: {"$dict": [[0, A], [1, B]]}
     optimizer_tree = manifest["training"][state_name]
     own_pairs = optimizer_tree["state"].get("$dict", [])
     other_pairs = entries.get("$dict", [])
-    optimizer_tree["state"] = {"$dict": sorted([*own_pairs, *other_pairs])}
+    all_pairs = sorted([*own_pairs, *other_pairs], key=lambda pair: pair[0])
+    optimizer_tree["state"] = {"$dict": all_pairs}
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:
     """Raises CheckpointError if rank 0 does not see a file that another rank has written."""
-    problems = layout.wrong_sizes(temporary, files)
+    problems = layout.wrong_sizes(temporary, files)  # such as "model.rank1.safetensors is missing"
     if problems:
         raise CheckpointError(
             f"saving a checkpoint in {temporary.parent}",
@@ -366,11 +373,13 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     elif final.exists():  # an incomplete checkpoint
         storage.remove_tree(final)
 
+    # If this fails, the older checkpoint is restored: the one that was renamed above, or one that
+    # an interrupted save has left under the `.replaced` name.
     try:
         storage.rename(temporary, final)
     except OSError:
         if replaced.exists():
-            storage.rename(replaced, final)  # restores the older checkpoint
+            storage.rename(replaced, final)
         raise
 
     storage.sync_path(final.parent)

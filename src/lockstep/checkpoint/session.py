@@ -251,7 +251,7 @@ class Checkpoint:
 
         Args:
             run: the run.
-            memory: as in `Checkpoint`.
+            memory: True if every step must be kept, False if none; None to decide by what it costs.
         """
         topology = run.topology
         launcher_has_memory = bool(topology.memory)
@@ -267,7 +267,7 @@ class Checkpoint:
             run.collectives,
             run.step,
             take_state=self._take_state,
-            steady_ids=self._steady_ids,
+            steady_ids=self._steady_ids,  # ids of tensors that only the optimizer changes
             say=self._world.print,
             every_step=memory is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
@@ -329,8 +329,9 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        # A save is confirmed when all ranks know how it ended. For the previous save, the exchange
-        # in `_collect_states` has told this to all of them.
+        # A save is unconfirmed as long as some rank does not know how it ended. In
+        # `_collect_states`, all ranks have just told each other how the previous save ended. The
+        # present save is unconfirmed as soon as its thread has been started below.
         self._writer.has_unconfirmed_save = False
 
         other_writers: list[int] = []
@@ -394,8 +395,9 @@ class Checkpoint:
         if not skip:
             self._writer.finish()  # waits, and raises the error of the previous save
 
-        # A state is partial if each rank has only some of its entries, as under a pipeline. What a
-        # rank has of it, and its shards of DTensors, are its own: rank 0 cannot store them.
+        # A state is partial if each rank has only some of its entries, as under a pipeline. A rank
+        # must store these entries itself, and its shards of DTensors, because rank 0 does not have
+        # them.
         objects = self._objects()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
@@ -425,9 +427,9 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # With `busy="skip"`, a rank that is still writing the previous save proposes to skip this
-        # one, and rank 0 decides. If it has decided to save, this rank has not yet waited for the
-        # previous save. On any other rank this returns at once.
+        # Wait for this rank's previous save, if it is still being written. That can only be with
+        # `busy="skip"`: this rank has proposed to skip this save, and rank 0 has decided to make it
+        # all the same. Any other rank has waited in `_summarize_rank`.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -460,9 +462,12 @@ class Checkpoint:
         writer = self._writer
         rank = self._collectives.topology.rank
         temporary = self.folder / folder_name
-        # The writing thread calls this often, so that the run can interrupt it.
+
+        # The writing thread calls this often. It raises an error if this rank's save was given up.
         raise_if_given_up = writer.raise_if_given_up
-        # With these reports the other ranks tell rank 0 that they have written their parts.
+
+        # With these reports the other ranks tell rank 0 that they have written their parts. Rank 0
+        # stops waiting for them if the run has failed (`run_has_failed`).
         reports = RankReports(self._joined, folder_name, other_writers)
 
         if rank == 0:
@@ -507,8 +512,9 @@ class Checkpoint:
             return None
         self._last_step_called = number
 
-        # If steps are kept in memory, the present step is kept once its global batch is done. A
-        # loop over a loader reports this by itself. In any other loop, this call shows it.
+        # If steps are kept in memory, the present step is kept once its global batch is done. In a
+        # training loop over a prepared loader, the loader reports that. In any other loop, a global
+        # batch is done when the script calls this method.
         if self._kept is not None and not self._progress.in_training_loop:
             self._kept.batch_is_done()
 
@@ -556,11 +562,14 @@ class Checkpoint:
         kept = self._kept
         if kept is None:
             is_restart = self._collectives.topology.restarts > 0
-            reason = "; no steps are kept in memory" if is_restart else ""
-            return self._resume_from_disk(reason)
+            why_not_from_memory = "; no steps are kept in memory" if is_restart else ""
+            return self._resume_from_disk(why_not_from_memory)
 
+        # From now on the run notifies `kept` of each step.
         self._attach(kept)
-        # True if this run has resumed before, and now goes back to a checkpoint.
+
+        # Collect what the ranks find in the memory of their machines. If this run has resumed
+        # before, it now goes back to a checkpoint on disk.
         goes_back = self._has_resumed
         answers = gather_answers(
             self._collectives,
@@ -568,13 +577,20 @@ class Checkpoint:
             lambda: self._report_memory(kept, goes_back=goes_back),
         )
         self._has_resumed = True
-        folders = sorted({answer["folder"] for answer in answers})
 
-        resumed_step, note = self._resume_kept_step(answers, folders, goes_back=goes_back)
-        found = resumed_step is not None or self._resume_from_disk(note)
+        # The folder of the checkpoints may have another path on each machine. Steps in memory are
+        # marked with these paths, to tell to which run they belong.
+        paths_of_folder = sorted({answer["folder"] for answer in answers})
 
-        number_of_attempt = int(answers[0]["attempt"])  # all ranks use the number of rank 0
-        kept.start(number_of_attempt, folders, resumed_step)
+        # Resume a step from memory, or else a checkpoint from disk.
+        resumed_step, why_not_from_memory = self._resume_kept_step(
+            answers, paths_of_folder, goes_back=goes_back
+        )
+        found = resumed_step is not None or self._resume_from_disk(why_not_from_memory)
+
+        # Begin to keep the steps of this attempt in memory. All ranks use the number of rank 0.
+        number_of_attempt = int(answers[0]["attempt"])
+        kept.start(number_of_attempt, paths_of_folder, resumed_step)
 
         # The steps in memory are later than the checkpoint to which the run has gone back. If it
         # fails before it keeps a step, its next start must not resume one of these.
@@ -582,12 +598,12 @@ class Checkpoint:
             kept.forget_other_steps()
         return found
 
-    def _resume_from_disk(self, addition: str = "") -> bool:
+    def _resume_from_disk(self, why_not_from_memory: str = "") -> bool:
         """Resumes the latest sound checkpoint of the folder; returns False if it has none.
 
         Args:
-            addition: added to the sentence that says what was resumed: the reason why no step in
-                memory was. It is empty at a first start, when no step could be in memory.
+            why_not_from_memory: why no step in memory was resumed, as the end of a sentence: "; no
+                steps are kept in memory". It is "" if none could be expected, as at a first start.
         """
         action = f"resuming from {self.folder}"
 
@@ -600,11 +616,11 @@ class Checkpoint:
         self._damaged_names = tuple(chosen.passed_over)
         check_views(self.folder, views)
 
-        # At a first start it is no news that there is nothing to resume.
+        # The folder has no checkpoint. The user is told so only if a step in memory was expected:
+        # at a first start it is no news.
         if chosen.name is None:
-            is_first_start = not addition
-            self.last_resume_note = f"nothing to resume in {self.folder}{addition}"
-            if not is_first_start:
+            self.last_resume_note = f"nothing to resume in {self.folder}{why_not_from_memory}"
+            if why_not_from_memory:
                 self._announce_resumed(self.last_resume_note)
             return False
 
@@ -614,7 +630,7 @@ class Checkpoint:
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )
         note = run_on_all_ranks(self._collectives, action, lambda: self._load_states(path, loaded))
-        self._announce_resumed(note + chosen.describe_problems() + addition)
+        self._announce_resumed(note + chosen.describe_problems() + why_not_from_memory)
         return True
 
     @_in_checkpoint_phase
@@ -712,7 +728,8 @@ class Checkpoint:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
             the memory of this rank's machine. `folder`: the path of the checkpoint folder here.
             `disk`: step and epoch of the latest checkpoint in it, -1 if there is none. `attempt`: a
-            random number; the number of rank 0 names the present start of the run.
+            random number, to tell the steps of this start of the run from those of other starts
+            (all ranks use the number of rank 0).
         """
         latest = layout.latest(self.folder)
         kept.open()  # opens the memory of all ranks of this machine
@@ -774,7 +791,8 @@ class Checkpoint:
                 partial_names=partial_names,
             )
 
-            # Each rank keeps its own random state, so the section is different on each rank.
+            # Each rank has a random state of its own (the section is partial), so the ranks of a
+            # machine cannot share the work of copying it (the section is not divided).
             random_section = Section(
                 RANDOM,
                 ("state",),
@@ -792,7 +810,8 @@ class Checkpoint:
 
         Unlike `_states_of`, this is called in each step, so it must be fast.
         """
-        # The checks of the run may hold back results. To ask for these may take as long as a step.
+        # `World.state_dict` first waits for the checks of the run that are still going on, which
+        # may take as long as a step. This function does not wait.
         states: dict[str, Any] = {"world": self._world_state_without_checks()}
         for name, value in objects.items():
             if isinstance(value, nn.Module):
@@ -825,6 +844,7 @@ class Checkpoint:
             for group in value.param_groups:
                 ids.update(id(parameter) for parameter in group["params"])
             for state_of_parameter in value.state.values():
+                # Some of the values are numbers. Their ids do no harm.
                 ids.update(id(item) for item in state_of_parameter.values())
         return ids
 
@@ -854,8 +874,11 @@ class Checkpoint:
 
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
+
+        # In a damaged manifest it may be something else. Then `check_fits` finds that everything is
+        # missing, and says so.
         if not isinstance(training, dict):
-            training = {}  # the manifest is damaged; `check_fits` says what is missing
+            training = {}
 
         saved = {"manifest": manifest, **training, **modules}
         check_fits(path, self._state, saved)
@@ -879,7 +902,9 @@ class Checkpoint:
         modules = {
             name: value for name, value in self._state.items() if isinstance(value, nn.Module)
         }
-        with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
+
+        # Only dtypes are looked up here, so a model of `deferred_init` stays uninitialised.
+        with shapes_are_enough():
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
         notes = ""
@@ -896,6 +921,8 @@ class Checkpoint:
         elif "replicas" in saved:
             notes += "; its replicas are left out, the training goes on from their shared weights"
 
+        # The results are the same bits only with the same random states, and with the same number
+        # of threads.
         manifest = saved["manifest"]
         rng_note = self._restore_rng(path, saved)
         bits_note = restore_threads(
@@ -967,7 +994,8 @@ class Checkpoint:
         """
         from lockstep import __version__  # the package itself imports this module
 
-        # JSON has no NaN, and a checkpoint with such a metric is not the best one.
+        # A checkpoint without a metric is never the best one. So is one whose metric is NaN or
+        # infinite, which JSON does not have.
         if metric is not None and not math.isfinite(metric):
             metric = None
 
@@ -1023,6 +1051,9 @@ def _note_about_length(name: str, target: Any, saved: Any) -> str:
     """
     if not isinstance(target, LRScheduler):
         return ""
+
+    # "; scheduler keeps T_max=100 as saved, not 200 as built". The place of a length is the path to
+    # the attribute that holds it.
     note = ""
     for length in changed_lengths(target, saved):
         note += (
@@ -1042,13 +1073,17 @@ def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dty
     if isinstance(target, nn.Module):
         load_plain(target, saved)
         return
+
+    # Any other object may keep the tensors that it gets. So they are copied to memory, because they
+    # may be mapped from a file that is removed later. (The other two branches copy values, too.)
     if not isinstance(target, Optimizer):
         target.load_state_dict(sharding.copy_to_memory(saved))
         return
 
+    # A prepared optimizer has a method of its own for this, because it may have only a part of the
+    # parameters. For an optimizer of torch, the function of the same name does it.
     state = sharding.reshard_optimizer(saved, target)
-    if hasattr(target, "load_saved_state"):
-        # A prepared optimizer, which may have only a part of the parameters.
+    if hasattr(target, "load_saved_state"):  # it is prepared
         target.load_saved_state(state, saved_dtypes)
     else:
         load_saved_state(target, state, saved_dtypes)

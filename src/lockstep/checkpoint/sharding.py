@@ -93,9 +93,12 @@ def entries_to_store(
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
     def is_stored_here(key: int | str) -> bool:
-        """Returns True if this rank is the first that has the entry."""
+        """Returns True if this rank is the first that has the entry.
+
+        `key_sets` has the keys of each rank, or None for a rank that has all entries.
+        """
         for other_rank, keys in enumerate(key_sets):
-            has_entry = keys is None or key in keys  # None: the rank has all entries
+            has_entry = keys is None or key in keys
             if has_entry:
                 return other_rank == rank
         # No rank has the entry, because the whole model is on the meta device. Rank 0 takes it, and
@@ -136,7 +139,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
         parameter = parameter_of_number.get(number)
         resharded_entry = map_leaves(partial(reshard, like=parameter), entry)
 
-        # What has no shard of its own now may still be a view of a file that is removed later.
+        # `reshard` has copied the shards of this rank to memory. Tensors that are not sharded may
+        # still be mapped from a file that is removed later, so they are copied here.
         entries[number] = map_leaves(_copy_leaf, resharded_entry)
     return {**state, "state": entries}
 
@@ -192,9 +196,10 @@ def reshard(value: Any, like: Any) -> Any:
     # Imported here, because the import is slow. It was done already by the code that made `like`.
     from torch.distributed.tensor import DTensor
 
-    local = _part_for(value, like)  # reads this rank's shard if `value` has not been read yet
+    # Of a `TensorInShards`, this rank's shard is read into new memory. Of a tensor, it is a view,
+    # which is copied, because the tensor may be mapped from a file that is removed later.
+    local = _part_for(value, like)
     if not isinstance(value, TensorInShards):
-        # Copied, because `value` may be mapped from a file that is removed later.
         local = local.clone()
     return DTensor.from_local(
         local.to(like.device),
@@ -231,7 +236,8 @@ def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
         target.copy_(whole_value)
         return
 
-    # Of the lazy tensors, only a `TensorInShards` can read a region of itself.
+    # Only a `TensorInShards` can read a region of itself, so any other lazy tensor is wrapped in
+    # one, with itself as the only shard.
     if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
         value = in_one_shard(value)
 
@@ -261,8 +267,8 @@ def storage_addresses(tree: Any) -> set[int]:
 def tie_key(tensor: Any) -> tuple[object, ...] | None:
     """Returns a key that two tensors share if they are the same view of the same memory.
 
-    This is how tied weights are found. It also works for DTensors on ranks whose shards are empty,
-    because FSDP pads the memory of a sharded parameter, so that it is never empty.
+    This is how tied weights are found. It also works for DTensors on ranks whose shards are empty:
+    FSDP allocates some memory even for an empty shard, so it has an address.
 
     Returns:
         The key, or None for a tensor without memory.
@@ -272,6 +278,8 @@ def tie_key(tensor: Any) -> tuple[object, ...] | None:
     if not address:
         return None
 
+    # `x` and `x.conj()` are views of the same memory with other values, as are `x` and `-x` in some
+    # cases, so these flags belong to the key.
     return (
         address,
         local.storage_offset(),

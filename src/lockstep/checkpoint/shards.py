@@ -70,7 +70,8 @@ class TensorInShards(LazyTensor):
         for shard in self.shards:
             common = intersect(Box(offsets, sizes), Box(shard.offsets, shard.sizes))
             if common is not None:
-                result[slices_of(common, offsets)].copy_(_read_part_of_shard(shard, common))
+                slices_in_result = slices_of(common, offsets)  # relative to the region
+                result[slices_in_result].copy_(_read_part_of_shard(shard, common))
         return result
 
     def read_range(self, begin: int, end: int) -> Tensor:
@@ -202,9 +203,10 @@ def any_overlap(shards: list[Shard]) -> bool:
     num_compared = 0
     for number, shard in enumerate(shards):
         for later in shards[number + 1 :]:
-            # As the offsets are sorted, every shard from here on starts in a row after the last row
-            # of this one. (A shard of a tensor without dimensions has no rows.)
-            if shard.offsets and later.offsets[0] >= shard.offsets[0] + shard.sizes[0]:
+            # Compare the rows first. As the offsets are sorted, all shards from a certain one on
+            # begin after the last row of this one. A tensor without dimensions has no rows.
+            has_rows = len(shard.offsets) > 0
+            if has_rows and later.offsets[0] >= shard.offsets[0] + shard.sizes[0]:
                 break
 
             num_compared += 1

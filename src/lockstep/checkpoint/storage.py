@@ -82,7 +82,9 @@ def new_file(path: Path) -> Iterator[int]:
         yield descriptor
         sync(descriptor)
     except BaseException:
-        os.close(descriptor)  # not `close`: a second error would hide the first
+        # `close` is for a complete file: it may report that the disk is full. This file is
+        # incomplete anyway, and a second error would hide the first.
+        os.close(descriptor)
         raise
     close(descriptor)
 

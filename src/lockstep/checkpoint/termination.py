@@ -39,7 +39,9 @@ class _Watcher:
         while True:
             # Python writes one byte for each signal: its number.
             number = os.read(self._read_end, 1)[0]
-            was_closed = number == 0  # `close` has written this
+
+            # No signal has the number 0: `close` writes it to end this thread.
+            was_closed = number == 0
             if was_closed:
                 return
             if signal.getsignal(number) is _handle:
@@ -85,8 +87,9 @@ def protect(cleanup: Callable[[], object]) -> None:
             signal.signal(number, _handle)
             _handled_signals.append(number)
 
-    # If the program uses the wake-up pipe itself, there is no thread. Then our handler ends the
-    # process, only later.
+    # The handler runs in the main thread, and only when Python gets to it, which may be late. A
+    # thread that Python notifies through a pipe ends the process at once. There is only one such
+    # pipe, so if the program uses it, there is no thread.
     if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 

@@ -106,7 +106,7 @@ def save_weights(
         CheckpointError: the state holds a value that safetensors cannot store (for example an extra
             state that is not a tensor), a value does not fit into `dtype`, or the file cannot be
             written.
-        SettingError: `dtype` has no fractions, or `shard_size` is no size.
+        SettingError: `dtype` is no floating-point dtype, or `shard_size` is no size.
     """
     path = Path(path)
     if dtype is not None and not dtype.is_floating_point:
@@ -182,10 +182,12 @@ def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
         collectives: the collectives of the run. All ranks call this function.
     """
     if is_sharded(value):
-        # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
-        # All ranks get the whole tensor. Every rank has a shard of a DTensor, so `source` is 0.
+        # All ranks get the whole tensor. (A model may be kept on the CPU in a run on GPUs, whose
+        # collectives need GPU tensors.)
         value = value.to(collectives.device).full_tensor()
-    if source > 0:  # rank 0 does not have the values
+    elif source > 0:
+        # Rank 0 does not have the values. This never happens with a DTensor, of which every rank
+        # has a shard.
         value = collectives.broadcast(value, source)
 
     if not collectives.topology.is_main:
@@ -216,9 +218,11 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
         # The reason why the value cannot be stored, for example "is a list". None: it can be.
-        problem: str | None = f"is {describe_type(value)}"
+        problem: str | None
         if isinstance(value, Tensor):
             problem = why_unstorable(value)
+        else:
+            problem = f"is {describe_type(value)}"
 
         if problem is not None:
             raise CheckpointError(
@@ -287,8 +291,11 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     The arguments are those of `load_weights`.
     """
     run = run_of(model)
-    if run is None:  # the model is not prepared
+    if run is None:
+        # The model is not prepared. It may have tensors on the meta device, which have no memory
+        # yet. `world.prepare` will read their values, so it is recorded where these are.
         plan = _plan_loading(model, path, strict=strict, trust=trust)
+        _record_sources_of_meta_tensors(model, plan)
     else:
         # No rank copies anything unless the file fits on all of them.
         plan = run_on_all_ranks(
@@ -297,12 +304,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             partial(_plan_loading, model, path, strict=strict, trust=trust),
         )
 
-    # Nothing can be copied into tensors on the meta device, which have no memory. Below, these are
-    # left out. In a prepared model, their values belong to other ranks. In any other model,
-    # `world.prepare` will read the values, once the tensors have memory.
-    if run is None:
-        _record_sources_of_meta_tensors(model, plan)
-
+    # `load_plain` copies the values. It leaves out tensors on the meta device.
     for batch in plan.batches:
         values = {}
         for name, value in batch.items():
@@ -325,8 +327,8 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
         owner = model.get_submodule(module_name)
         earlier_source = find_source(owner, own_name, tensor)
 
-        # If weights were loaded before, the new file replaces the earlier one, and the original
-        # initialisation stays recorded.
+        # If weights were loaded before, the new file replaces the earlier one. A `FileSource` also
+        # keeps how the model would have initialised the tensor (`recorded`), which is taken over.
         if isinstance(earlier_source, FileSource):
             initialisation = earlier_source.recorded
         else:
@@ -458,8 +460,10 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         trust: as for `load_weights`.
     """
     own_shapes = {name: shape_of(value) for name, value in own.items()}
-    # For a model with sharded tensors, or tensors without memory yet, only parts of the file are
-    # read. Otherwise values are copied from the mapped file, which all ranks of a machine share.
+
+    # A model with sharded tensors, or with tensors without memory, needs only parts of the file, so
+    # the tensors of the file are lazy. A model that needs all values copies them from a mapping of
+    # the file, of which a machine has only one in memory for all of its ranks.
     lazy = any(is_sharded(value) or is_meta(value) for value in own.values())
     matches = []
     for found in read_source(path, trust=trust, lazy=lazy).states:
@@ -515,8 +519,9 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
         if shape_of(value) is None:  # not a tensor, or a parameter without a shape yet
             continue
 
-        # `tie_key` tells tensors apart by their memory. A tensor on the meta device has no memory,
-        # but it has a storage object, which tied tensors share.
+        # `tie_key` tells tensors apart by their memory; it is None for an empty tensor, which has
+        # none. A tensor on the meta device has no memory, but a storage object, which tied tensors
+        # share.
         tie: object = storage_key(value) if is_meta(value) else tie_key(value)
         if tie is not None:
             names_of_tie.setdefault(tie, []).append(name)
@@ -553,15 +558,21 @@ def _check_tied_are_equal(
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Returns True if two tensors of a file have equal values, even if their dtypes differ.
+    """Returns True if two tensors of a file have equal values.
 
-    Tensors that are not mapped are read some elements at a time.
+    If their dtypes differ, the second one is converted to the dtype of the first.
+
+    Args:
+        first: a tensor that is mapped from the file, or a lazy one.
+        second: another tensor of the same kind.
     """
     if isinstance(first, Tensor):
         return torch.equal(first, second.to(first.dtype))
+
+    # Lazy tensors are read some elements at a time: as many as fit into memory if each takes 8
+    # bytes, which is the size of the largest usual dtypes.
     if first.shape != second.shape:
         return False
-
     num_at_a_time = MAX_BYTES_IN_MEMORY // 8
     for begin in range(0, first.num_elements, num_at_a_time):
         end = min(begin + num_at_a_time, first.num_elements)

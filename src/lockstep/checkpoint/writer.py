@@ -124,6 +124,7 @@ class Writer:
         If the thread does not stop in time, because it waits for a disk, the folder is removed
         anyway.
         """
+        # The folder is None if there is no save, or if this rank has written its part.
         temporary = self._unfinished_folder
         if temporary is None:
             return
@@ -151,16 +152,17 @@ class Writer:
         Raises:
             Exception: the error that the thread has raised since the last call.
         """
+        # The wait is for an event that the thread sets at its end, and not in `Thread.join`: if
+        # Ctrl-C interrupts a join in Python 3.11 and 3.12, a running thread is taken for ended.
         if self._thread is not None:
-            # `Thread.join` is not used to wait: in Python 3.11 and 3.12, if Ctrl-C interrupts a
-            # join, the thread is marked as ended.
-            if not self._thread_ended.wait(timeout_s):
+            has_ended = self._thread_ended.wait(timeout_s)
+            if not has_ended:
                 self.give_up()
                 raise SaveGivenUp("there was no time left for it")
             self._thread.join()
             self._thread = None
 
-        # The folder is written, so a signal need not remove it any more.
+        # No folder is half-written now, so a signal has nothing to remove.
         termination.unprotect(self._end_at_signal)
 
         error = self._error
@@ -169,10 +171,14 @@ class Writer:
             raise error
 
     def close(self, failed: bool, timeout_s: float | None = None) -> None:
-        """Completes the last save at the end of the run, together with the other ranks.
+        """Completes the last save at the end of the run.
 
-        If this rank has failed, it completes its part alone, and only warns if that does not
-        succeed. If a signal interrupts the wait, the half-written checkpoint is removed.
+        - Usually all ranks do this together. If one cannot write its part, all raise the error.
+        - If this rank has failed, other ranks may be missing. So it completes its part alone, and
+          only warns if that does not succeed.
+        - If all ranks already know how the last save ended, there is nothing to wait for.
+
+        If a signal interrupts the wait, the half-written checkpoint is removed.
 
         Args:
             failed: True if this process ends with an error.
@@ -183,21 +189,21 @@ class Writer:
                 failed, so that the error with which it ends is not replaced.
         """
         self._run_failed = self._run_failed or failed
+
+        # The handler of `checkpoint.step()` for SIGTERM has been removed, so the signal ends the
+        # process from now on. The half-written folder must be removed before that.
         if self.busy:
-            # The handler of `checkpoint.step()` for SIGTERM has been removed, so the signal ends
-            # the process from now on. The half-written folder must be removed before that.
             termination.protect(self._end_at_signal)
 
+        must_wait_for_others = self.has_unconfirmed_save and not failed
+        if not must_wait_for_others:
             # After an uncaught error, Python first ends the main thread, then waits for all other
-            # threads, and only then calls `close`. If the thread is still busy, the user has ended
-            # that wait with Ctrl-C. So the save is given up at once.
-            python_has_waited = not threading.main_thread().is_alive()
-            if failed and python_has_waited:
+            # threads, and only then calls this method. If the writing thread is still busy, the
+            # user has ended that wait with Ctrl-C. So the save is given up at once.
+            user_has_interrupted = not threading.main_thread().is_alive()
+            if self.busy and failed and user_has_interrupted:
                 timeout_s = 0.0
 
-        # After a failure some ranks may be missing, so this rank does not wait for the others. It
-        # need not wait either if all ranks already know how the last save ended.
-        if failed or not self.has_unconfirmed_save:
             try:
                 self._finish_and_release(timeout_s)
             except Exception as error:

@@ -112,7 +112,8 @@ class Autotune(Extension):
             )
 
         # The loader computes its first micro-batch inside the context `profile`, which records it.
-        # It divides the first global batch differently for that, unless `must_keep_plan()`.
+        # For this, the loader splits off a small micro-batch from its first global batch, unless
+        # `must_keep_plan()` returns True.
         return AutotuneRequest(
             result=self.found,
             # A single device computes the whole batch, so it has no shares to be found.
@@ -139,15 +140,17 @@ class Autotune(Extension):
         self._stop_recording()  # the search calls the modules again
         search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls)
 
-        # Both may be wanted, and be known already from another loader.
+        # A value is open if this loader is to find it, and no other loader has found it before.
         request = plan_of_loader.request
         must_find_shares = request.shares_are_open
         must_find_size = request.micro_batch_size_is_open
 
+        # First the shares: the size depends on how many samples each process has.
         shares_of_processes = plan_of_loader.shares
         if must_find_shares:
             shares_of_processes = self._find_shares(search, shares_of_processes)
 
+        # Then the micro-batch size.
         if must_find_size:
             size = search.find_micro_batch_size(shares_of_processes)
             self.found.micro_batch_size = size
@@ -155,8 +158,8 @@ class Autotune(Extension):
             self._print_translated(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
 
-        # As soon as `found.shares` is set, `request.shares_are_open` is False. The search for the
-        # size still asks for it, to name in its errors what is searched, so this comes at the end.
+        # The shares are published last, because the request counts as answered from then on, while
+        # errors of both searches name what the request still asks for.
         if must_find_shares:
             self.found.shares = shares_of_processes
 
@@ -194,7 +197,9 @@ class Autotune(Extension):
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
         """Records the forward calls of the first micro-batch, which runs inside this context.
 
-        The calls are kept in `self._recorded` until `after_backward` uses them.
+        The calls are kept in `self._recorded`. Inside the context, the user's loop calls
+        `world.backward`, which calls `after_backward`. That uses the calls, stops the recording and
+        sets `self._recorded` to None.
 
         Args:
             division: how the loader of the micro-batch divides global batches.
@@ -203,17 +208,19 @@ class Autotune(Extension):
         Raises:
             UsageError: if an optimizer has stepped, but `world.backward` was not called.
         """
-        # `_stop_recording` leaves this context.
+        # Calls are recorded until `_stop_recording` closes the stack `self._recording`.
         calls = self._recording.enter_context(record_calls(self.modules))
         recorded = _RecordedMicroBatch(division, num_samples, calls)
         self._recorded = recorded
         try:
             yield
 
-            # `world.backward` calls `after_backward`, which removes the recorded micro-batch. If it
-            # is still there, the user's loop has called `loss.backward()` instead.
-            world_backward_was_called = self._recorded is not recorded
-            if self.run.step.training_pass.stepped and not world_backward_was_called:
+            # Without a call of `world.backward`, the recorded micro-batch is still there. That is
+            # an error if an optimizer has stepped: the user's loop has called `loss.backward()`. If
+            # none has, the loop was an evaluation or has skipped the batch.
+            has_called_world_backward = self._recorded is not recorded
+            has_stepped = self.run.step.training_pass.stepped
+            if has_stepped and not has_called_world_backward:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -231,18 +238,19 @@ class Autotune(Extension):
     def _must_keep_plan(self) -> bool:
         """Returns True if the first global batch must be computed in its planned micro-batches.
 
-        Usually a small micro-batch is split off from the first global batch, because it is faster
-        to record. This method lists the cases in which that is not allowed.
+        Usually the loader computes the first global batch as two micro-batches: a small one, which
+        is quick to record, and the rest. This method lists the cases in which it must not.
         """
         # DDP with a static graph does not support several micro-batches.
         if self.plan.static_graph:
             return True
 
-        # With several optimizers, as in a GAN, a global batch must be one micro-batch.
+        # With several optimizers, as in a GAN, each of them steps after a backward pass of its own,
+        # so gradients cannot be accumulated over several micro-batches.
         if len(self.optimizers) > 1:
             return True
 
-        # LBFGS takes a closure, so the global batch cannot be divided while it steps.
+        # LBFGS computes a global batch several times in one step, by a closure of the user.
         for optimizer in self.optimizers:
             if isinstance(optimizer.inner, torch.optim.LBFGS):
                 return True
@@ -268,11 +276,14 @@ def _describe_shares(
         times: measured seconds per sample, several for each device.
         device_name: how a device is called in the line, "rank" or "device".
     """
-    are_same = tuple(before) == tuple(after)
+    # The shortest time of each device, as a text: "rank 0 1.2 ms".
     shortest: list[str] = []
     for number, times_of_device in enumerate(times):
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
     measured = f"time per sample: {join_first(shortest)}"
+
+    # If the shares stay, the line says why.
+    are_same = tuple(before) == tuple(after)
 
     if are_equally_fast(times):
         measured += ", within noise"

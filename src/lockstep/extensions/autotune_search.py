@@ -138,11 +138,11 @@ class AutotuneSearch:
             The smallest number that fits on any process, which all of them use; None if every
             process can compute its whole part of a global batch at once.
         """
+        # The devices of a process are tried together (None), as they are used: they do not all have
+        # the same free memory, because one holds the parameters and the optimizer's state.
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
-            # The devices of a process are tried together, as they are used. They do not all have
-            # the same free memory: one holds the parameters and the optimizer's state.
-            devices = (None,)  # all of them
+            devices = (None,)
         limits = self._find_everywhere(self._find_limit, devices, shares)
 
         sizes_of_parts = part_sizes(self._division.batch_size, shares)
@@ -188,24 +188,30 @@ class AutotuneSearch:
             device: the number of the device; None for all devices of this process together.
             shares: the shares that give the device its part of the global batch.
         """
-        # With earlier shares, more samples than this did not fit.
+        # The limit is known from a call with other shares.
         if device in self._known_limits:
             return self._known_limits[device]
-        if self._num_samples == 0:  # this rank has recorded no calls that it could repeat
+
+        # This rank has recorded no calls that it could repeat.
+        if self._num_samples == 0:
             return None
 
-        # So many have fitted with earlier shares, or at least in the recorded micro-batch.
-        size = self._size_of_part(device, shares)
-        known_to_fit = self._known_to_fit.get(device, self._num_samples)
-        if size <= known_to_fit:
+        # The part is no larger than what has fitted before: with earlier shares, or in the recorded
+        # micro-batch.
+        num_samples_of_part = self._size_of_part(device, shares)
+        largest_so_far = self._known_to_fit.get(device, self._num_samples)
+        if num_samples_of_part <= largest_so_far:
             return None
 
+        # Try numbers between the two.
         index = self._index_in_process(device)
         largest = largest_that_fits(
-            lambda samples: self._profiling.fits(samples, index), known_to_fit, size
+            lambda num_samples: self._profiling.fits(num_samples, index),
+            largest_so_far,
+            num_samples_of_part,
         )
         self._known_to_fit[device] = largest
-        if largest == size:
+        if largest == num_samples_of_part:
             return None
 
         self._known_limits[device] = largest

@@ -145,10 +145,10 @@ def _rows_of_replicas(
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))  # how the replicas divide them
 
-    row_of_parameters = rows[0]
+    row_of_first_replica = rows[0]
     each_has_a_device = len(set(model.devices)) == model.num_replicas
     if not each_has_a_device:
-        return _rows_of_sharing_replicas(row_of_parameters, samples_of_replica)
+        return _rows_of_sharing_replicas(row_of_first_replica, samples_of_replica)
 
     samples_of_device: dict[str, int | None] = {}
     for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
@@ -156,15 +156,17 @@ def _rows_of_replicas(
 
     completed: list[DeviceMemory] = []
     for row in rows:
-        if row.device in samples_of_device:
-            # Until they are added up, each replica has as many gradients as the first one, which
-            # computes with the parameters themselves.
-            device_samples = samples_of_device[row.device]
-            gradients = row_of_parameters.gradients
-            completed.append(replace(row, samples=device_samples, gradients=gradients))
-        else:
-            # A device that holds something, such as the loss, but on which no replica computes.
+        # A device that holds something, such as the loss, but on which no replica computes.
+        if row.device not in samples_of_device:
             completed.append(replace(row, samples=None))
+            continue
+
+        # The backward pass of each replica makes a gradient for every parameter, so all replicas
+        # need as much memory for gradients. Only the first replica's was known: its gradients are
+        # those of the model's parameters, while the others compute with copies of the parameters.
+        gradients = row_of_first_replica.gradients
+        device_samples = samples_of_device[row.device]
+        completed.append(replace(row, samples=device_samples, gradients=gradients))
     return completed
 
 
@@ -177,7 +179,8 @@ def _rows_of_sharing_replicas(
     computes with the parameters themselves, and has the optimizer's state, the loss and the
     measured peak of all. Each other replica has a copy of the parameters.
 
-    In a row, None stands for a number that was not measured, and 0 for nothing.
+    Steps were either measured for all replicas or not at all. If they were, a number that is None
+    in the row of the device means that nothing was found there: 0 bytes.
 
     Args:
         shared: the row of the device, with the bytes of all replicas.
@@ -189,10 +192,11 @@ def _rows_of_sharing_replicas(
         # The activations are divided in proportion to the samples, because layers that the replicas
         # compute together, such as BatchNorm, save tensors for all of them.
         activations: int | None = None
-        if samples is not None:
-            # After a measurement, None says that nothing was saved on the device.
+        loss: int | None = None
+        if samples is not None:  # steps were measured
             activations_of_all = shared.activations or 0
             activations = activations_of_all * samples // max(1, total_samples)
+            loss = 0
 
         row = replace(
             shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
@@ -204,8 +208,8 @@ def _rows_of_sharing_replicas(
                 parameters=0,
                 copies=shared.parameters,
                 state=0,
-                loss=None if samples is None else 0,
-                peak=None,  # shown with the first replica
+                loss=loss,
+                peak=None,  # the first replica's row has the peak of the device
             )
         rows.append(row)
     return rows
@@ -238,7 +242,8 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
             if half_dtype is not None and parameter.is_floating_point():
                 gathered_bytes = parameter.numel() * half_dtype.itemsize
 
-            # The parameters of the outermost unit stay gathered and are counted as copies.
+            # The parameters of the outermost unit stay gathered for the whole step, so they are no
+            # memory for a moment only: the table has them in the row "copies".
             if unit is not units[0]:
                 num_bytes += gathered_bytes
 

@@ -117,15 +117,16 @@ class TrainingSteps:
     def measure(self) -> dict[str, dict[torch.device, int]]:
         """Takes some steps and undoes them.
 
-        The first step shows what is kept, the second the peak, and the others are timed: their
-        median is then in `seconds`.
+        In the first step, the memory that is kept for the backward pass is counted. In the second
+        step, the peak is measured. The others are timed: `self.seconds` is their median.
 
         Returns:
             Bytes by device, for each of these attributes of `DeviceMemory`: `copies`,
             `activations`, `loss`, `state`, `peak`.
         """
         with self._undo(), closing(self._endless_batches()) as batches:
-            # This sets `_sizes` to the sizes of copies, activations and loss.
+            # With `count_saved`, the step sets `_sizes` to the sizes of copies, activations and
+            # loss. The optimizer's state exists after it.
             self._step(batches, count_saved=True)
 
             state = state_tensors(self._optimizer.inner)
@@ -152,8 +153,9 @@ class TrainingSteps:
         Args:
             batches: the batches of the loader.
             context: a context that is entered around the computation of each micro-batch.
-            count_saved: count what the first micro-batch keeps for its backward pass (see
-                `_count_saved`), and remember the gradients.
+            count_saved: True to count what the first micro-batch keeps for its backward pass (see
+                `_count_saved`), and to note the memory of the gradients for the measurement of the
+                peak.
 
         Returns:
             The seconds it took, without those of the loader.
@@ -173,9 +175,10 @@ class TrainingSteps:
                     loss = self._loss(self._model, batch)
                 self._preparer.backward(loss)
 
-                # The peak on a CPU also has to count the buckets that gradients are in.
+                # Gradients are views of larger buckets, which stay alive when the gradients are
+                # cleared. A later measurement of the peak on a CPU finds the buckets by this.
                 if count_saved:
-                    self._remember_gradients()
+                    self._note_storages_of_gradients()
 
                 # As in a user's loop: a prepared optimizer does nothing before the last
                 # micro-batch.
@@ -184,7 +187,7 @@ class TrainingSteps:
             seconds += synchronized_time(self._gpus) - begin
         return seconds
 
-    def _remember_gradients(self) -> None:
+    def _note_storages_of_gradients(self) -> None:
         """Sets `_gradient_storages` to the storages of the present gradients."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         self._gradient_storages = [weakref.ref(storage) for storage in storages(gradients)]
@@ -193,8 +196,9 @@ class TrainingSteps:
     def _count_saved(self, samples: int) -> Iterator[None]:
         """Counts what the forward pass and the loss, computed in this context, keep for backward.
 
-        The results are put into `samples` and `_sizes` when the context is left. The loss must
-        still be alive then, because it keeps alive what is counted.
+        When the context is left, the bytes are put into `_sizes`, and the number of samples that
+        they belong to into `self.samples`. The loss must still be alive then, because it keeps
+        alive what is counted.
 
         Args:
             samples: how many samples this rank has in this micro-batch.
@@ -223,8 +227,8 @@ class TrainingSteps:
         copies_of_parameters = used_parameters - model_storages
 
         # Each storage counts once, for the first of these that has it: the parameters, their
-        # copies, the activations, the loss. `count` leaves out the storages in this set, and adds
-        # those that it counts to it.
+        # copies, the activations, the loss. So `count` leaves out the storages in `counted`. It
+        # also adds to this set, so that each call leaves out what the calls before it have counted.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
@@ -259,7 +263,9 @@ class TrainingSteps:
         with ExitStack() as hooks:
             if has_copies:
                 for module in self._model.modules():
-                    hooks.enter_context(module.register_forward_pre_hook(collect))
+                    # The handle of a hook is a context manager, which removes the hook at the end.
+                    handle = module.register_forward_pre_hook(collect)
+                    hooks.enter_context(handle)
             yield
 
     def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
@@ -294,11 +300,14 @@ class TrainingSteps:
                 live.count([storage])
         main_thread = threading.get_ident()
 
-        def enter_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
-            """Returns the context for a call; the main thread has entered `live` before."""
-            return nullcontext() if threading.get_ident() == main_thread else live
+        def live_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
+            """Returns the context for a call of a replica, in the thread of the replica."""
+            is_main_thread = threading.get_ident() == main_thread
+            return nullcontext() if is_main_thread else live
 
-        with around_calls(self._model, enter_in_other_threads):
+        # The main thread is in the context `live` for the whole step, so it must not enter it again
+        # when it calls the model.
+        with around_calls(self._model, live_in_other_threads):
             self._step(batches, context=live)
         return live.peak
 
@@ -318,12 +327,14 @@ class TrainingSteps:
             if not tensor.is_meta:
                 tensors_before.append(tensor)
 
-        # Dictionaries get their entries back, so that new entries go. Each is paired with a copy.
+        # Dictionaries get the entries of a copy back, which removes entries that a step has added:
+        # the state of the optimizer by parameter, its entries for each parameter and its groups
+        # of parameters, and the buffers of each module.
         state: dict[Any, Any] = optimizer.state
         contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
-        for options in [*optimizer.state.values(), *optimizer.param_groups]:
-            contents.append((options, _copy_options(options)))
-            tensors_before += [value for value in options.values() if isinstance(value, Tensor)]
+        for entries in [*optimizer.state.values(), *optimizer.param_groups]:
+            contents.append((entries, _copy_entries(entries)))
+            tensors_before += [value for value in entries.values() if isinstance(value, Tensor)]
         for module in self._model.modules():
             buffers: dict[Any, Any] = members(module).buffers
             contents.append((buffers, dict(buffers)))
@@ -344,13 +355,13 @@ class TrainingSteps:
                 precision.load_state_dict(scaler_state)
 
 
-def _copy_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the state of a parameter, or the options of a parameter group, of an optimizer.
 
     The copy refers to the same tensors and parameters, whose values are restored in place.
     """
     copied: dict[str, Any] = {}
-    for name, value in options.items():
+    for name, value in entries.items():
         is_shared = isinstance(value, Tensor) or name == "params"
         copied[name] = value if is_shared else deepcopy(value)
     return copied

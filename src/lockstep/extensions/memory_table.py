@@ -111,14 +111,16 @@ class Memory:
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
 
-            # A row is left out of all blocks if no device of the table has a figure. But if the
-            # state of the optimizer is not known on some device of this block, its row is shown
-            # here, with "?".
+            # A row without any figure in the whole table, such as "copies" on a single device, is
+            # left out. The row "optimizer state" is an exception: where the state is not known
+            # (None), the row says so with "?".
             has_figures = any(getattr(device, attribute) for device in self.devices)
             state_is_unknown = attribute == "state" and None in values
-            if has_figures or state_is_unknown:
-                cells = [_format_cell(attribute, value, unit_bytes) for value in values]
-                lines.append(_format_line(label, cells))
+            if not has_figures and not state_is_unknown:
+                continue
+
+            cells = [_format_cell(attribute, value, unit_bytes) for value in values]
+            lines.append(_format_line(label, cells))
         return lines
 
 

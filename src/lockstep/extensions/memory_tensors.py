@@ -77,13 +77,13 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
 
+    # Torch wraps the method `step` of an optimizer's class in a function that calls hooks. They
+    # must not see this step, so the original method is called (`__wrapped__`).
     meta_optimizer, device_of_meta = _copy_on_meta(inner)
-    step: Any = type(inner).step
-
-    # The undecorated method: torch wraps `step` to call hooks, which must not see this step.
-    step = getattr(step, "__wrapped__", step)
+    wrapped_step: Any = type(inner).step
+    original_step = getattr(wrapped_step, "__wrapped__", wrapped_step)
     try:
-        step(meta_optimizer)
+        original_step(meta_optimizer)
     except Exception:  # whatever the optimizer raises without data
         return None
 
@@ -163,7 +163,7 @@ class SavedTensors:
 
         Args:
             counted: storages that were counted elsewhere. They are left out here, except those of
-                arguments, and those that are counted here are added.
+                arguments. The storages that are counted now are added to this set, in place.
         """
         sizes: Counter[torch.device] = Counter()
 
@@ -174,7 +174,7 @@ class SavedTensors:
 
         # Of everything else, whole storages count.
         new = self._saved - self._argument_bytes.keys() - counted
-        counted |= new
+        counted.update(new)
         return sizes + bytes_by_device(new)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -217,8 +217,12 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def count(self, alive: Iterable[torch.UntypedStorage]) -> None:
         """Counts storages that are alive, and raises `peak` if more bytes are alive than before.
 
-        Freed storages leave `_sizes` by themselves. To add up all that are left is slow, so it is
-        only done when the upper bound of their sum exceeds the peak.
+        To add up the sizes of all storages is slow. So an upper bound of the sum is kept: it grows
+        with each new byte, and does not become smaller when storages are freed or shrink. Only if
+        the bound exceeds the peak, the exact sum is computed, and becomes the new bound.
+
+        Example: the bound is 10 and 4 bytes are freed. After 3 new bytes, the bound is 13. If the
+        peak was 10, the sum is computed: 9. The peak stays, and the bound is 9.
         """
         with self._lock:
             for storage in alive:
@@ -231,10 +235,10 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
                 num_bytes = storage.nbytes()
                 size_before = self._sizes.get(storage, 0)  # 0: it was not seen before
+                num_new_bytes = max(0, num_bytes - size_before)
+                self._upper_bound += num_new_bytes
+                self._sizes[storage] = num_bytes  # a freed storage leaves this weak dictionary
 
-                # What a storage has shrunk by stays in the bound, which may be too large.
-                self._upper_bound += max(0, num_bytes - size_before)
-                self._sizes[storage] = num_bytes
             if self._upper_bound > self.peak:
                 exact_sum = self.total  # adds up all sizes
                 self._upper_bound = exact_sum
@@ -263,6 +267,7 @@ def around_calls(
     module = model.module if isinstance(model, DataParallel) else model
 
     # For each thread, the contexts that it has entered, the outermost first (`entered.contexts`).
+    # There may be several, because a model may call itself in its forward pass.
     entered = threading.local()
 
     @outside_compiled_code

@@ -37,7 +37,7 @@ MIN_TIMED_S = 0.03
 """Runs are repeated until they took this long together, or until there were `MAX_TIMED_RUNS`."""
 FREE_MEMORY_SHARE = 0.05
 """This share of a GPU's memory is kept free, because free memory is fragmented."""
-NUMBERS_OF_STATE = 2
+STATE_VALUES_PER_WEIGHT = 2
 """How many numbers an optimizer such as Adam keeps for each parameter from its first step on."""
 _WHY_NO_COLLECTIVES = (
     "the forward pass is tried at several sizes on each rank, to find what is 'auto'"
@@ -108,6 +108,8 @@ class ProfilingRun:
         """
         with self._restore_everything():
             try:
+                # In training, the optimizer's state takes memory, too. It may not exist yet, so as
+                # much memory is allocated while the samples are computed.
                 self._compute(samples, device, self._reserve_memory())
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -150,7 +152,8 @@ class ProfilingRun:
         Args:
             samples: how many samples to compute.
             device: the number of a device among those of this process. None for all of them.
-            reserved_memory: memory that must not be freed before the end; it is not used.
+            reserved_memory: a tensor that nothing reads. It is an argument so that its memory stays
+                allocated until this function returns.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -178,6 +181,9 @@ class ProfilingRun:
                     if tensor.requires_grad:
                         inputs[id(tensor)] = tensor
                 outputs += tensors(module(*args, **kwargs))
+
+        # The user's loss function is not known here. Its replacement needs as much memory for its
+        # backward pass as a cross entropy.
         losses = [_replacement_loss(output) for output in outputs if output.requires_grad]
         if not losses or not inputs:
             raise UsageError(
@@ -249,9 +255,8 @@ class ProfilingRun:
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     trained[id(parameter)] = parameter
-        state_bytes = NUMBERS_OF_STATE * sum(
-            parameter.numel() * parameter.element_size() for parameter in trained.values()
-        )
+        num_bytes = sum(p.numel() * p.element_size() for p in trained.values())
+        state_bytes = STATE_VALUES_PER_WEIGHT * num_bytes
         _, total_memory = torch.cuda.mem_get_info(self._run.device)
         margin = int(FREE_MEMORY_SHARE * total_memory)
         return torch.empty(state_bytes + margin, dtype=torch.uint8, device=self._run.device)
@@ -270,15 +275,21 @@ class ProfilingRun:
         layers = list(dict.fromkeys(layers))  # modules may share layers
         synchronised = [layer for layer in layers if _communicates(layer)]
 
-        # Two kinds of dictionaries get their entries back. The first are the attributes of layers
-        # that may set some in their forward pass: activations there would keep the memory of the
-        # largest size. `forward` of the synchronised layers is replaced below.
+        # These dictionaries get their present entries back when the context is left.
         dictionaries: list[dict[str, Any]] = []
+
+        # Attributes that layers set in their forward pass: an activation that stays in one would
+        # keep the memory of the largest size that is tried.
         for layer in layers:
-            if may_set_attributes(layer) or layer in synchronised:
+            if may_set_attributes(layer):
                 dictionaries.append(vars(layer))
 
-        # The second are the buffers of each layer, by name. The buffers also get their values back.
+        # The attribute `forward` of the synchronised layers, which is set below.
+        for layer in synchronised:
+            if not may_set_attributes(layer):
+                dictionaries.append(vars(layer))
+
+        # The buffers of each layer, by name. The buffers also get their values back.
         buffers: list[Tensor] = []
         for layer in layers:
             buffers_by_name: dict[str, Any] = members(layer).buffers
@@ -291,9 +302,10 @@ class ProfilingRun:
             try:
                 collectives.blocked_reason = _WHY_NO_COLLECTIVES
                 for layer in synchronised:
-                    # The `forward` of the unsynchronised class, as a method of this layer. It goes
-                    # when the attributes are restored.
-                    layer.forward = BatchNorm.forward.__get__(layer)
+                    # An attribute of the layer hides the method of its class. It is bound to the
+                    # layer, and removed with the other new entries of `vars(layer)`.
+                    forward_of_one_rank = BatchNorm.forward.__get__(layer)
+                    layer.forward = forward_of_one_rank
                 yield
             finally:
                 collectives.blocked_reason = blocked_before
@@ -324,7 +336,8 @@ def restored(
     """Restores dictionaries, the values of tensors, and random streams at the end.
 
     Args:
-        dictionaries: pairs of a dictionary and a copy of it, whose entries it gets back.
+        dictionaries: pairs `(dictionary, copy)`. At the end, the dictionary gets exactly the
+            entries of the copy.
         values: tensors. They are written to in place, because other objects refer to them.
         gpus: the GPUs whose random streams are used.
     """

@@ -83,14 +83,14 @@ class TrainingPass:
         """The micro-batch that is being trained."""
         self.number = 0
         """The number of global batches that have begun."""
-        self.num_parts = 0
-        """The number of parts that have begun for which an optimizer steps: global batches, or
-        virtual ranks that have their own optimizer step."""
+        self.num_steps = 0
+        """The number of optimizer steps that have begun: one for each global batch, or one for each
+        virtual rank if virtual ranks have their own optimizer step."""
         self.num_backwards = 0
         """The number of calls of `World.backward` for the current micro-batch."""
         self.loss: Tensor | float = 0.0
         """The sum of the weighted losses of the current global batch on this rank."""
-        self.loss_before: Tensor | float | None = None
+        self.loss_of_previous_global_batch: Tensor | float | None = None
         """The loss of the previous global batch; None if no backward pass has followed its last
         micro-batch."""
         self.loss_of_virtual_rank: dict[int, Tensor] = {}
@@ -133,17 +133,21 @@ class TrainingPass:
         previous_was_trained = self.num_backwards > 0
         self.step_left_out = previous_was_trained and not self.stepped
 
+        # A new global batch begins. `self.loss` is the sum over the micro-batches of the previous
+        # one. If its last micro-batch was not trained, this sum is incomplete, so it is dropped.
         if micro_batch.first:
             if previous_was_trained:
-                # The sum of losses is only complete if the last micro-batch was trained, too.
-                self.loss_before = self.loss if previous.last else None
+                has_all_losses = previous.last
+                self.loss_of_previous_global_batch = self.loss if has_all_losses else None
             self._begin_global_batch()
+
+        # The same global batch goes on. The new gradients are added to those of the previous
+        # micro-batch.
         elif previous_was_trained:
-            # The new gradients are added to those of the previous micro-batch.
             self.accumulated = True
 
         if micro_batch.opens_step:
-            self.num_parts += 1
+            self.num_steps += 1
 
         self.micro_batch = micro_batch
         self.num_backwards = 0
@@ -187,13 +191,16 @@ def next_trained(training_pass: TrainingPass) -> list[Delivery]:
     Returns:
         A list with that delivery; empty if nothing was handed out yet.
     """
-    # If the loop has fetched ahead, it is taken to train on the deliveries in their order.
-    if not training_pass.source_of_loss_is_known and training_pass.untrained:
-        first_untrained = training_pass.untrained[0]
-        return [first_untrained]
-    if training_pass.being_trained is None:
-        return []
-    return [training_pass.being_trained]
+    # The usual case: the loss comes from the delivery that is being trained.
+    if training_pass.source_of_loss_is_known or not training_pass.untrained:
+        if training_pass.being_trained is None:
+            return []
+        return [training_pass.being_trained]
+
+    # The loop holds several deliveries that it has fetched ahead. It is taken to train on them in
+    # their order.
+    first_untrained = training_pass.untrained[0]
+    return [first_untrained]
 
 
 def check_order(delivery: Delivery) -> None:
@@ -208,11 +215,12 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
-        # A new global batch may begin if the previous one is complete: its last micro-batch is the
-        # latest one. It may also begin if no backward pass was made for the latest micro-batch.
-        previous_is_complete = training_pass.micro_batch.last
-        previous_is_untrained = training_pass.num_backwards == 0
-        in_order = previous_is_complete or previous_is_untrained
+        # A new global batch may begin after the last micro-batch of another one. It may also begin
+        # in the middle of another one if the latest micro-batch was not trained, for example
+        # because the loop has skipped the rest of that global batch.
+        latest_is_last = training_pass.micro_batch.last
+        latest_is_untrained = training_pass.num_backwards == 0  # counts its backward passes only
+        in_order = latest_is_last or latest_is_untrained
     else:
         # A further micro-batch must follow an earlier one of the same global batch.
         is_later = delivery.number_in_pass > previous.number_in_pass
@@ -265,6 +273,9 @@ def unknown_source_error(
     possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER
 ) -> UsageError:
     """Returns the error for a loss that may come from any of several batches.
+
+    The batches have different numbers of samples, for example 3 and 2 on this rank, so the factor
+    of the loss depends on which of them it comes from.
 
     Args:
         possible: the batches that the loss may come from.

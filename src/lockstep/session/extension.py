@@ -126,6 +126,7 @@ class Extension:
     ) -> None:
         """Some gradients of a virtual rank are complete, and not yet added to those of others.
 
+        They are the leaves of the tree in which the gradients of all virtual ranks are added up.
         Called only if all virtual ranks train one model, and perhaps during a backward pass. The
         calls together cover each parameter once, except for those of FSDP units that the virtual
         rank has not used. Must neither communicate nor keep the gradients, which change later.
@@ -323,6 +324,8 @@ class Extensions(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
+        # "Leaf" because the gradients of virtual ranks are the leaves of the tree in which they are
+        # added up: `(gradient of rank 0 + gradient of rank 1) + (gradient of rank 2 + ...)`.
         for tell in self.listeners["leaf_gradient"]:
             tell(micro_batch, parameters, gradients)
 

@@ -64,8 +64,8 @@ def check_due(number: int, every: int = CHECK_EVERY) -> bool:
 
 
 StepKey = tuple[TrainingPass, int, int]
-"""Identifies an optimizer step: the pass, the number of its global batch, and the number of the
-part for which the optimizer steps."""
+"""Identifies an optimizer step: the pass, the number of its global batch within the pass, and the
+number of the optimizer step within the pass."""
 
 
 class Dispute(NamedTuple):
@@ -124,24 +124,25 @@ class OpenPass:
             return self.handed_out
         return self.training_pass.last_used.micro_batch
 
-    def takes(self, name: str) -> bool:
+    def includes_logged_value(self, name: str) -> bool:
         """Returns True if a value that the script logs now belongs to this pass.
 
-        It does as long as the loader has more batches. Once the loader is exhausted, the loop may
-        still train on batches that it holds, and nothing tells when the loop is over. A script logs
-        a name once for each batch, so a second value of the same batch comes from after the loop.
-
         Args:
-            name: name of the value.
+            name: name of the value, for example "loss".
         """
+        # As long as the loader has more batches, the loop is going on.
         if not self.only_held_batches_remain:
             return True
-        assert self.training_pass is not None  # only training leaves batches to train on
 
-        # A name that this pass has not logged yet belongs to it as long as batches are untrained.
+        # The loader is exhausted. The loop may still train on batches that it holds, or it may be
+        # over, and nothing tells which. The first value of a name is taken to be logged in the loop
+        # as long as there are untrained batches.
+        assert self.training_pass is not None  # only training leaves batches to train on
         if name not in self.delivery_of_name:
             return bool(self.training_pass.untrained)
 
+        # A loop logs a name once for each batch. If "loss" is logged a second time for the same
+        # batch, the script does it after the loop.
         batch_of_last_value = self.delivery_of_name[name]
         present_batch = self.training_pass.last_used
         return batch_of_last_value is not present_batch
@@ -228,7 +229,7 @@ class Step:
     @property
     def key(self) -> StepKey:
         """Identifies the current optimizer step."""
-        return self.training_pass, self.training_pass.number, self.training_pass.num_parts
+        return self.training_pass, self.training_pass.number, self.training_pass.num_steps
 
     def is_unfinished(self, key: StepKey) -> bool:
         """Returns True if a step is still due: the loop is in the middle of its micro-batches.
@@ -237,9 +238,10 @@ class Step:
             key: the optimizer step: its pass, the number of its global batch, and the number of
                 the optimizer step within the pass.
         """
-        training_pass, number, num_parts = key
-        latest_step_of_pass = (training_pass.number, training_pass.num_parts)
-        if (number, num_parts) != latest_step_of_pass:
+        training_pass, number_of_global_batch, number_of_step = key
+        is_latest_global_batch = number_of_global_batch == training_pass.number
+        is_latest_step = number_of_step == training_pass.num_steps
+        if not (is_latest_global_batch and is_latest_step):
             return False  # the pass has gone on to a later optimizer step
 
         # A step of a single micro-batch is never left half-way.
@@ -253,11 +255,15 @@ class Step:
         if training_pass is self.training_pass:
             return True
 
+        # The script has gone over to another loader, so the step does not come any more.
         another_pass_is_trained = self.training_pass is not self._pass_without_loader
-        if another_pass_is_trained or micro_batch.closes_step:
+        if another_pass_is_trained:
             return False
 
-        # The loader has ended. A loop that fetches ahead may still hold micro-batches of the step.
+        # The loader has ended, and no other is used. The step is still due if micro-batches of it
+        # are missing that a loop, which has fetched them ahead, still holds.
+        if micro_batch.closes_step:
+            return False
         return any(delivery.is_referenced for delivery in training_pass.untrained)
 
     @property
@@ -287,10 +293,6 @@ class Step:
         Usually training on it begins at once. If the loop has fetched ahead, and its batches are
         weighted differently, a forward pass has to show first which of them is trained.
 
-        A pass has two attributes for this. `being_trained` is the delivery whose micro-batch has
-        begun, which sets the factor of the loss; `last_used` is the delivery on which the script
-        was last seen to compute, which tells what a logged value belongs to.
-
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
@@ -303,26 +305,35 @@ class Step:
         self._remember(delivery)
         training_pass.untrained.append(delivery)
 
-        # The usual case: every earlier delivery has been trained, so the next loss is of this one.
-        is_only_untrained = len(training_pass.untrained) == 1
-        training_pass.source_of_loss_is_known = is_only_untrained
-        if is_only_untrained:
-            training_pass.last_used = delivery
-            self._begin_delivery(delivery)
+        # The loop fetches ahead: it has not trained on an earlier delivery yet.
+        if len(training_pass.untrained) > 1:
+            self._hand_out_ahead(delivery)
             return
 
-        # The loop fetches ahead: earlier deliveries have not been trained yet. From now on the
-        # forward passes show which of them is trained.
+        # The usual case: every earlier delivery has been trained, so the next loss is of this one.
+        training_pass.source_of_loss_is_known = True
+        training_pass.last_used = delivery
+        self._begin_delivery(delivery)
+
+    def _hand_out_ahead(self, delivery: Delivery) -> None:
+        """Records a delivery that a loop fetches before it has trained on the previous ones.
+
+        The next loss may come from any of these deliveries, so from now on the forward passes show
+        which of them is trained.
+        """
+        training_pass = delivery.training_pass
+        training_pass.source_of_loss_is_known = False
         self._watch_forward_passes()
 
-        # In an evaluation with gradients, no backward pass shows which delivery is computed on, so
-        # it is taken to be the latest one.
+        # Before the first optimizer step, the loop may also be an evaluation with gradients
+        # enabled. It makes no backward pass that would show which delivery it computes on, so
+        # values that it logs are taken to belong to the latest one.
         may_be_evaluation = not training_pass.ever_stepped
         if may_be_evaluation:
             training_pass.last_used = delivery
 
-        # Training may begin at once if it makes no difference which delivery is trained first: each
-        # has its own optimizer step, and all have the same weight as the one being trained.
+        # If each delivery has its own optimizer step and all of them have the same weight, it makes
+        # no difference which one is trained first. Then training on this one may begin at once.
         being_trained = training_pass.being_trained
         has_own_step = delivery.micro_batch.opens_step and delivery.micro_batch.closes_step
         if being_trained is None or not has_own_step:
@@ -363,12 +374,16 @@ class Step:
             if delivery is not None and delivery not in deliveries:
                 deliveries.append(delivery)
 
-        # The module was called with tensors that no loader handed out. If one requires a gradient,
-        # they come from another module, whose own call was reported. If not, the script may have
+        # Case 1: no tensor comes from a loader, but one requires a gradient: it is the output of
+        # another module. That module's own call has shown the delivery, so there is nothing to do.
+        # Case 2: no tensor comes from a loader, and none requires a gradient. The script may have
         # made them from any batch. `source_of_loss` warns of this if it makes a difference.
-        if not deliveries and not has_gradient:
-            self._called_without_delivery = True
+        if not deliveries:
+            if not has_gradient:
+                self._called_without_delivery = True
+            return
 
+        # Case 3: the tensors belong to these deliveries, which are trained now.
         for delivery in deliveries:
             if delivery not in self._seen_in_forward:
                 self._seen_in_forward.append(delivery)
@@ -383,14 +398,17 @@ class Step:
         pass_of_delivery = delivery.training_pass
         pass_of_delivery.last_used = delivery
 
+        # The loop had fetched the delivery ahead, and trains on it now.
         if delivery is not pass_of_delivery.being_trained:
-            # The loop had fetched it ahead, and trains on it now.
             check_order(delivery)
             self._begin_delivery(delivery)
+
+        # Training on the delivery has begun before. If its loader has ended since then, no pass is
+        # being trained, so its pass is made the one being trained again.
         elif self.training_pass is self._pass_without_loader:
-            # The loader has ended, and the loop trains on a batch that it still holds.
             self.training_pass = pass_of_delivery
 
+        # The forward pass has shown that the next loss comes from `being_trained`.
         pass_of_delivery.source_of_loss_is_known = True
 
     def source_of_loss(self) -> MicroBatch:
@@ -399,22 +417,23 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        # Deliveries with which the prepared modules were called since the last backward pass. The
-        # list is empty as long as forward passes are not watched.
+        # Deliveries with which the prepared modules were called since the last backward pass. As
+        # long as the loop fetches nothing ahead, modules do not report their calls, so that the
+        # list is empty.
         seen_in_forward = self._seen_in_forward
-        self._seen_in_forward = []
-
         deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
         for delivery in deliveries_of_loss:
             self._mark_trained(delivery, seen_in_forward=bool(seen_in_forward))
 
         # The calls of modules before this backward pass say nothing about the next loss.
+        self._seen_in_forward = []
         self._called_without_delivery = False
 
-        # Usually the loss belongs to the pass that was last trained on. If several passes are open,
-        # the forward pass may show that it belongs to another one.
-        self.micro_batch_of_loss = self.training_pass.micro_batch
-        if seen_in_forward and seen_in_forward[0].training_pass is not self.training_pass:
+        # Usually the loss comes from the micro-batch that the latest pass is being trained on. If
+        # two loaders are trained on, a module may have been called with a batch of the other one.
+        latest_pass = self.training_pass
+        self.micro_batch_of_loss = latest_pass.micro_batch
+        if seen_in_forward and seen_in_forward[0].training_pass is not latest_pass:
             self.micro_batch_of_loss = seen_in_forward[0].micro_batch
         return self.micro_batch_of_loss
 
@@ -437,7 +456,6 @@ class Step:
             return deliveries
 
         if not weigh_the_same(seen_in_forward):
-            self._seen_in_forward = seen_in_forward  # so that a second backward pass fails too
             raise mixed_sources_error(seen_in_forward)
 
         # A module was also called with tensors that no loader handed out.
@@ -459,8 +477,8 @@ class Step:
         if not seen_in_forward:
             return
 
-        # Drop earlier deliveries that the loop has skipped: forward passes are watched, none has
-        # used such a delivery, and the script no longer holds its tensors.
+        # The forward passes are watched, so an earlier delivery that is still in the list was never
+        # used. If the script does not hold its tensors any more, the loop has skipped it.
         still_untrained = []
         for other in training_pass.untrained:
             is_earlier = other.number_in_pass < delivery.number_in_pass
@@ -473,7 +491,13 @@ class Step:
     def _check_source_is_known(self) -> None:
         """Raises UsageError if a loss may come from deliveries of different weight.
 
-        Called if no forward pass has shown which delivery the loss comes from.
+        Called if no forward pass has shown which delivery the loss comes from. Each of these is an
+        error of its own if it makes the weight ambiguous:
+
+        - No loop is going on, and the script holds batches of a loader that has ended.
+        - A loop goes on, and the script holds batches of another loader, which has ended.
+        - Two loaders are trained on at once.
+        - One loop has fetched batches ahead.
         """
         if self.training_pass is self._pass_without_loader:
             self._check_loss_is_of_no_loader()
@@ -482,34 +506,35 @@ class Step:
         # In each open pass, the loss may come from the delivery being trained. If the loop has
         # fetched ahead, and no forward pass has shown which of its batches comes next, the loss may
         # come from any delivery that no backward pass has followed yet.
-        possible: list[Delivery] = []
+        of_open_passes: list[Delivery] = []
         for training_pass in self._passes:
             if training_pass.being_trained is not None:
-                possible.append(training_pass.being_trained)
+                of_open_passes.append(training_pass.being_trained)
             if not training_pass.source_of_loss_is_known:
-                possible += training_pass.untrained
+                of_open_passes += training_pass.untrained
 
         # Batches of ended passes that the script still holds are possible, too.
-        ended_deliveries = still_referenced(self._trainable_of_ended_passes)
-        if weigh_the_same([*possible, *ended_deliveries]):
+        of_ended_passes = still_referenced(self._trainable_of_ended_passes)
+        possible = [*of_open_passes, *of_ended_passes]
+        if weigh_the_same(possible):
             return
 
-        # The open passes agree on the weight, so it is the ended passes that differ.
-        if weigh_the_same(possible):
+        differ_because_of_ended_passes = weigh_the_same(of_open_passes)
+        if differ_because_of_ended_passes:
             raise unknown_source_error(
-                [*possible, *ended_deliveries],
+                possible,
                 "of two loaders, one of which has ended",
                 "begin another pass over the loader that ends first instead of itertools.cycle, "
                 "which keeps its batches; " + TRAIN_APART,
             )
 
-        # Two loaders are trained on at once.
-        passes = {delivery.training_pass for delivery in possible}
-        if len(passes) > 1:
-            raise mixed_sources_error(possible)
+        open_passes = {delivery.training_pass for delivery in of_open_passes}
+        two_loaders_are_trained_on = len(open_passes) > 1
+        if two_loaders_are_trained_on:
+            raise mixed_sources_error(of_open_passes)
 
         # One loop has fetched ahead.
-        raise unknown_source_error(possible, "that no backward pass has followed yet")
+        raise unknown_source_error(of_open_passes, "that no backward pass has followed yet")
 
     def _check_loss_is_of_no_loader(self) -> None:
         """Raises UsageError if a loss may come from a batch of the pass that ended last.
@@ -530,6 +555,8 @@ class Step:
         Args:
             recognised: the batch with which a forward pass was called.
         """
+        # The batches that the script holds: those that it has not trained yet, and those of ended
+        # passes, which it may train again.
         others: list[Delivery] = []
         for training_pass in self._passes:
             others += training_pass.untrained
@@ -559,8 +586,8 @@ class Step:
         """Remembers the storages of a delivery, and forgets freed storages from time to time."""
         table = self._delivery_by_storage
         for storage in delivery.storages:
+            # A storage that several deliveries share is marked with None, and keeps this mark.
             is_shared = storage in table and table[storage] is not delivery
-            # None marks a storage that several deliveries share.
             table[storage] = None if is_shared else delivery
 
         if len(table) >= self._prune_at:
@@ -595,9 +622,10 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # The micro-batches of one global batch differ in their virtual rank, even in steps in which
-        # all virtual ranks train one model. So it is recorded before it is removed here.
         self.virtual_rank = micro_batch.virtual_rank
+
+        # In the first global batches, all virtual ranks train one model, so the micro-batch is
+        # trained as if it had none. `self.virtual_rank` still says to which one it belongs.
         if self.number < self.num_common_steps:
             micro_batch = micro_batch.without_virtual_rank()
         self._check_other_passes(training_pass, micro_batch)
@@ -615,25 +643,27 @@ class Step:
         return micro_batch
 
     def _check_other_passes(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> None:
-        """Raises UsageError if the optimizer would step in the middle of another pass's batch."""
+        """Checks that a micro-batch can be trained together with those of other open passes.
+
+        If a loss would be weighted differently for each of them, the prepared modules report their
+        calls from now on, to show which one a loss comes from.
+
+        Raises:
+            UsageError: the optimizer would step in the middle of another pass's global batch.
+        """
         for other in self._passes:
             if other is training_pass:
                 continue
             if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
                 raise two_loaders_error()
-            # The factor of a loss depends on which of the two micro-batches it comes from, so the
-            # forward passes must show this.
             if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
                 self._watch_forward_passes()
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
 
-        The script may go on to train on batches of the pass that it holds, for example in a loop
-        over `zip(itertools.cycle(one), other)`. Two lists keep these batches, so that their losses
-        are recognised: `_trainable_of_last_pass` has those of the pass that ended last. It is used
-        while no pass is open. `_trainable_of_ended_passes` has those of all passes that ended while
-        another pass was open. It is used as long as such a pass goes on.
+        The script may go on to train on batches of the pass that it holds. They are remembered, so
+        that their losses are recognised.
 
         Args:
             training_pass: the pass.
@@ -653,19 +683,28 @@ class Step:
         if training_pass.leaves_gradients(exhausted=exhausted):
             self.extensions.clear_gradients()
 
-        self._keep_trainable(training_pass)  # sets `_trainable_of_last_pass`
-        if self._passes:
-            # The loop goes on with another loader, and may come back to these batches.
-            self._trainable_of_ended_passes += self._trainable_of_last_pass
-            self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
+        trainable = self._still_trainable(training_pass)
+        self._trainable_of_last_pass = trainable
+
+        # In a loop over `zip(itertools.cycle(one), other)`, the pass over `one` ends while the pass
+        # over `other` goes on, and the loop trains on the batches of `one` again. When no pass goes
+        # on any more, there is no such loop.
+        another_pass_goes_on = bool(self._passes)
+        if another_pass_goes_on:
+            all_trainable = [*self._trainable_of_ended_passes, *trainable]
+            self._trainable_of_ended_passes = still_referenced(all_trainable)
         else:
-            # No loop goes on that could come back to batches of the passes that ended before.
             self._trainable_of_ended_passes = []
+
+        # If the losses of these batches have to be weighted (no `plain` micro-batches), it matters
+        # which one a loss comes from. The forward passes show this.
+        if not all(delivery.micro_batch.plain for delivery in trainable):
+            self._watch_forward_passes()
 
         self.extensions.pass_ended()
 
-    def _keep_trainable(self, training_pass: TrainingPass) -> None:
-        """Sets `_trainable_of_last_pass`: the batches of an ended pass that may still be trained.
+    def _still_trainable(self, training_pass: TrainingPass) -> list[Delivery]:
+        """Returns the batches of an ended pass on which the script may still train.
 
         If the script holds the tensors of several batches, it keeps them on purpose, as
         `itertools.cycle` does, and may train on each of them again. If it holds only one, this is
@@ -681,52 +720,46 @@ class Step:
                 referenced.append(delivery)
 
         if len(referenced) > 1:
-            self._trainable_of_last_pass = referenced
-        else:
-            untrained = training_pass.untrained
-            self._trainable_of_last_pass = [d for d in referenced if d in untrained]
-
-        # A loss of a micro-batch that is not `plain` is weighted, so it must be recognised.
-        all_are_plain = all(delivery.micro_batch.plain for delivery in self._trainable_of_last_pass)
-        if not all_are_plain:
-            self._watch_forward_passes()
+            return referenced
+        return [delivery for delivery in referenced if delivery in training_pass.untrained]
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
         """Multiplies a loss by its factor, and adds it to the loss of the global batch.
 
-        The sum of these losses over all micro-batches and processes, divided by the number of
-        processes, is the mean loss over the samples of the global batch. The factor is chosen for
-        this.
+        The factor is chosen so that the mean of these sums over all processes is the mean loss over
+        the samples of the global batch. Example: 8 samples on 2 processes, and this process has 5
+        of them. The mean loss over the 5 samples is multiplied by 5/8 * 2.
 
         Returns:
-            The weighted loss, for the backward pass. It may be NaN if the factor is 0.
+            The weighted loss, for the backward pass. It is NaN if the loss is NaN, even if the
+            factor is 0, for example because the micro-batch has no samples.
         """
         training_pass = self.training_pass
-        scale = self.micro_batch_of_loss.scale
-        weighted = loss if scale == 1.0 else loss * scale
+        micro_batch = training_pass.micro_batch
+        virtual_rank = micro_batch.virtual_rank
 
-        # The loss of a micro-batch without samples may be NaN. It counts as 0, as does the loss of
-        # a virtual rank that is repeated to check a device.
-        is_counted = scale != 0.0 and not training_pass.micro_batch.is_repeat
-        counted = weighted if is_counted else weighted.new_zeros(())
-        part = counted.detach()
+        scale = self.micro_batch_of_loss.scale
+        weighted_loss = loss if scale == 1.0 else loss * scale
+
+        # In the sum, a micro-batch without samples counts as 0 (its loss may be NaN), as does a
+        # virtual rank that is only repeated to check a device.
+        is_counted = scale != 0.0 and not micro_batch.is_repeat
+        loss_to_add = weighted_loss.detach() if is_counted else weighted_loss.new_zeros(())
 
         self._forget_loss_of_last_step(training_pass)
 
         # If all virtual ranks train one model, the loss of each of them is also kept by itself.
-        virtual_rank = training_pass.micro_batch.virtual_rank
         if virtual_rank is not None and not virtual_rank.has_own_step:
-            self._add_loss_of_virtual_rank(training_pass, virtual_rank, part)
+            self._add_loss_of_virtual_rank(training_pass, virtual_rank, loss_to_add)
 
-        # With virtual ranks, the factor is chosen for the average over virtual ranks, while the sum
-        # of losses is averaged over processes. Example: 4 virtual ranks on 2 processes. Each
-        # process adds the losses of 2 virtual ranks, so each loss is divided by 2.
+        # With virtual ranks, the factor is chosen for the mean over the virtual ranks. The sum of
+        # 2 virtual ranks on this process has to be their mean, so each of the two is divided by 2.
         if virtual_rank is not None and virtual_rank.mean_num_on_process != 1:
-            part = part / virtual_rank.mean_num_on_process
+            loss_to_add = loss_to_add / virtual_rank.mean_num_on_process
 
-        training_pass.loss = part + training_pass.loss
+        training_pass.loss = loss_to_add + training_pass.loss
         self.pass_of_loss = training_pass
-        return weighted
+        return weighted_loss
 
     def _forget_loss_of_last_step(self, training_pass: TrainingPass) -> None:
         """Resets the sum of losses after an optimizer step outside of any loader.
@@ -740,7 +773,7 @@ class Step:
             training_pass.stepped = False
 
     def _add_loss_of_virtual_rank(
-        self, training_pass: TrainingPass, virtual_rank: VirtualRank, part: Tensor
+        self, training_pass: TrainingPass, virtual_rank: VirtualRank, weighted_loss: Tensor
     ) -> None:
         """Adds a weighted loss to the virtual rank's loss in the current global batch."""
         losses = training_pass.loss_of_virtual_rank
@@ -748,7 +781,10 @@ class Step:
             losses.clear()
         if virtual_rank.contributes:
             number = virtual_rank.number
-            losses[number] = part if number not in losses else losses[number] + part
+            if number in losses:
+                losses[number] = losses[number] + weighted_loss
+            else:
+                losses[number] = weighted_loss
 
     def mark_stepped(self) -> None:
         """Records that a prepared optimizer has stepped.
@@ -780,18 +816,20 @@ class Step:
         open_pass = OpenPass(loader, training_pass, begun=self.number)
         self.open_passes.append(open_pass)
 
-        loop_holds_batches = False
         try:
             yield open_pass
-            # The loader is exhausted, so every rank has made this pass.
-            self.number_pass(open_pass)
+
+            # The loader is exhausted, so every rank has made this pass, and it is counted.
+            self.assign_number(open_pass)
+
+            # A loop that has fetched ahead still has to train on the batches that it holds.
             if training_pass is not None:
-                # A loop that has fetched ahead still has to train on the batches that it holds.
-                loop_holds_batches = bool(still_referenced(training_pass.untrained))
+                held_batches = still_referenced(training_pass.untrained)
+                open_pass.only_held_batches_remain = len(held_batches) > 0
         finally:
-            # With such batches, the pass stays open until the loop goes on to another pass.
-            open_pass.only_held_batches_remain = loop_holds_batches
-            if not loop_holds_batches:
+            # With such batches, the pass stays open until the script begins another pass. In all
+            # other cases it ends here, also if the loop was left early.
+            if not open_pass.only_held_batches_remain:
                 self._close_pass(open_pass)
 
     def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
@@ -802,8 +840,11 @@ class Step:
             self.open_passes.remove(open_pass)
             self.open_passes.append(open_pass)
 
-    def number_pass(self, open_pass: OpenPass) -> None:
-        """Gives a pass its number, if it has none yet."""
+    def assign_number(self, open_pass: OpenPass) -> None:
+        """Gives a pass its number, if it has none yet.
+
+        Called when the script logs something in the pass, or when its loader is exhausted.
+        """
         if open_pass.number > 0:
             return
         key = open_pass.identity[:3]
@@ -831,9 +872,11 @@ class Step:
 
         self.open_passes.remove(open_pass)
 
-        # A pass without a number does not count: the loop left it before it logged anything. Other
-        # ranks may not have made it at all.
-        if open_pass.number > 0:
+        # A pass gets a number when the script logs something in it, or when its loader is
+        # exhausted. One without a number was left early without a trace, and perhaps made on this
+        # rank only, so it does not count.
+        has_number = open_pass.number > 0
+        if has_number:
             self.last_pass = open_pass
 
         # The values that the script has logged in the pass are complete now.
@@ -843,7 +886,10 @@ class Step:
         # Other passes may have stayed open because their loops still held batches. The script has
         # left this loop, so it is done with them.
         self.close_exhausted_passes()
-        if not self.open_passes:  # no pass of an earlier step can still get a number
+
+        # Passes are numbered among those that began at the same step. While no pass is open, no
+        # number is needed any more for passes that began at earlier steps.
+        if not self.open_passes:
             self._forget_passes_of_earlier_steps()
 
     def _forget_passes_of_earlier_steps(self) -> None:

@@ -920,7 +920,7 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
         part of its loss is known.
     """
     if training_pass.num_backwards == 0:  # the loop was left before it trained its latest batch
-        return training_pass.loss_before
+        return training_pass.loss_of_previous_global_batch
     return training_pass.loss if training_pass.micro_batch.last else None
 
 

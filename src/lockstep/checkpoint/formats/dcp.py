@@ -147,7 +147,9 @@ class ShardInArchive(LazyTensor):
         Raises:
             CheckpointError: it holds something else.
         """
-        tensor, value_sizes = self.archive.load("meta")  # without the values, only their sizes
+        # On the meta device, a tensor has a dtype and a shape, but no values. `value_sizes` has the
+        # sizes in bytes of the values in the archive: one for each storage.
+        tensor, value_sizes = self.archive.load("meta")
         is_tensor = type(tensor) is Tensor
         if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
             raise load_error(
@@ -160,7 +162,8 @@ class ShardInArchive(LazyTensor):
         # A damaged archive may have fewer values than its tensor needs. Then torch.load would take
         # whatever comes after them in the file.
         needed_size = tensor.untyped_storage().nbytes()
-        if value_sizes != [needed_size]:
+        has_one_storage_of_this_size = value_sizes == [needed_size]
+        if not has_one_storage_of_this_size:
             raise load_error(self.file, ValueError(f"its values are to have {needed_size} bytes"))
 
 
@@ -207,8 +210,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         keys_of_entries = metadata.get("planner_data")
         return _nest(entries, keys_of_entries)
     except Exception as error:  # a damaged pickle may raise any exception
-        # The text of a ValueError is ours and a full sentence. Other errors need their type: the
-        # text of a KeyError is only the key.
+        # The text of a ValueError says enough: most are raised above with a full sentence. Other
+        # errors need their type, since the text of a KeyError is only the key.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise unreadable(
             folder,
@@ -255,7 +258,8 @@ def _read_entries(
             description = state_of_record(record, "TensorStorageMetadata")
             entries[name] = _read_tensor(name, description, archives, cached_values)
         else:
-            entries[name] = StoredObject(name, archives[name, None])
+            offsets_in_tensor = None  # an object has no shards
+            entries[name] = StoredObject(name, archives[name, offsets_in_tensor])
     return entries
 
 
@@ -272,11 +276,13 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
     file_sizes: dict[str, int] = {}
     archives = {}
     for key, value in storage_data.items():
-        # What is stored: {"fqn": "fc.weight", "offset": torch.Size([0, 0]), ...}
+        # The key says what is stored: {"fqn": "fc.weight", "offset": torch.Size([0, 0]), ...}
         index = state_of_record(key, "MetadataIndex")
-        # Where it is: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
+
+        # The value says where: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
+
         # `as_shape` raises a ValueError unless both are whole numbers of at least 0.
         offset, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):  # for example compression
@@ -311,9 +317,9 @@ def _read_tensor(
     Args:
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
-        archives: all archives of the folder.
-        cached_values: the values of the shard that was read last. All shards of the folder share
-            this dictionary.
+        archives: all archives of the folder. Each holds the values of one shard.
+        cached_values: a cache for the values of the shard that was read last. It is the same
+            dictionary for all tensors of the folder.
 
     Raises:
         ValueError: the description is not sound, or a shard is missing.
@@ -359,6 +365,8 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
     tree: dict[Any, Any] = {}
     for name, entry in entries.items():
         keys = (name,) if keys_of_entries is None else keys_of_entries[name]
+
+        # As the metadata may come from anywhere, the types and the depth are checked.
         has_valid_length = type(keys) is tuple and 0 < len(keys) <= MAX_DEPTH
         if not has_valid_length or not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{name} has no place by names and numbers in what was saved")

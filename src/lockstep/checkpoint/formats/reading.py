@@ -145,7 +145,8 @@ def read_source(
     if kind == "torch":
         content = read_torch(path, trust)
         states = _find_states(path, content, name)
-        return Source(path, "a torch file", states, files=[path], facts=_short_values(content))
+        facts = _short_values(content)  # for example the epoch, which is shown to the user
+        return Source(path, "a torch file", states, files=[path], facts=facts)
 
     if kind == "dcp":
         return _read_dcp_folder(path, name)
@@ -157,6 +158,7 @@ def read_source(
     if kind == "index":
         return _read_index(path, trust=trust, lazy=lazy)
 
+    # The state is the whole file, so its place in the file is empty.
     tensors = read_header(path)
     state: Mapping[str, Any] = tensors if lazy else _map_tensors(tensors)
     return Source(path, "a safetensors file", [FoundState(state, place="")], files=[path])
@@ -174,7 +176,9 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
 
     files = {path / METADATA}
     for _, tensor in tensors_in(tree):
-        files.update(shard.values.file for shard in tensor.shards)
+        for shard in tensor.shards:
+            stored_values = shard.values
+            files.add(stored_values.file)
 
     return Source(
         path,
@@ -230,9 +234,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
         path = index_of(path)
 
     with opened(path) as file:  # raises an error if it cannot be read
-        # People who are used to torch.save may have named a file of save_weights "net.pth".
         begins_like_one = begins_like_safetensors(file)
-    is_safetensors = path.suffix == ".safetensors" or begins_like_one
 
     if path.suffix == ".json":
         return path, "index"
@@ -242,7 +244,10 @@ def locate(path: Path) -> tuple[Path, Kind]:
             "it holds the shards of one rank",
             f"give the checkpoint that it is in: {path.parent}",
         )
-    if is_safetensors:
+
+    # People who are used to torch.save may have named a file of save_weights "net.pth", so the
+    # first bytes count, too.
+    if path.suffix == ".safetensors" or begins_like_one:
         return path, "safetensors"
     return path, "torch"
 
@@ -394,11 +399,14 @@ def _short_values(content: Any) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
-    """Reads one module of a checkpoint, or all of them if `everything` is set and none is named.
+    """Reads one module of a checkpoint, or all of them.
+
+    Which one is read: the module that is named; if none is named, all of them with `everything`;
+    otherwise the only module, or the one that is called "model".
 
     Args:
         path: the folder of the checkpoint.
-        name: the name of the module. None: the only one, or the one that is called "model".
+        name: the name of the module, or None.
         everything: whether to take all modules if none is named.
         lazy: whether all tensors are `LazyTensor`s, not views of the mapped files.
     """
@@ -407,7 +415,8 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     if name is not None and name not in modules:
         raise _no_such_name_error(path, name, modules)
 
-    # Of several modules, either all are taken, or the one that is named or usually meant.
+    # The place of a state says where in the source it was found, for errors. All modules together
+    # are the whole checkpoint, so the place is empty.
     takes_all = name is None and everything and len(modules) > 1
     if takes_all:
         state = {}
@@ -488,9 +497,14 @@ def read_stored(
     """
     if tree is None:
         tree = layout.trees_of_files(manifest)[name]
-    tensors = _read_header_of(path, manifest, name, rank=0)  # whole tensors are in rank 0's file
+
+    # Whole tensors are in rank 0's file. Its header has them as lazy tensors.
+    lazy_tensors = _read_header_of(path, manifest, name, rank=0)
+    whole_tensors = lazy_tensors if lazy else _map_tensors(lazy_tensors)
+
+    # Other tensors are put together from shards, in the files of several ranks.
     stored_shards = _StoredShards(path, manifest, name)
-    return decode(tree, tensors if lazy else _map_tensors(tensors), stored_shards.find)
+    return decode(tree, whole_tensors, stored_shards.find)
 
 
 class _StoredShards:
@@ -535,7 +549,7 @@ class _StoredShards:
 def _read_header_of(
     path: Path, manifest: Mapping[str, Any], name: str, rank: int
 ) -> dict[str, TensorInFile]:
-    """Returns the tensors in the file that one rank has written of a state. Reads no values.
+    """Returns the tensors in the file with one rank's part of a state. Reads no values.
 
     Args:
         path: the folder of the checkpoint.

@@ -92,6 +92,9 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         file_size = file.seek(0, os.SEEK_END)
         file.seek(0)
         header_length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+
+        # A damaged file may claim a header that is longer than the file, or too long to be read
+        # into memory.
         max_length = min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES)
         if file_size < LENGTH_BYTES or header_length > max_length:
             raise unreadable(
@@ -139,8 +142,10 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
 
+    # `as_shape` raises a ValueError unless all numbers are whole and at least 0, which is also what
+    # offsets have to be.
     try:
-        begin, end = as_shape(offsets)  # checks that they are whole numbers of at least 0
+        begin, end = as_shape(offsets)
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
     except ValueError:  # there are not two offsets, or some number is negative
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
@@ -265,6 +270,7 @@ def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
 
 def dtype_error(action: str, name: str, dtype: torch.dtype) -> CheckpointError:
     """Builds the error for a tensor whose dtype the format cannot hold."""
+    # The format has one complex dtype. For any other dtype it depends on the values which one fits.
     example = ", such as torch.complex64" if dtype.is_complex else ""
     return CheckpointError(
         action,

@@ -73,6 +73,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
 
+    # An index that names a file in another folder, such as "../secret.safetensors", is refused.
     for file_name in weight_map.values():
         is_plain = layout.is_plain_name(file_name)
         if not is_plain or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):

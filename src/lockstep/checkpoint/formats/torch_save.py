@@ -160,13 +160,16 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
             f"torch.load cannot read it, it is no archive of torch.save: {short(error, 300)}",
             "check that the file is whole, and that it was written by torch.save",
         ) from error
+
     compressed = [
         member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
     ]
+
     # Even without compression a small file may claim a lot of memory, if several members are the
     # same bytes of the file. Then they have more bytes together than the file.
     total_size = sum(member.file_size for member in members)
     if compressed or total_size > file_size:
+        # In the message, compressed members are "packed contents". There may be none to be named.
         raise unreadable(
             path,
             f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
@@ -178,19 +181,30 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
 
 
 def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
-    """Builds the error for a file that needs `trust`, with the names of the code that it uses."""
-    try:
-        globals_asked_for = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # a file of the older format, or a broken one
-        globals_asked_for = []
-    # If an operation or a class is not allowed, torch's text has "Unsupported" or "unsupported":
-    # "WeightsUnpickler error: Unsupported class numpy.ndarray".
-    is_refused = "nsupported" in str(error)
-    if not globals_asked_for and not is_refused:
-        return load_error(path, error)  # the pickle is damaged: trusting it would not help
+    """Builds the error for a file that torch did not load with `weights_only=True`.
 
-    # The names are not known for a file of the older format.
-    names = short(", ".join(globals_asked_for[:5]), 300) or "names of code"
+    Such a file needs `trust`, unless it is damaged. The error then names the code that the file
+    would run.
+
+    Args:
+        path: the path of the file.
+        error: the error of torch.
+    """
+    # The classes and functions that the pickle uses, for example ["numpy.ndarray"]. They cannot be
+    # listed for a file of the older format, which is no zip archive, or for a damaged file.
+    try:
+        code_names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        code_names = []
+
+    # Then the text of the error tells the two apart. Torch writes "Unsupported class ..." or
+    # "unsupported operation ..." only about code that it refuses to run.
+    uses_code = bool(code_names) or "nsupported" in str(error)
+    is_damaged = not uses_code
+    if is_damaged:
+        return load_error(path, error)  # to trust the file would not help
+
+    names = short(", ".join(code_names[:5]), 300) or "names of code"
     return unreadable(
         path,
         f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "

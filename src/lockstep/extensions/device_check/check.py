@@ -69,7 +69,8 @@ BitSums = dict[str, int]
 """Sums of the bits of tensors, by name."""
 GroupKey = tuple[str, int]
 """Identifies tensors that must have the same bits on several ranks: their kind (see `message`), and
-the smallest of these ranks."""
+the smallest of these ranks. For example, parameters that the ranks 1 and 3 both have are in the
+group `(PARAMETERS, 1)`."""
 
 
 class Computed(NamedTuple):
@@ -82,6 +83,14 @@ class Computed(NamedTuple):
     def entry(self) -> tuple[int, str]:
         """The virtual rank, and a digest of its gradient."""
         return self.virtual_rank, digest(self.gradient)
+
+
+class _DigestOfRank(NamedTuple):
+    """What a rank has computed for a virtual rank, as a digest."""
+
+    rank: int
+    virtual_rank: int
+    digest: str
 
 
 class _DisputeOfRanks(NamedTuple):
@@ -138,8 +147,9 @@ class DeviceCheck(Extension):
             UsageError: in the previous checked global batch, the loop skipped micro-batches whose
                 results were to be compared.
         """
-        # The results of the previous checked global batch are compared before its optimizer step.
-        # If there is one that was not compared, no optimizer has stepped.
+        # Results are compared just before the optimizer steps. A result that is not compared when
+        # the next global batch begins means that the optimizer has not stepped, because the loop
+        # has skipped micro-batches.
         has_uncompared_result = self._own_result is not None and not self._is_compared
         if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
@@ -152,11 +162,13 @@ class DeviceCheck(Extension):
             self._is_compared = False
             self._compare_states()
 
-        # If there is a dispute about a repeated virtual rank, all processes compute it again, with
-        # the same factors of the loss. So these are remembered.
+        # This process now repeats what another one computes for a virtual rank. Should their
+        # results differ, all processes compute this virtual rank again, with the same factor of the
+        # loss in each of its micro-batches. So the factors are recorded here.
         virtual_rank = micro_batch.virtual_rank
         if virtual_rank is not None and virtual_rank.is_compared and virtual_rank.is_repeat:
-            if virtual_rank.begins:
+            is_first_of_virtual_rank = virtual_rank.begins
+            if is_first_of_virtual_rank:
                 self._scales = []
             self._scales.append(micro_batch.scale)
 
@@ -173,9 +185,11 @@ class DeviceCheck(Extension):
             return
 
         # Usually the loader has compared the results when the loop asked for the last micro-batch.
-        # If the loop had fetched it ahead, there were no results yet, so they are compared now.
+        # If there was a dispute, it has also made all ranks compute the virtual rank again. If the
+        # loop had fetched that micro-batch ahead, there were no results yet, so they are compared
+        # now, when nothing can be computed again any more.
         if not self._is_compared:
-            self.find_dispute()  # sets `_dispute`
+            self.find_dispute()  # if there is a dispute, this sets `_dispute` to it
 
         if self._dispute is not None:
             self._raise_dispute(self._dispute)
@@ -223,7 +237,11 @@ class DeviceCheck(Extension):
     def find_dispute(self) -> Dispute | None:
         """Compares the gradients of the virtual ranks that two processes have computed.
 
-        All ranks call this together.
+        Each of these virtual ranks was computed by its owner, and repeated by a checker. Example: 4
+        virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and repeats virtual
+        rank 2 of rank 1, which repeats virtual rank 0.
+
+        All ranks call this together. The dispute is also kept in `_dispute`.
 
         Returns:
             The virtual rank that all processes must compute again, with the factors of its loss;
@@ -234,48 +252,55 @@ class DeviceCheck(Extension):
                 compared.
         """
         self._is_compared = True
-        own = None if self._own_result is None else self._own_result.entry
-        repeated = None if self._repeated_result is None else self._repeated_result.entry
-        entries_of_ranks = self._run.collectives.exchange((own, repeated))
+        owned, repeated = self._exchange_digests()
 
-        # Each virtual rank that is compared was computed by its owner, and repeated by a checker.
-        owner_of_number: dict[int, int] = {}
-        digest_of_number: dict[int, str] = {}
-        for rank, (own_entry, _) in enumerate(entries_of_ranks):
-            if own_entry is not None:
-                number, owners_digest = own_entry
-                owner_of_number[number] = rank
-                digest_of_number[number] = owners_digest
-
-        repeats: list[tuple[int, int, str]] = []  # the virtual rank, its checker, and a digest
-        for rank, (_, repeated_entry) in enumerate(entries_of_ranks):
-            if repeated_entry is not None:
-                number, checkers_digest = repeated_entry
-                repeats.append((number, rank, checkers_digest))
-
-        repeated_numbers = {number for number, _, _ in repeats}
-        if repeated_numbers != set(owner_of_number):
+        # Every virtual rank has to be computed by both. A loop that leaves out a micro-batch has
+        # computed only one of the two.
+        owned_by_number = {result.virtual_rank: result for result in owned}
+        repeated_numbers = {result.virtual_rank for result in repeated}
+        if repeated_numbers != owned_by_number.keys():
             raise self._skipped_error()
 
-        for number, checker, checkers_digest in repeats:
-            if checkers_digest == digest_of_number[number]:
+        for result in repeated:
+            number = result.virtual_rank
+            owners_result = owned_by_number[number]
+            if result.digest == owners_result.digest:
                 continue
 
-            # The first difference is resolved. All ranks have found the same one, so all of them
-            # take part in this exchange. A micro-batch of the virtual rank has the same factor of
-            # the loss on every rank, and the checker has recorded these factors.
-            self._dispute = _DisputeOfRanks(number, owner_of_number[number], checker)
+            # Only the first difference is resolved. All ranks have found the same one, so all of
+            # them take part in this exchange. The checker has recorded the factors of the loss.
+            self._dispute = _DisputeOfRanks(number, owner=owners_result.rank, checker=result.rank)
             scales_of_ranks = self._run.collectives.exchange(self._scales)
-            return Dispute(number, scales_of_ranks[checker])
+            return Dispute(number, scales_of_ranks[result.rank])
 
         return None
+
+    def _exchange_digests(self) -> tuple[list[_DigestOfRank], list[_DigestOfRank]]:
+        """Exchanges the results of all ranks, as digests.
+
+        Returns:
+            What the owners of the compared virtual ranks have computed, and what the checkers have,
+            each in the order of the ranks.
+        """
+        own_entry = None if self._own_result is None else self._own_result.entry
+        repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
+        entries_of_ranks = self._run.collectives.exchange((own_entry, repeated_entry))
+
+        owned: list[_DigestOfRank] = []
+        repeated: list[_DigestOfRank] = []
+        for rank, (own_entry, repeated_entry) in enumerate(entries_of_ranks):
+            if own_entry is not None:
+                owned.append(_DigestOfRank(rank, *own_entry))
+            if repeated_entry is not None:
+                repeated.append(_DigestOfRank(rank, *repeated_entry))
+        return owned, repeated
 
     def _gradient_bits(self) -> BitSums:
         """Returns the sums of the bits of all gradients of the present virtual rank."""
         sums: dict[str, Tensor] = {}
         for prefix, wrapped in self._named_modules():
-            # Under FSDP the gradients were divided over the ranks, so the module has summed up
-            # their bits before.
+            # Under FSDP this rank only keeps its shards of the gradients. The wrapper has computed
+            # the sums from the full gradients, before they were sharded.
             if wrapped.gradient_bits is not None:
                 for name, sum_of_bits in wrapped.gradient_bits().items():
                     sums[prefix + name] = sum_of_bits
@@ -285,7 +310,8 @@ class DeviceCheck(Extension):
             for name, parameter in users_module(wrapped).named_parameters():
                 if parameter.grad is not None:
                     gradients[prefix + name] = parameter.grad
-            sums.update(zip(gradients, gradient_bit_sums(gradients.values()), strict=True))
+            sums_of_gradients = gradient_bit_sums(gradients.values())
+            sums.update(zip(gradients, sums_of_gradients, strict=True))
 
         return as_numbers(sums)
 
@@ -305,12 +331,11 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its gradient.
         """
+        # The two results that differ: the owner's, of its own virtual rank, and the checker's, of
+        # the virtual rank that it has repeated. Collectives are of all ranks, so every rank sends
+        # its results; those of the other ranks are not needed.
         own_bits: list[BitSums | None] = self._exchange_bits(self._own_result)
         repeated_bits: list[BitSums | None] = self._exchange_bits(self._repeated_result)
-        disputed_bits: list[BitSums | None] = self._exchange_bits(self._disputed_result)
-
-        # The first results are those that differed: the owner's of its own virtual rank, and the
-        # checker's, which repeated it.
         bits_of_owner = own_bits[dispute.owner]
         bits_of_checker = repeated_bits[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
@@ -320,13 +345,14 @@ class DeviceCheck(Extension):
             dispute.checker: digest(bits_of_checker),
         }
 
-        # Then all ranks have computed the virtual rank again. If one of them could not, these
-        # results are not used.
+        # After the difference was found, all ranks have computed this virtual rank again. If one of
+        # them could not, none of these results are used.
+        bits_computed_again: list[BitSums | None] = self._exchange_bits(self._disputed_result)
         again_of_rank: dict[int, str] = {}
-        for rank, bits in enumerate(disputed_bits):
+        for rank, bits in enumerate(bits_computed_again):
             if bits is not None:
                 again_of_rank[rank] = digest(bits)
-        if len(again_of_rank) < len(disputed_bits):
+        if len(again_of_rank) < len(bits_computed_again):
             again_of_rank = {}
 
         verdict = judge_repeats(Results(first_of_rank, again_of_rank))
@@ -357,7 +383,9 @@ class DeviceCheck(Extension):
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        # For each group of tensors: its key, a digest of the names, and a digest of the bits.
+        # A group is identified by the kind of its tensors and by the first of the ranks that must
+        # have the same. Each rank sends, for each of its groups, a digest of the names and of the
+        # bits.
         own_bits = self._bits_of_groups()
         own_entries = []
         for (kind, first_rank), bits in own_bits.items():
@@ -366,6 +394,7 @@ class DeviceCheck(Extension):
             own_entries.append((kind, first_rank, names_digest, bits_digest))
         entries_of_ranks = self._run.collectives.exchange(own_entries)
 
+        # For each group, the digests by rank.
         names_of_group: dict[GroupKey, dict[int, str]] = {}
         bits_of_group: dict[GroupKey, dict[int, str]] = {}
         for rank, entries in enumerate(entries_of_ranks):
@@ -375,6 +404,7 @@ class DeviceCheck(Extension):
 
         for key, bits_of_rank in bits_of_group.items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
+            # These cannot be compared.
             have_same_tensors = len(set(names_of_group[key].values())) == 1
             have_same_bits = len(set(bits_of_rank.values())) == 1
             if have_same_tensors and not have_same_bits:
@@ -385,7 +415,8 @@ class DeviceCheck(Extension):
         """Returns the sums of the bits of all tensors that must be equal on several ranks."""
         bits_of_group: dict[GroupKey, BitSums] = {}
         for key, tensors in self._tensors_of_groups().items():
-            # Of a DTensor, this rank's shard. Tensors on the meta device are on other ranks.
+            # If a tensor is a DTensor, only this rank's shard is compared. A tensor on the meta
+            # device is left out, because another rank has its values.
             local_tensors = {}
             for name, tensor in tensors.items():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -393,14 +424,16 @@ class DeviceCheck(Extension):
                     local_tensors[name] = local
 
             sums = bit_sums(local_tensors.values())
-            bits_of_group[key] = as_numbers(dict(zip(local_tensors, sums, strict=True)))
+            sum_of_name = dict(zip(local_tensors, sums, strict=True))
+            bits_of_group[key] = as_numbers(sum_of_name)  # tensors to Python integers
         return bits_of_group
 
     def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
         """Returns the parameters and optimizer states that must be equal on several ranks.
 
         Returns:
-            The tensors by name, for each kind of tensors and each set of ranks that have the same.
+            For each group, its tensors by name. The key of a group has the kind of its tensors, and
+            the smallest of the ranks that have the same tensors; this rank identifies all of them.
         """
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
@@ -452,6 +485,7 @@ class DeviceCheck(Extension):
         # Each tensor has a verdict of its own. If a majority is right in all of them, every rank
         # that is wrong in one of them is named. Otherwise, the first verdict without a majority is
         # told.
+        # (`Kind.WRONG` is the kind of a verdict by majority.)
         undecided = [verdict for verdict in verdicts if verdict.kind is not Kind.WRONG]
         if undecided:
             verdict = undecided[0]

@@ -103,7 +103,7 @@ def wrong_device_error(
 def _describe_computation(
     verdict: Verdict, difference: Computation, devices: Sequence[Device]
 ) -> str:
-    """Describes which ranks have computed which gradients, as the middle of a sentence.
+    """Describes which ranks have computed which gradients: a clause without a full stop.
 
     Two ranks have computed the gradient first, and then, if they could, all ranks again.
     """
@@ -135,20 +135,25 @@ def _describe_computation(
         )
     if verdict.kind is Kind.ALL_CHANGING:
         return f"{both} got other bits each time"
+
+    # `Kind.NO_MAJORITY`, of more than two ranks.
     return f"all {len(devices)} ranks computed it again, and no bits have a majority"
 
 
 def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
     """Describes which ranks hold different bits, as the end of a sentence."""
-    wrong = name_devices(verdict.ranks, devices)  # or both ranks, if one of the two is wrong
+    # A majority agrees: the others are wrong.
+    wrong = name_devices(verdict.ranks, devices)
     verb = "has" if len(verdict.ranks) == 1 else "have"
     if verdict.kind is Kind.WRONG:
         others = len(difference.ranks) - len(verdict.ranks)
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
+
+    # There are only two ranks. The verdict names both.
     if verdict.kind is Kind.ONE_OF_TWO:
         return f"{wrong} have different bits; one of the two is wrong"
 
-    # There is no majority, so no rank is named as the wrong one.
+    # There are more ranks, and no majority, so no rank is named as the wrong one.
     return f"{format_ranks(difference.ranks)} have different bits, of which none have a majority"
 
 

@@ -66,7 +66,8 @@ def judge_repeats(results: Results) -> Verdict:
         wrong_once = [rank for rank, first in first_of_rank.items() if first != right]
         return Verdict(Kind.WRONG_ONCE, sorted(wrong_once))
 
-    # Without a majority, a rank whose two results differ is suspicious.
+    # Without a majority, a rank whose two results differ is suspicious. In a run of only two ranks,
+    # both have two results, so if one of them changes and the other does not, it is the wrong one.
     changing = [rank for rank, first in first_of_rank.items() if again_of_rank[rank] != first]
     if len(again_of_rank) == 2:
         return _judge_two(sorted(first_of_rank), changing)

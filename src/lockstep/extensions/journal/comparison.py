@@ -116,11 +116,12 @@ class JournalComparison:
 
     def _describe_equal_steps(self) -> str:
         """Describes how many steps were compared, if all of them are equal."""
-        # Of these steps, at least one of the runs has no hashes.
+        # Of some steps only losses were compared, because one of the runs has no hashes of them.
         others = count_noun(self.num_only_losses_compared, "step")
         if not self.num_compared:
             return f"equal losses: {others}, of which not both have hashes"
 
+        # "equal in every bit: 2 steps; equal losses: 18 steps between them, ..."
         text = f"equal in every bit: {count_noun(self.num_compared, 'step')}"
         if self.num_only_losses_compared:
             text += f"; equal losses: {others} between them, of which not both have hashes"
@@ -144,13 +145,16 @@ class JournalComparison:
                 f"  loss: {part} {number}, {loss_a!r} in A and {loss_b!r} in B"
                 f"{_and_others(len(found.losses) - 1, part)}"
             )
+        # Equal gradients are worth a line only if the losses are equal, too: then the difference
+        # arose in the optimizer's step.
+        arose_in_optimizer_step = not found.losses and not found.gradients
         if found.gradients:
             number = min(found.gradients)
             lines.append(
                 f"  gradient: virtual rank {number}, {_some_names(found.gradients[number])}"
                 f"{_and_others(len(found.gradients) - 1, part)}"
             )
-        elif found.gradients_are_known and not found.losses:
+        elif found.gradients_are_known and arose_in_optimizer_step:
             lines.append("  gradient: equal on all virtual ranks")
 
         if found.state:
@@ -158,10 +162,13 @@ class JournalComparison:
         if found.weights:
             lines.append(f"  weights after the step: {_some_names(found.weights)}")
 
-        # If hashes of this step or of the step before are missing, gradients or weights may have
-        # differed before the losses did.
-        step_before_has_hashes = found.hashes_before == found.step_before
-        if not (found.has_hashes and step_before_has_hashes):
+        # If hashes of this step or of the last equal step are missing, gradients or weights may
+        # have differed before the losses did. Example: losses differ at step 6 and were equal at
+        # step 5, but the last step with hashes in both runs is 3.
+        last_equal_step = found.step_before
+        last_step_with_hashes = found.hashes_before
+        last_equal_step_has_hashes = last_step_with_hashes == last_equal_step
+        if not (found.has_hashes and last_equal_step_has_hashes):
             lines.append(
                 "  of steps without hashes only losses are known: to see what parted before, train "
                 "both again with --journal-every 1"
@@ -236,8 +243,11 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
         )
 
     comparison.notes += _notes_on_comparison(journal_a, journal_b)
+
+    # This also counts the steps that could be compared.
     _compare_steps(comparison, common_steps)
-    if not comparison.num_compared and not comparison.num_only_losses_compared:
+    compared_nothing = comparison.num_compared == 0 and comparison.num_only_losses_compared == 0
+    if compared_nothing:
         raise CheckpointError(
             f"the journals {journal_a.folder} and {journal_b.folder}",
             "of no step both have hashes, and their losses are of other parts of the batch",
@@ -256,7 +266,7 @@ def _notes_on_comparison(journal_a: Journal, journal_b: Journal) -> list[str]:
 
     if journal_a.virtual_ranks != journal_b.virtual_ranks:
         notes.append("the runs have other virtual ranks, so losses and gradients are not compared")
-    elif journal_a.virtual_ranks is None:  # and so has B none
+    elif journal_a.virtual_ranks is None:  # then B has none either
         notes.append(
             "without virtual ranks gradients are not written down, only losses, weights and "
             "optimizer state"
@@ -270,8 +280,8 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
     Writes that step, and how many steps were compared, into `comparison`.
     """
     journal_a, journal_b = comparison.journals
-    step_before = None
-    hashes_before = None
+    last_equal_step = None
+    last_step_with_hashes = None
     for step in common_steps:
         differences = _compare_step(journal_a, journal_b, step)
         if differences.has_hashes:
@@ -282,14 +292,14 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
             continue
 
         if not differences.is_empty:
-            differences.step_before = step_before
-            differences.hashes_before = hashes_before
+            differences.step_before = last_equal_step
+            differences.hashes_before = last_step_with_hashes
             comparison.first_difference = differences
             return
 
-        step_before = step
+        last_equal_step = step
         if differences.has_hashes:
-            hashes_before = step
+            last_step_with_hashes = step
 
 
 def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDifferences:
@@ -299,6 +309,8 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     differences = StepDifferences(step)
     differences.has_hashes = a.has_hashes and b.has_hashes
 
+    # Losses belong to the parts of the global batch: one for each virtual rank, or for each rank. A
+    # virtual rank whose loss is missing had no samples, so its loss is 0.
     have_same_parts = _have_same_parts(journal_a, journal_b, a, b)
     differences.has_losses = have_same_parts
     if have_same_parts:
@@ -310,7 +322,7 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     if not differences.has_hashes:
         return differences
 
-    # Without virtual ranks, `gradients` is empty on both sides.
+    # Gradients belong to virtual ranks. Without virtual ranks, there are none in either journal.
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
     if have_same_parts:
@@ -341,8 +353,10 @@ def _have_same_parts(
     if journal_a.virtual_ranks is not None:
         return True
 
-    # Without virtual ranks, the parts are those of the ranks.
-    return set(step_a.losses) == set(step_b.losses)
+    # Without virtual ranks, each rank has a part. The losses are stored by rank.
+    ranks_of_a = set(step_a.losses)
+    ranks_of_b = set(step_b.losses)
+    return ranks_of_a == ranks_of_b
 
 
 def _gradient_hashes(step: JournalStep, virtual_rank: int) -> npt.NDArray[np.uint64]:

@@ -166,6 +166,7 @@ def read_file(path: Path) -> RankFile:
             _add_step(file, StepLocation(begin + 1, end, table))
             continue
         if kind == LOSS_RECORD:
+            # A step with losses only, so it needs no table of tensors.
             _add_step(file, StepLocation(begin + 1, end, table=None))
             continue
 
@@ -218,9 +219,11 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
     """
     frame_begin = 0
     while frame_begin < len(file.data):
+        # The frame (length and checksum) is followed by the content, which is never empty. If
+        # nothing follows, the frame itself may be incomplete.
         begin = frame_begin + FRAME.size
-        has_content = begin < len(file.data)  # the content of a record is never empty
-        if not has_content:
+        something_follows_frame = begin < len(file.data)
+        if not something_follows_frame:
             file.is_cut_off = True
             return
 
@@ -263,7 +266,7 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         table: tensors that the hashes belong to; None if the step has only losses.
         has_gradients: True if steps with hashes have hashes of gradients.
     """
-    _, num_parts = STEP_FIELDS.unpack_from(content)
+    _number_of_step, num_parts = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
     if table is None:
@@ -274,9 +277,11 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         num_gradients = table.num_parameters if has_gradients else 0
         num_weights = len(table.hashed_weights)
 
-    # The state is what remains after these lengths.
+    # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
+    # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
     lengths = [num_parts, num_parts, num_parts * num_gradients, num_weights]
-    parts, losses, gradients, weights, state = np.split(numbers, np.cumsum(lengths))
+    cuts = np.cumsum(lengths)
+    parts, losses, gradients, weights, state = np.split(numbers, cuts)
 
     part_numbers = parts.tolist()
     gradients_of_parts = gradients.reshape(num_parts, num_gradients)

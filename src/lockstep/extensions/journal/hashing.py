@@ -185,8 +185,10 @@ class TensorHasher:
         begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
         end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
 
-        # The factors M(b) of these blocks, multiplied by the factor of the part.
-        block_factors = mixed_numbers(first_block, end_block - first_block) * np.int64(part.factor)
+        # Each block sum is multiplied by a factor for the number of the block, and by the factor of
+        # the part. The hash number `part.hash_index` is the sum of these products.
+        num_blocks = end_block - first_block
+        block_factors = mixed_numbers(first_block, num_blocks) * np.int64(part.factor)
         whole_blocks = _LargePiece(
             tensor_index, part.hash_index, (begin, end), self._to_device(block_factors)
         )
@@ -279,13 +281,19 @@ class TensorHasher:
                 blocks = tensor.detach().reshape(-1)[begin:end]
                 block_sums = self._block_sums(self._words(blocks))
 
-                # Arrays of one element are added, because numpy warns if single numbers overflow.
+                # The sum is added to one element of `hashes`. It is written with arrays of one
+                # element, because numpy warns if single numbers overflow, as they may here.
+                index = piece.hash_index
                 products = (block_sums * piece.factors).reshape(1, -1)
-                hashes[piece.hash_index : piece.hash_index + 1] += products.sum(1)
+                hashes[index : index + 1] += products.sum(1)
         return hashes
 
     def _copy(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copies the small tensors, and the ends of the large ones, into the common memory."""
+        """Copies the small tensors, and the ends of the large ones, into the common memory.
+
+        The middle of a large tensor is hashed where it is. Its ends are copied because they do not
+        fill a block.
+        """
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
         for piece in self._copied_pieces:
@@ -295,7 +303,7 @@ class TensorHasher:
                 continue
 
             destinations.append(piece.destination)
-            if piece.elements is None:
+            if piece.elements is None:  # the piece is the whole tensor
                 sources.append(tensor)
             else:
                 begin, end = piece.elements
@@ -331,7 +339,18 @@ class TensorHasher:
         return torch.cat(sums)
 
     def _block_sums_with_numpy(self, words: Numbers) -> Numbers:
-        """Does the same as `_block_sums`, with few calls and no new memory for each block."""
+        """Adds up the words of each block, multiplied by the factors of the words.
+
+        Before that, the upper half of each word is added to its lower half (the word is "folded").
+        Some blocks at a time are folded into the buffer `self._folded`, which every call uses, so
+        that few calls of numpy are made and no memory is allocated for each block.
+
+        Args:
+            words: the words of the blocks, shape `(blocks, words)`.
+
+        Returns:
+            The sum of each block, shape `(blocks,)`.
+        """
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
@@ -346,8 +365,10 @@ class TensorHasher:
         """Computes the outer sum of the hash: adds up the copied blocks of each hash.
 
         numpy and torch compute the same, each in the way that is fast with it. Example: the first
-        three blocks belong to hash 0 and the others to hash 2. numpy adds up the ranges that begin
-        at the blocks 0 and 3. torch adds the block sums to the hashes `[0, 0, 0, 2, 2]`.
+        three blocks belong to hash 0 and the other two to hash 2. With numpy, the ranges of blocks
+        that begin at the blocks 0 and 3 (`_first_blocks`) are added up, and the two results become
+        the hashes 0 and 2 (`_hash_indices`). With torch, each of the five sums is added to the hash
+        `[0, 0, 0, 2, 2]` (`_hash_index_of_block`).
 
         Args:
             sums: the sum of each copied block, multiplied by its factor.

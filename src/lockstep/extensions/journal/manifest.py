@@ -44,6 +44,8 @@ def run_manifest(run: Run, strategy: str) -> dict[str, str]:
     texts["device"] = run.device.type
     texts["threads"] = str(torch.get_num_threads())
     texts["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
+
+    # Some of the numerics, such as the version of torch, are in the manifest already.
     for name, text in read_numerics(run.device).items():
         if name not in texts:
             texts[name] = text

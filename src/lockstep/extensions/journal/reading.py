@@ -95,8 +95,11 @@ class Journal:
         has_hashes = first_table is not None
         table = NO_TENSORS if first_table is None else first_table
 
-        # A rank has hashes of only some of the tensors, whose indices its table has. If a tensor is
-        # sharded, each rank has hashed its shard, and the sum is the hash of the whole tensor.
+        # The ranks have shared the work: a tensor that all of them have was hashed by one rank
+        # only, and a sharded tensor by each rank for its shard. The hash of a tensor is the sum of
+        # the hashes of its shards. So adding up the hashes of all ranks, by the index of the
+        # tensor, gives the hashes of whole tensors. Example: rank 0 has hashed the tensors 0 and 2,
+        # rank 1 the tensors 1 and 2, of which each has a shard.
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
         weights = np.zeros(len(table.names), np.uint64)
@@ -105,8 +108,10 @@ class Journal:
             losses.update(step.losses)
             gradients.update(step.gradients)
             if step.table is not None:
-                weights[list(step.table.hashed_weights)] += step.weights
-                state[list(step.table.hashed_states)] += step.state
+                indices_of_weights = list(step.table.hashed_weights)
+                indices_of_states = list(step.table.hashed_states)
+                weights[indices_of_weights] += step.weights
+                state[indices_of_states] += step.state
 
         return JournalStep(
             has_hashes=has_hashes,
@@ -139,6 +144,8 @@ def read_journal(folder: Path) -> Journal:
             "train on, and give the folder again",
         )
 
+    # The run as a whole began with the weights of its first start. How it is run now is what rank 0
+    # wrote at its last start: it may have been started again with another number of ranks.
     first = complete_starts[0]
     last = complete_starts[-1]
     header = last[0].header
@@ -283,6 +290,8 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
                 f"{'is' if num_incomplete == 1 else 'are'} left out"
             )
 
+        # Usually this is the first of the complete steps. The first attempt of a start says where
+        # it began, even if no step of it is complete.
         first_step = _first_step_of_attempt(files, number, complete_steps)
         if first_step is None:
             continue

@@ -41,13 +41,14 @@ def summary_lines(folder: Path, num_steps: int) -> list[str]:
 
 def _step_line(number: int, step: JournalStep) -> str:
     """Returns the line of a step: "step 7: losses 3f2a..., weights 81c0..., ..."."""
+    # A loss is a single number, so its 64 bits serve as its hash.
     loss_names = [f"loss {part}" for part in step.losses]
-    # The bits of the losses take the place of hashes.
     bits_of_losses = np.array(list(step.losses.values()), "<f8").view("<u8")
     text = f"step {number}: losses {_joined_hash(loss_names, bits_of_losses):016x}"
     if not step.has_hashes:
         return text
 
+    # The names are those of the parameters, followed by those of the buffers.
     parameters = step.names[: step.num_parameters]
     if step.gradients:
         # The hashes of the virtual ranks are added up. The names begin with the virtual rank, so

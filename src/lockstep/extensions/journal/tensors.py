@@ -53,7 +53,8 @@ def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
                     continue
                 known_ids.add(id(buffer))
 
-                # The buffer is looked up in its module each time, since it may be replaced.
+                # A module may replace its buffer by another tensor (`self.mean = ...`), so the
+                # buffer is not stored, but looked up in the module whenever it is hashed.
                 full_name = f"{module_name}.{name}" if module_name else name
                 found.buffers[prefix + to_plain_name(full_name)] = (submodule, name)
     return found
@@ -109,7 +110,7 @@ class HashedTensors:
         """The tensors of the last call."""
         self._hashers: list[tuple[TensorHasher, list[Tensor]]] = []
         """For each device that holds parts of this rank: a hasher, and the parts that it hashes."""
-        self.entries: tuple[int, ...] = ()
+        self.hashed_entries: tuple[int, ...] = ()
         """The journal entries to which this rank contributes a hash, in ascending order. They are
         known after the first call of `hashes`."""
 
@@ -117,32 +118,36 @@ class HashedTensors:
         self,
         tensors: list[Tensor],
         *,
-        entries: Sequence[int],
+        entry_of_tensor: Sequence[int],
         owners: Sequence[int],
         keys: Sequence[str] = (),
     ) -> Any:
         """Hashes the tensors or shards that this rank has to hash.
 
-        A journal has numbered entries with one hash each: an entry for each parameter, for example.
-        The hashes of all tensors of an entry are added up. The attribute `entries` says to which
-        entries the returned hashes belong: usually this rank hashes only some of the tensors.
+        A journal has numbered entries with one hash each, for example an entry for each parameter.
+        The hashes of all tensors of an entry are added up. Example: the optimizer has two tensors
+        for parameter 0 and one for parameter 1, and rank 1 owns only the last of them. With
+        `entry_of_tensor=[0, 0, 1]` and `owners=[0, 0, 1]`, rank 1 returns one hash, and its
+        `hashed_entries` are `(1,)`.
 
         Args:
             tensors: whole tensors or DTensors.
-            entries: for each tensor, the number of its entry; ascending.
+            entry_of_tensor: for each tensor, the number of its entry; ascending.
             owners: for each tensor, the rank that hashes it if all ranks have it.
             keys: for each tensor, a name that distinguishes it from the other tensors of the same
                 entry; empty if every entry has one tensor only.
 
         Returns:
-            One hash for each element of `self.entries`, as `TensorHasher.hashes` returns them.
+            One hash for each of `self.hashed_entries`, as `TensorHasher.hashes` returns them.
         """
-        is_known = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        if not is_known:
-            self._prepare(tensors, entries, owners, keys)  # sets `self.entries` and the hashers
+        are_same_number = len(tensors) == len(self._tensors)
+        are_same = are_same_number and all(map(is_, tensors, self._tensors))
+        if not are_same:
+            # This sets `self.hashed_entries` and the hashers.
+            self._prepare(tensors, entry_of_tensor, owners, keys)
 
-        # Each hasher returns a hash for all of `self.entries`: 0 if the entry has no tensor on the
-        # hasher's device. So the hashes of all devices can be added up.
+        # Each hasher returns a hash for all of `self.hashed_entries`: 0 if the entry has no tensor
+        # on the hasher's device. So the hashes of all devices can be added up.
         total: Any = None
         for hasher, parts in self._hashers:
             hashes_of_device = hasher.hashes(parts)
@@ -160,13 +165,13 @@ class HashedTensors:
     def _prepare(
         self,
         tensors: list[Tensor],
-        entries: Sequence[int],
+        entry_of_tensor: Sequence[int],
         owners: Sequence[int],
         keys: Sequence[str],
     ) -> None:
         """Finds the parts that this rank has to hash, and builds a hasher for each device.
 
-        Takes the arguments of `hashes`, and sets `self.entries`.
+        Takes the arguments of `hashes`, and sets `self.hashed_entries`.
         """
         self._tensors = tensors
 
@@ -185,12 +190,12 @@ class HashedTensors:
             factor = 1
             if keys:
                 factor = int(mixed_numbers(zlib.crc32(keys[index].encode()), 1)[0])
-            own_parts.append(_OwnPart(part, entries[index], first_byte, factor))
+            own_parts.append(_OwnPart(part, entry_of_tensor[index], first_byte, factor))
 
         # The hashers number their hashes without gaps: with entries (2, 5), that of entry 5 is
         # number 1.
-        self.entries = tuple(sorted({part.entry for part in own_parts}))
-        index_of_entry = {entry: index for index, entry in enumerate(self.entries)}
+        self.hashed_entries = tuple(sorted({part.entry for part in own_parts}))
+        index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
 
         self._hashers = []
         for device in sorted({part.tensor.device for part in own_parts}, key=str):
@@ -205,7 +210,7 @@ class HashedTensors:
                 )
                 for part in on_device
             ]
-            hasher = TensorHasher(descriptions, len(self.entries), device)
+            hasher = TensorHasher(descriptions, len(self.hashed_entries), device)
             self._hashers.append((hasher, [part.tensor for part in on_device]))
 
 

@@ -129,8 +129,8 @@ class Journal(Extension):
         self._hasher_of_group: dict[tuple[int, ...], _GradientHasher] = {}
         """The hasher of each group of gradients, by the ids of the parameters in the group."""
         rank = run.topology.rank
-        self._weights = HashedTensors(rank, run.device)
-        self._state = HashedTensors(rank, run.device)
+        self._weight_hasher = HashedTensors(rank, run.device)
+        self._state_hasher = HashedTensors(rank, run.device)
 
         # The present step.
         self._gradient_hashes: dict[int, Any] = {}
@@ -204,6 +204,7 @@ class Journal(Extension):
         virtual_rank = micro_batch.virtual_rank.number
         if virtual_rank not in self._gradient_hashes:
             self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
+        # Each call is for other parameters, whose hashes are still 0, so adding is setting.
         self._gradient_hashes[virtual_rank][indices_in_model] += new_hashes
 
     def clear_gradients(self) -> None:
@@ -223,8 +224,9 @@ class Journal(Extension):
     def step_finished(self, number: int) -> None:
         """Writes the losses of a step, or keeps them until its hashes are written, too.
 
-        Called when the first optimizer steps, before the next step replaces the losses. The hashes
-        of weights can only be computed when all optimizers have stepped, in `after_step`.
+        Called after the first optimizer of a step has stepped. The losses are read now, because the
+        next global batch replaces them. The hashes of weights can only be computed when all
+        optimizers have stepped, in `after_step`.
         """
         training_pass = self._step.training_pass
         if self._has_virtual_ranks:
@@ -289,10 +291,11 @@ class Journal(Extension):
 
         # Hashes of gradients, which the present step may have already, are in the order of the
         # trained parameters. If other parameters are trained now, they cannot be used.
-        if len(self._tensors.trained) != len(self._parameters):
+        ids_before = [id(parameter) for parameter in self._parameters]
+        self._parameters = list(self._tensors.trained.values())
+        if [id(parameter) for parameter in self._parameters] != ids_before:
             self._gradient_hashes.clear()
 
-        self._parameters = list(self._tensors.trained.values())
         self._names = (*self._tensors.trained, *self._tensors.buffers)
         self._index_of_parameter = {
             id(parameter): index for index, parameter in enumerate(self._parameters)
@@ -319,15 +322,18 @@ class Journal(Extension):
             if index_in_model is None:  # the parameter is not trained
                 continue
 
-            # Each gradient has a hash of its own: the first one, the second one and so on.
+            # Each gradient has a hash of its own, so there are as many hashes as parts.
             part = TensorPart(tuple(parameter.shape), parameter.dtype, hash_index=len(parts))
             parts.append(part)
             indices_in_group.append(index_in_group)
             indices_in_model.append(index_in_model)
 
-        hasher = TensorHasher(parts, len(parts), self._device)
+        hasher = TensorHasher(parts, num_hashes=len(parts), device=self._device)
         if self._device.type == "cpu":
             return _GradientHasher(hasher, indices_in_group, indices_in_model)
+
+        # The hashes of all gradients are a tensor on the GPU, so the indices into it must be there,
+        # too. The group of gradients is a list in Python.
         indices_on_device = copy_to_device(torch.tensor(indices_in_model), self._device)
         return _GradientHasher(hasher, indices_in_group, indices_on_device)
 
@@ -341,15 +347,18 @@ class Journal(Extension):
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
 
-        # Each tensor is an entry of its own. This rank only hashes a part of them: `entries` holds
-        # the indices of that part.
+        # Each tensor has a hash (an entry) of its own. This rank only hashes the tensors that it
+        # owns: `hashed_entries` has their indices.
         names = list(tensors)
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
-        hashes = hasher.hashes(list(tensors.values()), entries=range(len(names)), owners=owners)
+        hashes = hasher.hashes(
+            list(tensors.values()), entry_of_tensor=range(len(names)), owners=owners
+        )
         hash_of_weight = {}
-        for index, signed_hash in zip(hasher.entries, hashes.tolist(), strict=True):
-            hash_of_weight[names[index]] = signed_hash % 2**64
+        for index, signed_hash in zip(hasher.hashed_entries, hashes.tolist(), strict=True):
+            unsigned_hash = signed_hash % 2**64
+            hash_of_weight[names[index]] = unsigned_hash
 
         self._write(json_record({"begins_at": self._step.number, "weights": hash_of_weight}))
 
@@ -360,24 +369,28 @@ class Journal(Extension):
         number = self._finished_step
         self._finished_step = None
 
-        # The weights: parameters, then buffers. Each is an entry of its own.
+        # The weights: parameters, then buffers. Each has a hash (an entry) of its own, and each is
+        # hashed by one of the ranks, its owner.
         weights: list[Tensor] = [*self._parameters]
         for module, name in self._tensors.buffers.values():
             weights.append(getattr(module, name))
-        weight_hashes = self._weights.hashes(
-            weights, entries=range(len(weights)), owners=self._owners
+        weight_hashes = self._weight_hasher.hashes(
+            weights, entry_of_tensor=range(len(weights)), owners=self._owners
         )
 
-        # The state of the optimizers: one entry for all tensors that belong to a parameter. They
-        # are hashed by the rank that hashes the parameter itself.
+        # The state of the optimizers: the tensors of one parameter, such as its momentum, have one
+        # hash together, and the same owner as the parameter. The keys tell them apart.
         state = state_tensors(self._optimizers, self._parameters)
-        owners = [self._owners[index] for index in state.parameters]
-        state_hashes = self._state.hashes(
-            state.tensors, entries=state.parameters, owners=owners, keys=state.keys
+        owners_of_state = [self._owners[index] for index in state.parameters]
+        state_hashes = self._state_hasher.hashes(
+            state.tensors,
+            entry_of_tensor=state.parameters,
+            owners=owners_of_state,
+            keys=state.keys,
         )
         self._write_table_if_changed()
 
-        # The order of the numbers is that of `file_format`.
+        # Write all numbers in the order of `file_format`.
         parts = sorted(self._losses)  # virtual ranks, or this rank
         numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
@@ -402,20 +415,24 @@ class Journal(Extension):
             self._write(loss_content(number, parts, values), may_write_later=True)
             return
 
-        # On a GPU, the record is written when the losses have been copied to the host.
+        # On a GPU, the record is written when the losses have been copied to the host. They stand
+        # at its end, so everything before them is known now: a record with no losses.
         head = loss_content(number, parts, [])
-        self._write_numbers(head, [self._bits_of_losses([losses[part] for part in parts])])
+        bits_of_losses = self._bits_of_losses([losses[part] for part in parts])
+        self._write_numbers(head, [bits_of_losses])
 
     def _write_table_if_changed(self) -> None:
         """Writes which tensors the hashes of the next steps belong to, if that has changed."""
         table = TensorTable(
             names=self._names,
             num_parameters=len(self._parameters),
-            hashed_weights=self._weights.entries,
-            hashed_states=self._state.entries,
+            hashed_weights=self._weight_hasher.hashed_entries,
+            hashed_states=self._state_hasher.hashed_entries,
         )
         if table != self._written_table:
-            self._write_pending(wait=True)  # earlier steps belong to the previous table
+            # In the file, a step belongs to the table before it. So the earlier steps, whose hashes
+            # may still be on their way from the GPU, are written first.
+            self._write_pending(wait=True)
             self._written_table = table
             self._write(table_record(table))
 
@@ -440,7 +457,8 @@ class Journal(Extension):
         """Writes a record of 64-bit integers.
 
         On a GPU, this only starts to copy the integers to the host. The record is written by a
-        later call, when they have arrived.
+        later call, when they have arrived. On a CPU, the record may wait up to `WRITE_INTERVAL_S`
+        (`may_write_later`), so that the records of several short steps are written at once.
 
         Args:
             head: the beginning of the record, before the integers.
@@ -456,6 +474,8 @@ class Journal(Extension):
 
     def _write_pending(self, *, wait: bool) -> None:
         """Writes the records whose numbers have been copied from the GPU, in their order.
+
+        With `may_write_later`, a record may still wait until it is written together with the next.
 
         Args:
             wait: True to wait for the other records, and write them as well.

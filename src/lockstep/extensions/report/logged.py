@@ -51,14 +51,15 @@ def new_sums(run: Run) -> WeightedSums:
 
 def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: Any) -> None:
     """Adds a value to the sums of a pass, weighted by the samples of the present micro-batch."""
-    run.step.number_pass(open_pass)  # with the first value, the pass gets its number
+    run.step.assign_number(open_pass)  # with the first value, the pass gets its number
 
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
 
     # In training, remember the micro-batch for which the name was logged. A name that is logged
-    # again for the last micro-batch of the pass was logged after the loop (`OpenPass.takes`).
+    # again for the last micro-batch of the pass was logged after the loop
+    # (`OpenPass.includes_logged_value`).
     if open_pass.training_pass is not None:
         open_pass.delivery_of_name[name] = open_pass.training_pass.last_used
 
@@ -73,7 +74,7 @@ def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
     `zip(world.progress(one), other)` runs two passes at once, and its values belong to the pass
     that is shown.
     """
-    return _latest([open_pass for open_pass in open_passes if open_pass.takes(name)])
+    return _latest([each for each in open_passes if each.includes_logged_value(name)])
 
 
 def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
