@@ -79,7 +79,7 @@ def assert_same(
         precision=precision,
         overrides=overrides,
     )
-    reference_config = config.reference(batch_size_factor=nproc if batch_per_process else 1)
+    reference_config = config.reference_config(batch_size_factor=nproc if batch_per_process else 1)
     training = partial(fn, *args)
 
     def start(folder: Path, config: RunConfig) -> str:

@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         if nproc == 1 and arguments in records:
             return records[arguments]
         config = config_of(*arguments, nproc=nproc, strategy=strategy)
-        config = config.reference() if nproc == 1 else config
+        config = config.reference_config() if nproc == 1 else config
         record = record_run(config, tmp_path_factory.mktemp("run") / "run", warm.start)
         assert not record.error, record
         if nproc == 1:
@@ -163,7 +163,7 @@ def test_one_bit_on_one_rank_is_found(changed: str, place: str, where: str, run:
 def plan_of(*ways: RunConfig, **options: Any) -> ComparisonPlan:
     ways = tuple(replace(way, virtual_ranks=None) for way in ways)
     return ComparisonPlan(
-        reference=ways[0].reference(),
+        reference=ways[0].reference_config(),
         ways=ways,
         **{"by_bits": True, "source_uses_lockstep": True, **options},
     )
@@ -260,7 +260,7 @@ def test_the_cause_of_other_bits_is_looked_for(
 
 def test_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = fake_runs(monkeypatch, other_bits=True)
-    (result,) = compare(plan_of(config_of(), bits_alone=True), Path())
+    (result,) = compare(plan_of(config_of(), only_bits=True), Path())
     assert (made, result.verdict.word) == (BOTH[:2], "DIFFERENT")
 
 
@@ -393,7 +393,7 @@ NOISE = SCRIPT.with_name("noise.py")
 
 def noise_of(optimizer: str, precision: str, folder: Path) -> list[Finding]:
     script = Script(path=str(NOISE), arguments=(optimizer, precision))
-    config = RunConfig(name="1 process", nproc=1, script=script).reference()
+    config = RunConfig(name="1 process", nproc=1, script=script).reference_config()
     by_bits = record_run(replace(config, virtual_ranks=2), folder / "bits", warm.start)
     in_float64 = record_run(config, folder / "float64", warm.start)
     return find_rounding_noise(by_bits.updates, in_float64.updates)

@@ -59,7 +59,7 @@ def verdict(
     other: Sequence[Update], finals: Any = FINALS, reference: Sequence[Update] = REFERENCE
 ) -> Verdict:
     way = RunConfig(name="2 processes", nproc=2, script=Script(path="train.py"))
-    one = RunRecord(way.reference(), [*reference], final_sums=finals[0])
+    one = RunRecord(way.reference_config(), [*reference], final_sums=finals[0])
     return judge(one, RunRecord(way, [*other], final_sums=finals[1]))
 
 
@@ -81,7 +81,7 @@ def test_updates_that_leave_other_parameters_are_found() -> None:
 def test_parameters_that_never_move_prove_nothing() -> None:
     one = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in REFERENCE]
     many = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in AVERAGES_IN_STEP]
-    assert not updates_leave_same_parameters(one, many, ([held(0)], [held(0)] * 2), FLOAT64)
+    assert not updates_leave_same_parameters(one, many, [held(0)], [held(0)] * 2, FLOAT64)
 
 
 def test_a_sum_that_adam_hides_is_seen_in_what_it_keeps() -> None:

@@ -594,7 +594,7 @@ def test_an_error_of_a_connection_is_not_the_recorders() -> None:
             pass
 
         @property
-        def loss_is_weighted(self) -> bool:
+        def loss_is_recorded(self) -> bool:
             raise RuntimeError("Connection closed by peer")
 
     losses = LossRecorder.__new__(LossRecorder)

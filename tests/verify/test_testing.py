@@ -108,7 +108,7 @@ def test_compressed_gradients_are_a_choice_and_all_else_is_compared(tmp_path: Pa
         launch(main, (folder, program), way.nproc, env=way.environment())
         return ""
 
-    reference = record_run(way.reference(), tmp_path / "reference", start)
+    reference = record_run(way.reference_config(), tmp_path / "reference", start)
     verdict = judge(reference, record_run(way, tmp_path / "other", start))
     first, second, *_ = verdict.lines()
     assert first == (

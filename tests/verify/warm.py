@@ -36,7 +36,7 @@ def verify(
     several = RunConfig(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
     several = replace(several, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
-        alone = replace(several.reference(batch_times), seconds=seconds)
+        alone = replace(several.reference_config(batch_times), seconds=seconds)
         if same_samples:
             kept = Path(folder) / "batches"
             other = record_run(replace(several, batches_folder=kept), Path(folder) / "other", start)

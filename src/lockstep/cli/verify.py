@@ -112,7 +112,7 @@ def command(
     # This is printed before torch is imported, which takes seconds.
     if plan.by_bits and plan.source_uses_lockstep:
         num_bit_runs = 1 + len(plan.ways)
-        num_runs = num_bit_runs if plan.bits_alone else num_bit_runs + num_runs
+        num_runs = num_bit_runs if plan.only_bits else num_bit_runs + num_runs
         click.echo(f"at most {num_runs} runs of {script}, first by bits: {names}", err=True)
     else:
         click.echo(f"{num_runs} runs of {script}: {names}", err=True)
@@ -260,7 +260,9 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
     # With --batch-per-process, the batch of the one process is as large as those of all processes
     # together.
-    reference = several.reference(batch_size_factor=nproc if options["batch_per_process"] else 1)
+    reference = several.reference_config(
+        batch_size_factor=nproc if options["batch_per_process"] else 1
+    )
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
 
@@ -276,7 +278,7 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
         steps=options["steps"],
         same_samples=options["same_samples"],
         by_bits=options["by_bits"] is not False and not excluded,
-        bits_alone=options["by_bits"] is True,
+        only_bits=options["by_bits"] is True,
         reason_without_bits=reason,
         source_uses_lockstep=source.imports_lockstep,
     )

@@ -37,20 +37,21 @@ class AcceptedDifference:
 def accept_differences(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
-    final_sums: tuple[SumsOfRanks, SumsOfRanks],
+    reference_final_sums: SumsOfRanks,
+    parallel_final_sums: SumsOfRanks,
     tolerance: Tolerance,
 ) -> AcceptedDifference:
     """Removes values from both runs that differ although both runs train the same model.
 
     Three kinds of differences are tried in order, and the first one found decides what is removed:
-    parameters that the script changes after a step, losses and learning rates that cancel out, and
-    values that the optimizers were given but did not use.
+    parameters that the script changes after a step, gradients and learning rates that cancel out,
+    and gradients that the optimizers average themselves.
 
     Args:
         reference_run: updates of the run on one process.
         parallel_run: updates of the run on several processes.
-        final_sums: sums over the parameters after the last update, of the reference run and of the
-            parallel run.
+        reference_final_sums: sums over the parameters after the last update of the reference run.
+        parallel_final_sums: the same for the parallel run.
         tolerance: tolerance within which values are equal.
 
     Returns:
@@ -60,11 +61,13 @@ def accept_differences(
     if accepted is not None:
         return accepted
 
-    accepted = _accept_losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
+    accepted = _accept_gradients_and_rates_that_cancel(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
 
-    accepted = _accept_unused_values(reference_run, parallel_run, final_sums, tolerance)
+    accepted = _accept_gradients_averaged_in_steps(
+        reference_run, parallel_run, reference_final_sums, parallel_final_sums, tolerance
+    )
     if accepted is not None:
         return accepted
 
@@ -164,9 +167,9 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
             for name, array_after_step in rank.parameters.items():
                 next_parameters[name] = changed_since_step.get(name, array_after_step)
 
-        # `parameter_sums` describe the parameters that this update started with. If the update has
-        # no forward pass, the script may not have changed these parameters yet, so the ranks may
-        # differ without harm. Such sums are not compared.
+        # `parameter_sums` describe the parameters before this update. They matter only if a forward
+        # pass uses them. Without a forward pass, the ranks may still have different parameters,
+        # which the script averages before the next one.
         sums_at_start: Mapping[str, Array] = {}
         if rank.began_with_forward:
             sums_at_start = rank.parameter_sums
@@ -184,15 +187,16 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     return Update(ranks)
 
 
-# Losses and learning rates that cancel out
+# Gradients and learning rates that cancel out
 
 
-def _accept_losses_and_rates_that_cancel(
+def _accept_gradients_and_rates_that_cancel(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
     """Accepts gradients and learning rates that both differ but result in the same parameters.
 
-    For example, the loss is half as large and the learning rate twice as high.
+    For example, the loss is half as large and the learning rate twice as high. Then the gradients
+    are half as large too, and each step changes the parameters as on one process.
 
     Returns:
         Both runs without gradients, losses and learning rates. None if parameters differ, or if
@@ -225,34 +229,38 @@ def _without_losses_and_rates(update: Update) -> Update:
     return Update(ranks)
 
 
-# Values that optimizers were given and did not use
+# Gradients that optimizers average themselves
 
 
-def _accept_unused_values(
+def _accept_gradients_averaged_in_steps(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
-    final_sums: tuple[SumsOfRanks, SumsOfRanks],
+    reference_final_sums: SumsOfRanks,
+    parallel_final_sums: SumsOfRanks,
     tolerance: Tolerance,
 ) -> AcceptedDifference | None:
-    """Accepts gradients and parameters that the optimizers were given but did not train with.
+    """Accepts steps that begin with different gradients on the ranks, but end as on one process.
 
-    For example, an optimizer may average the gradients itself, inside its step. Then each rank's
-    optimizer is given gradients that differ from those of one process, but the training is right.
-    See `accept_differences` for the arguments.
+    For example, an optimizer may average the gradients itself, inside its step. Then each rank
+    begins the step with gradients that differ from those of one process, but the training is right.
+    It is right, too, if each rank's optimizer updates a slice of the parameters and sends it to the
+    others. See `accept_differences` for the arguments.
 
     Returns:
-        Both runs without the values that the optimizers were given. None if there is nothing to
-        accept, or if the training differs.
+        Both runs without these gradients and parameters. None if there is nothing to accept, or if
+        the training differs.
     """
-    # If all ranks were given the same values, they train with these values, which must be right.
+    # If the optimizers of all ranks start with the same values, these must be those of one process.
     if not _optimizers_get_different_values(parallel_run):
         return None
 
     # If the values are the same as on one process, there is nothing to accept.
-    if not _steps_differ(reference_run, parallel_run, tolerance):
+    if not _inputs_of_steps_differ(reference_run, parallel_run, tolerance):
         return None
 
-    if not updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance):
+    if not updates_leave_same_parameters(
+        reference_run, parallel_run, reference_final_sums, parallel_final_sums, tolerance
+    ):
         return None
 
     return AcceptedDifference(
@@ -273,9 +281,10 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     for update in parallel_run:
         if not all(rank.stepped for rank in update):
             return True  # some ranks leave the step to others
-        if update.ranks_that_differ("gradients", FLOAT64):
+        # `FLOAT64` is the tolerance for rounding in float64.
+        if update.ranks_that_differ("gradients", tolerance=FLOAT64):
             return True
-        if update.ranks_that_differ("parameters", FLOAT64):
+        if update.ranks_that_differ("parameters", tolerance=FLOAT64):
             return True
 
         names_of_first_rank = update[0].gradients.keys()
@@ -288,10 +297,10 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     return False
 
 
-def _steps_differ(
+def _inputs_of_steps_differ(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> bool:
-    """True if gradients or parameters of some update differ from those on one process."""
+    """True if the gradients or parameters of some step differ from those on one process."""
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         for field_name in ("initial", "gradients", "parameters"):
             if tensor_differences(field_name, expected, actual, tolerance):
@@ -302,27 +311,26 @@ def _steps_differ(
 def updates_leave_same_parameters(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
-    final_sums: tuple[SumsOfRanks, SumsOfRanks],
+    reference_final_sums: SumsOfRanks,
+    parallel_final_sums: SumsOfRanks,
     tolerance: Tolerance,
 ) -> bool:
     """True if every update leaves the models on every rank as on one process.
 
-    Compared are the parameters that the next forward pass uses, and the optimizer's state where
-    both runs have it under the same name. Parameters are compared by their sums: two numbers for
-    each tensor, which change when any of its values does.
+    Two things are compared: the parameters before the next update, and the optimizer's state where
+    both runs have it under the same name. Of each parameter, only its *sums* are compared: two
+    numbers that change when any of its values does.
 
     Args:
         reference_run: updates of the run on one process.
         parallel_run: updates of the run on several processes.
-        final_sums: sums over the parameters after the last update, of the reference run and of the
-            parallel run.
+        reference_final_sums: sums over the parameters after the last update of the reference run.
+        parallel_final_sums: the same for the parallel run.
         tolerance: tolerance within which values are equal.
     """
     # Some update could not be compared with anything.
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
-
-    reference_final_sums, parallel_final_sums = final_sums
 
     # The parameters that one process has after each update. If it trains several replicas, the
     # first replica is compared.
@@ -341,7 +349,7 @@ def updates_leave_same_parameters(
         if not _optimizer_states_agree(expected, actual, tolerance):
             return False
 
-    # Equal parameters prove nothing if the training changes none.
+    # A training that changes no parameters would leave them equal in any case.
     sums_before_training = reference_run[0][0].parameter_sums
     return _parameters_change(sums_before_training, expected_after_updates)
 
@@ -442,12 +450,11 @@ def _parameters_change(
         sums_before: sums over the parameters before the first update.
         sums_after_updates: sums after each update. An entry is empty if the sums are not known.
     """
-    # The sums after the last update are not known if the script has failed. Then the sums after the
+    # If the script has failed, the sums after its last update are not known. Then those after the
     # update before are used.
-    last_sums = sums_before
-    for sums in sums_after_updates[-2:]:
-        if sums:
-            last_sums = sums
+    *sums_of_earlier_updates, last_sums = sums_after_updates
+    if not last_sums and sums_of_earlier_updates:
+        last_sums = sums_of_earlier_updates[-1]
 
     for name in sums_before:
         if name in last_sums and not np.array_equal(last_sums[name], sums_before[name]):

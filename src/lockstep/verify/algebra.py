@@ -65,7 +65,11 @@ def fit_weights(
         is no such sum, or if it could fit by chance.
     """
     goal = flat(target)
-    if not parts or goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
+    if not parts:
+        return None
+
+    # With so few values, some weights would fit by chance.
+    if goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
         return None
 
     columns = []

@@ -131,13 +131,14 @@ class BitVerdict:
 
     def lines(self) -> list[str]:
         """Returns the lines of the verdict that are printed for the user."""
+        # `translate` recognizes the text that a number or a name was put into.
         head = verdict_head(self.word, self.parallel.config.name)
         if self.word == "EQUAL":
             # "EQUAL  2 processes, in every bit: all 4 optimizer steps, losses, ..."
             compared = translate(_describe_compared(self.reference))
             lines = [join_label(head + translate(", in every bit:"), compared)]
 
-            # Further lines have a label in a column of its own.
+            # "  with    virtual_ranks=2, ...": further lines have a column for their label.
             lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
 
             # `stopped_at` is a text such as "step 3"; empty if the script ran to its end.
@@ -169,16 +170,19 @@ class BitVerdict:
             # "DIFFERENT  2 processes, bits differ first in gradients (1 of 4), step 2"
             lines = [head + translate(f", bits differ first in {self.first.place}")]
 
-            # The names of the values that differ, and the ranks if only some of them differ.
-            difference, *others = self.first.differences
+            # Several kinds of values may differ in this update, such as gradients and parameters.
+            # The other kinds may follow from the first one.
+            difference, *later_differences = self.first.differences
+
+            # "  where   layer.weight, on rank 1": the ranks are named if only some of them differ.
             where = translate_names(format_items(script_names(difference.names)))
             if len(difference.ranks) < self.parallel.config.nproc:
                 where += translate(f", on {format_ranks(difference.ranks)}")
             lines.append(labelled(translate("where"), where))
 
-            # Other kinds of values that differ in the same update.
-            if others:
-                texts = [translate(other.text) for other in others]
+            # "  then    the parameters after the step (4 of 4)"
+            if later_differences:
+                texts = [translate(later.text) for later in later_differences]
                 lines.append(labelled(translate("then"), ", ".join(texts)))
 
         lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
@@ -191,8 +195,10 @@ class BitVerdict:
         number = self.reference.virtual_ranks
         if self.reference.virtual_ranks_are_own:
             return f"virtual_ranks={number}, as set for the script"
+
         text = f"virtual_ranks={number}, set by verify"
-        if self.word == "EQUAL":
+        bits_are_equal = self.word == "EQUAL"
+        if bits_are_equal:
             text += f"; `lockstep run --virtual-ranks {number}` trains with these bits"
         return text
 
@@ -214,13 +220,14 @@ def find_first_difference(
 ) -> FirstDifference | None:
     """Returns the first update in which bits differ; None if there is none.
 
-    Updates that only one of the runs has are ignored.
-
     Args:
         reference_run: updates of the run on one process. Each is a tuple with a single record.
         parallel_run: updates of the run on several processes. Each has a record of every rank.
     """
+    # Each optimizer has a number, and each update is a step of one of them.
     num_optimizers = len({update[0].optimizer for update in reference_run})
+
+    # Updates at the end that only one of the runs has are ignored.
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         differences = []
         for kind in KINDS:
@@ -228,14 +235,16 @@ def find_first_difference(
             if difference is not None:
                 differences.append(difference)
 
-        # The user counts steps and optimizers from 1.
-        if differences:
-            record_of_one_process = expected[0]
-            step = record_of_one_process.step + 1
-            optimizer = None
-            if num_optimizers > 1:
-                optimizer = record_of_one_process.optimizer + 1
-            return FirstDifference(step, optimizer, differences)
+        if not differences:
+            continue
+
+        # The user counts the steps of each optimizer, and the optimizers, from 1.
+        record_of_one_process = expected[0]
+        step = record_of_one_process.step + 1
+        optimizer = None
+        if num_optimizers > 1:
+            optimizer = record_of_one_process.optimizer + 1
+        return FirstDifference(step, optimizer, differences)
 
     return None
 
@@ -285,8 +294,12 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     # In the order of the reference, followed by names that only the parallel run has.
     all_names = [*expected_hashes, *sorted(hashes_of_all.keys() - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
-    # If a value is only missing, no particular rank is to blame.
-    ranks = ranks_that_differ or list(range(len(actual)))
+
+    # A value of a virtual rank that is missing on all ranks is to be blamed on none of them in
+    # particular, so all ranks are named.
+    ranks = ranks_that_differ
+    if not ranks:
+        ranks = list(range(len(actual)))
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 
@@ -306,7 +319,8 @@ def _describe_compared(reference: RunRecord) -> str:
         values.append(f"{first.samples} samples each")
 
     values.append("losses")
-    bits = first[0].bits
+    record_of_one_process = first[0]  # each update of the reference has a single record
+    bits = record_of_one_process.bits
     for kind, noun in (("gradients", "gradient"), ("parameters", "parameter")):
         values.append(count_noun(len(bits[kind]), noun))
 
@@ -326,7 +340,7 @@ def reason_bits_not_comparable(run: RunRecord) -> str:
     Args:
         run: record of a run with virtual ranks.
     """
-    name = run.config.name
+    name = run.config.name  # how the script was run, such as "2 processes"
     if run.error:
         # The error is a text such as "SettingError: virtual_ranks=2 with strategy='pipeline'",
         # followed by lines such as "  found: ...".

@@ -257,14 +257,20 @@ def page_head_to_translate() -> list[str]:
 
 def _page_head(in_language: InLanguage) -> str:
     """Returns the beginning of the page. In Chinese, it also links to the English page."""
-    if in_language is in_english:
+    is_english_page = in_language is in_english  # the function that translates nothing
+    if is_english_page:
         return _PAGE_HEAD
 
     title, *paragraphs = _PAGE_HEAD.strip().split("\n\n")
     parts = [f"# {in_language(title.removeprefix('# '))}", "[English](findings.md)"]
     for paragraph in paragraphs:
         is_listing = paragraph.startswith("```")
-        parts.append(paragraph if is_listing else in_language(" ".join(paragraph.split())))
+        if is_listing:
+            parts.append(paragraph)
+        else:
+            # The translations are listed by paragraphs without line breaks.
+            on_one_line = " ".join(paragraph.split())
+            parts.append(in_language(on_one_line))
 
     return "\n\n".join(parts) + "\n"
 

@@ -124,30 +124,25 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
 def num_comparable_updates(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> int:
-    """Returns how many updates can be compared before rounding errors exceed the tolerance.
+    """Returns how many updates are compared: all of them, unless rounding exceeds the tolerance.
 
-    Rounding grows from update to update: if it exceeds the tolerance, the runs were nearly as far
-    apart in the update before. A real difference appears suddenly, after updates that were almost
-    equal. So the update before the first one that exceeds the tolerance tells which it is.
+    Rounding grows slowly, while a real difference appears from one update to the next. The largest
+    difference of each update, as a fraction of the tolerance, is for example:
+
+    - 0.1, 0.2, 0.6, 1.3: rounding has grown, so only the first 3 updates are compared.
+    - 0.0, 0.0, 0.0, 1.3: a real difference, so all updates are compared and it is reported.
     """
     all_updates = max(len(reference_run), len(parallel_run))
 
-    # The largest difference in an update, as a fraction of what the tolerance allows.
-    fraction_before = 0.0
-    for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
+    fractions: list[float] = []  # of the updates before the current one
+    for expected, actual in zip(reference_run, parallel_run, strict=False):
         fraction = _largest_fraction_of_tolerance(expected, actual, tolerance)
         exceeds_tolerance = fraction > 1
-        if not exceeds_tolerance:
-            fraction_before = fraction
-            continue
+        if exceeds_tolerance:
+            is_rounding = bool(fractions) and fractions[-1] > MIN_FRACTION_OF_GROWING_ROUNDING
+            return len(fractions) if is_rounding else all_updates
 
-        # Rounding has grown until it exceeds the tolerance. Only the updates before are compared.
-        is_rounding = fraction_before > MIN_FRACTION_OF_GROWING_ROUNDING
-        if is_rounding:
-            return number
-
-        # The difference is real, so all updates are compared and it will be reported.
-        return all_updates
+        fractions.append(fraction)
 
     return all_updates
 
@@ -196,10 +191,10 @@ def find_divergences(
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
 
-        # After any difference, all values that are trained later differ too. The exception is the
-        # loss: with equal gradients, the training continues in the same way.
-        more_than_the_loss_differs = bool(divergences.keys() - {"loss"})
-        if more_than_the_loss_differs:
+        # If only the losses differ, the gradients are equal and the training continues in the same
+        # way. After any other difference, all values that are trained later differ too.
+        training_differs = bool(divergences.keys() - {"loss"})
+        if training_differs:
             kinds_that_follow |= _TRAINED_VALUES
 
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
@@ -215,11 +210,12 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     """Yields the differences in one update. Causes come before their consequences."""
     yield from tensor_differences("initial", expected, actual, tolerance)
 
-    # Parameters before the update whose copies on the ranks differ from each other.
-    names_of_unequal_copies = list(actual.replicas_that_differ())
-    if names_of_unequal_copies:
+    # Before the update, each rank has a copy of the model. Its parameters must be equal on all
+    # ranks.
+    names_that_differ_between_ranks = list(actual.replicas_that_differ())
+    if names_that_differ_between_ranks:
         num_compared = len(actual.merged("parameter_sums"))
-        yield Difference("replicas", names_of_unequal_copies, num_compared)
+        yield Difference("replicas", names_that_differ_between_ranks, num_compared)
 
     difference_of_samples = _compare_samples(expected, actual)
     if difference_of_samples is not None:
@@ -250,8 +246,9 @@ def _differences_before_step(
 ) -> Iterator[Difference]:
     """Yields the difference in the parameters before the step, if there is one.
 
-    Its kind is "kept", since these should be the parameters that the last step has left. Parameters
-    are compared by their sums, which a rank has only for parameters that it holds as a whole.
+    The kind of this difference is called "kept", since a script should keep the parameters as the
+    last step has left them. Parameters are compared by their sums, which a rank has only for
+    parameters that it holds as a whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
@@ -275,20 +272,23 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     """
     # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
+
+    # Equal contents prove that the samples are the same, whatever their indices.
     if same_contents is True:
         return None
 
-    # Samples with the same indices may have other contents, because of random augmentation.
+    # The same samples may have other contents, because of random augmentation.
     if same_indices is True:
-        if contents_that_differ(expected, actual):
-            return Difference("contents")
+        has_other_contents = bool(contents_that_differ(expected, actual))
+        return Difference("contents") if has_other_contents else None
+
+    # Neither the indices nor the contents are known to be equal. The samples differ if one of them
+    # is known to be different.
+    is_nothing_known = same_indices is None and same_contents is None
+    if is_nothing_known:
         return None
 
-    # Otherwise, the samples differ if their indices or their contents are known to differ.
-    if same_indices is False or same_contents is False:
-        return Difference("samples", num_compared=expected.samples)
-
-    return None
+    return Difference("samples", num_compared=expected.samples)
 
 
 def tensor_differences(
@@ -358,14 +358,13 @@ def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance
 def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | None]:
     """Compares the samples of two updates by their indices and by their contents.
 
-    If both are known, the contents should decide: ranks may have different datasets, in which the
-    same index stands for different samples.
-
     Returns:
         Whether the indices are the same, and whether the contents are. Either is None if it is not
-        known.
+        known. The two answers may contradict each other: if ranks have different datasets, the same
+        index stands for different samples.
     """
     same_indices = _same_counts(expected.samples_by_index(), actual.samples_by_index())
+
     # Contents can be compared only if all samples have one shape. If batches are padded to their
     # longest sample, one and the same sample may have several shapes.
     batches_of_both = Update((*expected, *actual)).batches
@@ -390,9 +389,9 @@ def contents_that_differ(expected: Sequence[RankUpdate], actual: Sequence[RankUp
     """
     expected_digests = _digests_by_index(expected)
     indices = []
-    for sample, digests in _digests_by_index(actual).items():
-        if sample in expected_digests and digests != expected_digests[sample]:
-            _loader, _epoch, _shape, index = sample
+    for key, digests in _digests_by_index(actual).items():
+        if key in expected_digests and digests != expected_digests[key]:
+            _loader, _epoch, _shape, index = key
             indices.append(index)
     return indices
 
@@ -407,10 +406,11 @@ def _digests_by_index(
     digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
     for rank in update:
         for batch in rank.batches:
-            # It is not known which digest belongs to which index.
-            if batch.ids is None or len(batch.ids) != len(batch.contents):
-                continue
-            for index, digest in zip(batch.ids, batch.contents, strict=True):
+            indices = batch.ids
+            if indices is None or len(indices) != len(batch.contents):
+                continue  # it is not known which digest belongs to which index
+
+            for index, digest in zip(indices, batch.contents, strict=True):
                 digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
 
     return digests

@@ -93,15 +93,17 @@ class Comparison:
 
         for way in plan.ways:
             if self._bit_reference is not None:
-                # None if the script does not support virtual ranks when it runs in this way.
-                bit_verdict = self._compare_bits(self._bit_reference, way)
+                # No verdict but a reason, if the script does not support virtual ranks when it runs
+                # in this way.
+                bit_verdict, self.reason_without_bits = self._compare_bits(self._bit_reference, way)
                 if bit_verdict is not None:
                     yield from self._results_after_bits(bit_verdict, way)
                     continue
 
             verdict_within_tolerance = self._compare_within_tolerance(way)
 
-            # Bits were not compared because of this script, or because of the command's options.
+            # Tell the user of a script with Lockstep why bits were not compared: because of the
+            # script, which the runs have shown, or because of the command's options.
             notes = []
             reason = self.reason_without_bits or plan.reason_without_bits
             if reason and verdict_within_tolerance.reference.uses_lockstep:
@@ -134,11 +136,11 @@ class Comparison:
             SettingError: The script has fewer virtual ranks than there are processes.
         """
         num_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
-        config_with_virtual_ranks = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
-        # On one process, some settings of the script are replaced. Which ones these are depends on
-        # whether there are virtual ranks, so they are determined anew.
-        config = config_with_virtual_ranks.reference()
-        reference = self._record(config)
+        with_virtual_ranks = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
+
+        # A run on one process replaces some settings of the script, and fewer of them with virtual
+        # ranks. `reference_config` chooses them again.
+        reference = self._record(with_virtual_ranks.reference_config())
         self.reason_without_bits = reason_bits_not_comparable(reference)
         if self.reason_without_bits:
             return
@@ -158,7 +160,9 @@ class Comparison:
                 "beginning",
             )
 
-    def _compare_bits(self, bit_reference: RunRecord, way: RunConfig) -> BitVerdict | None:
+    def _compare_bits(
+        self, bit_reference: RunRecord, way: RunConfig
+    ) -> tuple[BitVerdict | None, str]:
         """Runs the script in one way with virtual ranks, and compares the run by bits.
 
         Args:
@@ -166,26 +170,27 @@ class Comparison:
             way: configuration of the run.
 
         Returns:
-            The verdict, or None if the script does not support virtual ranks in this way.
+            The verdict and an empty text. If the script does not support virtual ranks in this way,
+            None and the reason.
         """
         config = replace(
             way,
             virtual_ranks=bit_reference.config.virtual_ranks,
-            steps=self._steps_to_compare_with(bit_reference),
+            steps=self._num_steps_of(bit_reference),
         )
         other = self._record(config)
         verdict = judge_bits(bit_reference, other)
 
-        # The run may have ended with an error, so that its bits cannot be compared. But if bits
-        # differ before the error, this difference says more than the error.
-        reason = reason_bits_not_comparable(other)
+        # A difference before an error of the run says more than the error.
         has_difference = verdict.first is not None
-        if reason and not has_difference:
-            self.reason_without_bits = reason
-            return None
+        if has_difference:
+            return verdict, ""
 
-        self.reason_without_bits = ""
-        return replace(verdict, notes=self._find_rounding_noise(bit_reference))
+        reason = reason_bits_not_comparable(other)
+        if reason:
+            return None, reason
+
+        return verdict, ""
 
     def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
         """Yields the result of a comparison by bits, followed by a comparison within the tolerance.
@@ -198,22 +203,27 @@ class Comparison:
             verdict: verdict of the comparison by bits.
             way: configuration of the run.
         """
-        is_complete = verdict.word == "EQUAL" and verdict.reference.virtual_ranks_are_own
-        if self._plan.bits_alone or is_complete:
-            yield Result(verdict)
+        # Advice on rounding is added to the first verdict by bits.
+        noise = self._find_rounding_noise(bit_reference=verdict.reference)
+        bit_verdict = replace(verdict, notes=noise)
+
+        script_sets_virtual_ranks = verdict.reference.virtual_ranks_are_own
+        bits_say_all = verdict.word == "EQUAL" and script_sets_virtual_ranks
+        if self._plan.only_bits or bits_say_all:
+            yield Result(bit_verdict)
             return
 
-        # The comparison within the tolerance needs a run on one process, usually in float64. Make
-        # this run now, to see whether the script can run in float64.
+        # The comparison within the tolerance needs a run on one process, usually in float64. If the
+        # script cannot run in float64, a line after the verdict by bits says why.
         try:
-            self._tolerance_reference()
+            self._tolerance_reference()  # runs the script, unless it has run already
         except UsageError as error:
             reason = error.found.splitlines()[0]
             text = translate(f"not compared: {reason}")
-            yield Result(verdict, [labelled("float64", text)])
+            yield Result(bit_verdict, [labelled("float64", text)])
             return
 
-        yield Result(verdict)
+        yield Result(bit_verdict)
         name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
         yield Result(self._compare_within_tolerance(replace(way, name=name)))
 
@@ -226,12 +236,12 @@ class Comparison:
         Args:
             bit_reference: the run on one process that was compared by bits.
         """
-        # The finding is about the runs on one process, so it is reported only once.
-        if self._has_looked_for_noise:
+        # The user wants only bits to be compared, so there is no run in float64.
+        if self._plan.only_bits:
             return []
 
-        # The user wants only bits to be compared, so there is no run in float64.
-        if self._plan.bits_alone:
+        # The finding is about the runs on one process, so it is reported only once.
+        if self._has_looked_for_noise:
             return []
 
         self._has_looked_for_noise = True
@@ -262,18 +272,21 @@ class Comparison:
 
     def _compare_within_tolerance(self, way: RunConfig) -> Verdict:
         """Runs the script in one way, and compares the run within the tolerance."""
-        reference = self._tolerance_reference()
-        config = replace(way, steps=self._steps_to_compare_with(reference))
+        reference_of_all_ways = self._tolerance_reference()
+        config = replace(way, steps=self._num_steps_of(reference_of_all_ways))
 
-        # If the strategy trains several replicas, one process must train them too.
+        # If the strategy trains several replicas of the model, one process must train them too. It
+        # is run again, with this strategy.
         if config.trains_replicas:
-            reference = self._record(config.reference())
+            reference = self._record(config.reference_config())
             self._check_reference(reference)
+        else:
+            reference = reference_of_all_ways
 
         return judge(reference, self._record(config))
 
-    def _steps_to_compare_with(self, reference: RunRecord) -> int:
-        """Returns the number of steps after which a run is stopped to be compared with a reference.
+    def _num_steps_of(self, reference: RunRecord) -> int:
+        """Returns the number of steps that a run makes to be compared with a reference.
 
         It is the number of steps that the reference made until it was stopped. If the reference has
         reached its end instead, the other run also runs to its end, and may make more steps.

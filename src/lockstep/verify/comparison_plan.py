@@ -25,7 +25,7 @@ class ComparisonPlan:
     # Whether a script that uses Lockstep is compared by bits.
     by_bits: bool = False
     # Whether it is compared by bits only.
-    bits_alone: bool = False
+    only_bits: bool = False
     # Why a script that uses Lockstep is not compared by bits; empty if the user's options allow it.
     reason_without_bits: str = ""
     # Whether the source of the script mentions Lockstep. If not, a first run finds out.

@@ -94,8 +94,8 @@ class FilesBefore:
     def keep_folder(self, path: Any, moved_to: Any = None) -> None:
         """Keeps everything inside a folder, before the folder may be moved or removed.
 
-        If it is moved, each file gets a new path. That nothing is at the new paths now is recorded
-        too, so that the files there are removed after the run.
+        If the folder is moved, each of its files gets a new path. The new paths are kept too. There
+        is nothing at them yet, so the files there are removed after the run.
 
         Args:
             path: path of the folder. Anything that is not a folder is ignored.
@@ -133,12 +133,14 @@ class FilesBefore:
         """Copies what is at a path and adds it to the index, unless a rank has done so.
 
         Every rank does this before it changes a file, so the file is still as it was before the
-        run, unless the run itself has created it.
+        run, unless the run itself has created it. Only one rank does this at a time.
         """
         copy_name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
         copy_path = os.path.join(self._copies, copy_name)
-        file_of_known_path = copy_path + ".known"
-        if os.path.exists(file_of_known_path):
+
+        # A file beside the copy shows that the path was kept before.
+        marker_file = copy_path + ".known"
+        if os.path.exists(marker_file):
             return
 
         kind = NOTHING
@@ -162,7 +164,7 @@ class FilesBefore:
                 return  # a device or the like
 
         index = os.path.join(self._copies, INDEX_FILE)
-        self._append_line(file_of_known_path, "")
+        self._append_line(marker_file, "")  # creates the file
         self._append_line(index, [path, kind, copy_or_link_target])
 
     def _append_line(self, file: str, value: object) -> None:
@@ -193,18 +195,18 @@ class FilesBefore:
         self._watch_os_open()
         self._watch_rmtree()
 
-        # Functions that change what is at the path itself.
+        # `os.remove(path)` removes what is at the path: if this is a link, the link itself.
         for name in ("remove", "unlink", "rmdir", "mkdir"):
             self._watch_os_function(name, self.keep_path, num_paths=1)
 
-        # This one changes the file that the path leads to.
+        # `os.truncate(path, length)` changes the file that the path leads to, if it is a link.
         self._watch_os_function("truncate", self.keep_target, num_paths=1)
 
-        # These change what is at both of their paths.
+        # `os.rename(src, dst)` changes what is at both paths.
         for name in ("rename", "replace"):
             self._watch_os_function(name, self.keep_moved, num_paths=2)
 
-        # `os.symlink(target, path)` only changes what is at its second path.
+        # `os.symlink(target, path)` has two paths, but only changes what is at the second one.
         for name in ("symlink", "link"):
             self._watch_os_function(name, lambda target, path: self.keep_path(path), num_paths=2)
 
@@ -253,8 +255,11 @@ class FilesBefore:
 
         @wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            """Replaces the function: keeps what is at the paths, and then calls the original."""
-            # All arguments by name. The paths are among them, since they have no defaults.
+            """Replaces the function, such as `os.rename`.
+
+            `keep_paths` is called with the script's paths first, and then the original, `plain`.
+            """
+            # All arguments of the call by name: {"src": "a.txt", "dst": "b.txt"} for `os.rename`.
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:  # wrong arguments, for which the function itself raises an error
@@ -273,8 +278,8 @@ class FilesBefore:
     def _watch_rmtree(self) -> None:
         """Patches `shutil.rmtree`, to keep everything in the folder that it removes.
 
-        It needs a patch of its own, because it opens the folder and then removes files by name, and
-        not by path.
+        It needs a patch of its own. It calls `os.unlink(name, dir_fd=...)` with the name of a file
+        in an open folder, which the patch of `os.unlink` ignores.
         """
         plain_rmtree: Any = shutil.rmtree
 
@@ -306,10 +311,10 @@ def restore(folder: Path) -> None:
         return
 
     entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
-    for path, kind, detail in entries:
+    for path, kind, copy_or_link_target in entries:
         # An error with one file must not prevent the others from being restored.
         with suppress(OSError):
-            _restore_entry(folder, path, kind, detail)
+            _restore_entry(folder, path, kind, copy_or_link_target)
 
     # Remove the folders that the run has created, which are empty now. Inner folders were created
     # last, so they are removed first.
@@ -319,14 +324,14 @@ def restore(folder: Path) -> None:
                 os.rmdir(path)
 
 
-def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
+def _restore_entry(folder: Path, path: str, kind: str, copy_or_link_target: str) -> None:
     """Restores what was at one path, and replaces what is there now.
 
     Args:
         folder: folder of the run.
         path: path to be restored.
         kind: what was there before the run: FOLDER, NOTHING, LINK or FILE.
-        detail: name of the copy of a file, or target of a link.
+        copy_or_link_target: name of the copy of a file, or target of a link; else empty.
     """
     if kind == FOLDER:
         os.makedirs(path, exist_ok=True)
@@ -337,7 +342,7 @@ def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(path)  # what the run has put there instead
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.symlink(detail, path)
+        os.symlink(copy_or_link_target, path)
     else:  # FILE
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        shutil.copy2(folder / COPIES_FOLDER / detail, path)
+        shutil.copy2(folder / COPIES_FOLDER / copy_or_link_target, path)

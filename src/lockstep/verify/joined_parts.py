@@ -90,6 +90,7 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     if not reference_run or not has_several_ranks:
         return unchanged
 
+    # The parameters of one process before its first update.
     whole_tensors = reference_run[0].merged("initial")
     concatenations, unjoinable_names = _find_parts(whole_tensors, parallel_run)
     if not concatenations and not unjoinable_names:
@@ -164,11 +165,11 @@ def _find_parts(
         if name not in whole_tensors or not all_ranks_have_it:
             continue
 
-        # Every rank has the whole tensor, perhaps with other values than one process.
         whole = whole_tensors[name]
         parts = [rank.initial[name] for rank in first_update]
         are_equal = all(np.array_equal(part, parts[0]) for part in parts)
         if are_equal and whole.shape == parts[0].shape:
+            # Every rank has the whole tensor, perhaps with other values than one process.
             continue
 
         concatenation = _find_concatenation(parts, whole)
@@ -250,11 +251,10 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if any(call.gradient_of == name for call in update.calls):
             return False
 
-    # If a rank has wrapped the model with DDP or Lockstep, the wrapper averages the gradients.
-    # `unwrapped` lists the parameters of models without a wrapper.
+    # DDP or Lockstep has wrapped the model of this tensor, and averages its gradients. `unwrapped`
+    # lists the parameters of models without such a wrapper.
     for rank in parallel_run[0]:
-        is_wrapped = name not in rank.unwrapped
-        if is_wrapped:
+        if name not in rank.unwrapped:
             return False
 
     # All ranks have the same gradients, so something averages them.
@@ -264,7 +264,8 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
             return False
 
-    # Ranks that exchange nothing at all train copies too: the script forgets to average them.
+    # Nothing averages the gradients. Either the tensors are parts of one model, and the ranks
+    # exchange activations; or they are copies, whose gradients the script forgets to average.
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
 
@@ -292,9 +293,10 @@ def _ranks_exchange_outputs(update: Update) -> bool:
         if call.name in _SENDING_CALLS:
             return True
 
-        # The `forward` of an autograd function makes the call. The function's `backward` sends
+        # The `forward` of a `torch.autograd.Function` makes the call. Its `backward` sends
         # gradients back, so the exchanged tensors are part of the computation of the loss.
-        if call.in_function:
+        is_in_autograd_function = call.in_function
+        if is_in_autograd_function:
             return True
 
     return False
@@ -310,25 +312,19 @@ def _with_joined_tensors(
         concatenations: how each split tensor is joined, by name.
         removed_names: names of tensors that cannot be joined and are removed.
     """
+    # Join the parts in each field, such as "gradients", in which every rank has recorded its part.
     whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
-
+        arrays_of_ranks = [getattr(rank, field_name) for rank in update]
         for name, concatenation in concatenations.items():
-            parts = []
-            for rank in update:
-                arrays = getattr(rank, field_name)
-                if name in arrays:
-                    parts.append(arrays[name])
-            if len(parts) == len(update):  # every rank has recorded its part
+            if all(name in arrays for arrays in arrays_of_ranks):
+                parts = [arrays[name] for arrays in arrays_of_ranks]
                 whole_tensors[field_name][name] = concatenation.join(parts)
 
     # The parts are removed from all fields. Where a whole tensor is known, it takes their place.
-    names_to_remove = {*concatenations, *removed_names}
-    return Update(
-        _replace_tensors(rank, names_to_remove=names_to_remove, replacements=whole_tensors)
-        for rank in update
-    )
+    split_names = {*concatenations, *removed_names}
+    return Update(_replace_split_tensors(rank, split_names, whole_tensors) for rank in update)
 
 
 def _with_fields_of_joined(
@@ -336,9 +332,9 @@ def _with_fields_of_joined(
 ) -> Update:
     """Returns an update of the reference run with the same fields as an update with joined tensors.
 
-    Nothing has to be joined here. But values that `_with_joined_tensors` could not join are missing
-    in the parallel run, so they are removed from the reference run too: unjoinable tensors, sums
-    over split tensors, and local gradients of split tensors.
+    Nothing has to be joined here, but both runs must have recorded the same values. In the parallel
+    run, joined tensors have lost their sums and local gradients, which cannot be joined, and other
+    split tensors have lost everything. The same is removed here.
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several
@@ -346,61 +342,58 @@ def _with_fields_of_joined(
         joined_names: names of tensors that were joined in the parallel run.
         removed_names: names of tensors that could not be joined.
     """
-    whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
+    # Only the values of joined tensors stay, in the fields, such as "gradients", in which every
+    # replica has recorded them. All replicas get the values of the first one.
+    kept_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
-        whole_tensors[field_name] = {}
+        kept_tensors[field_name] = {}
+        arrays_of_replicas = [getattr(rank, field_name) for rank in update]
         for name in joined_names:
-            arrays = [getattr(rank, field_name).get(name) for rank in update]
-            if all(array is not None for array in arrays):  # every replica has recorded it
-                whole_tensors[field_name][name] = arrays[0]
+            if all(name in arrays for arrays in arrays_of_replicas):
+                kept_tensors[field_name][name] = arrays_of_replicas[0][name]
 
-    # Everything recorded for these tensors is removed, then the whole tensors are put back.
-    names_to_remove = {*joined_names, *removed_names}
-    return Update(
-        _replace_tensors(rank, names_to_remove=names_to_remove, replacements=whole_tensors)
-        for rank in update
-    )
+    split_names = {*joined_names, *removed_names}
+    return Update(_replace_split_tensors(rank, split_names, kept_tensors) for rank in update)
 
 
-def _replace_tensors(
+def _replace_split_tensors(
     rank: RankUpdate,
-    *,
-    names_to_remove: set[str],
-    replacements: Mapping[str, Mapping[str, Array]],
+    split_names: set[str],
+    whole_tensors: Mapping[str, Mapping[str, Array]],
 ) -> RankUpdate:
-    """Returns the record of a rank in which some tensors are removed or replaced.
+    """Returns the record of a rank in which split tensors are replaced by whole ones, or removed.
 
     Args:
         rank: record of the rank.
-        names_to_remove: names of the tensors to remove. Everything recorded for them is removed:
-            their values, sums over them, and their local gradients.
-        replacements: values to put in place of removed ones, by field of `RankUpdate` and by name.
-            They are only used in fields where the rank had recorded the tensor.
+        split_names: names of the tensors that are split over the ranks. The sums over them and
+            their local gradients are always removed.
+        whole_tensors: whole tensors by field of `RankUpdate` and by name, such as
+            `{"gradients": {"Net/weight": array}}`. A split tensor that is missing in a field here
+            is removed from that field of the record.
     """
     fields: dict[str, Any] = {}
     for field_name in _TENSOR_FIELDS:
         arrays = getattr(rank, field_name)
-        new_arrays = {n: array for n, array in arrays.items() if n not in names_to_remove}
-        for name in arrays:
-            if name in replacements[field_name]:
-                new_arrays[name] = replacements[field_name][name]
-        fields[field_name] = new_arrays
+        whole_arrays = whole_tensors[field_name]
+        unsplit = {name: arrays[name] for name in arrays if name not in split_names}
+        joined = {name: whole_arrays[name] for name in arrays if name in whole_arrays}
+        fields[field_name] = {**unsplit, **joined}
 
-    # Sums have no replacement: the sum over a whole tensor does not follow from those over parts.
+    # The sums over a whole tensor do not follow from those over its parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
         for name, sums in getattr(rank, field_name).items():
             # Optimizer state has names such as "Net/weight/exp_avg", where "Net/weight" is the
             # parameter.
             parameter_of_state = name.rpartition("/")[0]
-            if name not in names_to_remove and parameter_of_state not in names_to_remove:
+            if name not in split_names and parameter_of_state not in split_names:
                 fields[field_name][name] = sums
 
     # Gradients of single backward passes, before they were averaged.
     local_gradients = []
     for gradients in rank.local_gradients:
-        kept_gradients = {n: array for n, array in gradients.items() if n not in names_to_remove}
-        local_gradients.append(kept_gradients)
+        unsplit = {name: gradients[name] for name in gradients if name not in split_names}
+        local_gradients.append(unsplit)
 
     return replace(rank, **fields, local_gradients=local_gradients)
 

@@ -61,6 +61,8 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
 
+    # A test that one process did not reach is left out: an earlier test differs too, and led the
+    # ranks there.
     places = []
     for place in case.expected[0].branch_outcomes:
         line = _line_of(place)
@@ -159,9 +161,9 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         return []
 
     ranks_by_location: dict[Location, list[int]] = defaultdict(list)
-    for number, stack in stack_of_rank.items():
-        innermost_line = stack[0]
-        ranks_by_location[innermost_line].append(number)
+    for rank, stack in stack_of_rank.items():
+        innermost_location = stack[0]  # file and line
+        ranks_by_location[innermost_location].append(rank)
 
     texts_of_writes = []
     for (file, line), ranks in ranks_by_location.items():
@@ -169,9 +171,9 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         texts_of_writes.append(f"{format_ranks(ranks)} last wrote to them by {source}")
 
     ranks_without_write = []
-    for number in range(len(case.actual)):
-        if number not in stack_of_rank:
-            ranks_without_write.append(number)
+    for rank in range(len(case.actual)):
+        if rank not in stack_of_rank:
+            ranks_without_write.append(rank)
 
     # All ranks wrote.
     if not ranks_without_write:
@@ -182,7 +184,7 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     descriptions = ["; ".join([*texts_of_writes, text_of_others])]
 
     # A test around the line, such as `if rank == 0`, may be the reason.
-    outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
+    outcomes_of_ranks = [record.branch_outcomes for record in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
     place = _splitting_test_around(first_stack, outcomes_of_ranks)
     if place is not None:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,11 +44,15 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
 
     If all ranks step with the same optimizers, their n-th steps form an update. Otherwise, steps
     with an optimizer that only some ranks have become updates that the other ranks have missed.
-    They are placed after the last step of a shared optimizer before them.
+
+    For example, let `A` be a step of an optimizer that all ranks have, and `b` a step that only
+    rank 0 makes. Rank 0 with `A b A` and rank 1 with `A A` form three updates, of which rank 1 has
+    missed the second.
 
     Args:
         ranks: steps of each rank.
     """
+    # Usually, all ranks run the same lines, and so step with the same optimizers in the same order.
     if _have_same_optimizer_classes(ranks):
         return _line_up_in_order(ranks)
 
@@ -75,17 +80,17 @@ def _line_up_at_shared_steps(
     """Returns the updates of ranks that do not all make every step.
 
     For example, let `A` be a step of a shared optimizer and `b` a step that only rank 0 makes. Rank
-    0 with `A b A` and rank 1 with `A A` form three updates, of which rank 1 has missed the second.
+    0 with `b A b A` and rank 1 with `A A` form the updates `b`, `A`, `b` and `A`, of which rank 1
+    has missed both `b`.
 
     Args:
         ranks: steps of each rank.
         shared_optimizers: numbers of the optimizers that all ranks step with.
     """
-    # The steps of each rank are split into sections. The first section holds the steps before any
-    # step of a shared optimizer; each later one begins with such a step.
+    # `b A b A` becomes the sections `[b]`, `[A b]` and `[A]`. The first section may be empty; each
+    # later one begins with a step of a shared optimizer.
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
 
-    # The first section of a rank holds its steps before the first shared one.
     first_sections = [sections_of_rank[0] for sections_of_rank in sections_of_ranks]
     updates = _line_up_steps_of_some_ranks(first_sections)
 
@@ -101,7 +106,9 @@ def _line_up_at_shared_steps(
         other_steps = [section[1:] for section in sections]
         updates += _line_up_steps_of_some_ranks(other_steps)
 
-    return _with_all_initial_parameters(updates)
+    # The comparison expects the initial parameters of every rank in the first update, but a rank
+    # that has missed this update has recorded them in a later one.
+    return _with_initial_parameters_in_first(updates)
 
 
 def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
@@ -186,9 +193,10 @@ def _match_optimizers(
 ) -> dict[int, int]:
     """Finds the shared number of each optimizer of a rank, by the number that the rank gave it.
 
-    Optimizers are the same if they hold the same parameters. If each rank's optimizer holds another
-    part of the parameters, optimizers are the same if they have the same number and class. All
-    other optimizers get new numbers.
+    Optimizers of two ranks are the same if they have parameters in common. Each rank may also have
+    an optimizer for another part of the parameters, as with pipeline stages: without parameters in
+    common, optimizers are the same if they have the same number and class. All other optimizers get
+    new numbers.
 
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
@@ -226,22 +234,34 @@ def _match_by_parameters(
     pairs = []  # (similarity, shared number, number on the rank)
     for number, update in first_updates.items():
         for shared_number, known_update in known_optimizers.items():
-            num_common_parameters = len(update.parameters.keys() & known_update.parameters.keys())
-            if num_common_parameters:
-                similarity = (num_common_parameters, *_similarity(update, known_update))
+            similarity = _similarity(update, known_update)
+            if similarity.num_common_parameters:
                 pairs.append((similarity, shared_number, number))
 
-    # The most similar pairs come first, and equally similar ones in the order of their numbers.
-    # Sorting is stable, so the less important key is sorted first.
+    # The most similar pairs come first. `sort` leaves equally similar ones in the order of their
+    # numbers, in which they are sorted before.
     pairs.sort(key=lambda pair: (pair[1], pair[2]))
     pairs.sort(key=lambda pair: pair[0], reverse=True)
 
+    # Each optimizer is matched only once, in its most similar pair.
     shared_numbers: dict[int, int] = {}
     for _, shared_number, number in pairs:
         if number not in shared_numbers and shared_number not in shared_numbers.values():
             shared_numbers[number] = shared_number
 
     return shared_numbers
+
+
+class _Similarity(NamedTuple):
+    """How similar the first steps of two optimizers are.
+
+    Compared like any tuple: the first field that is unequal decides which pair is more similar.
+    """
+
+    num_common_parameters: int
+    same_class: bool
+    same_parameters: bool
+    same_options: bool
 
 
 def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
@@ -255,25 +275,26 @@ def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
     return first.optimizer_class == second.optimizer_class
 
 
-def _similarity(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
-    """Returns how similar the first steps of two optimizers are, for comparison with other pairs.
+def _similarity(first: RankUpdate, second: RankUpdate) -> _Similarity:
+    """Returns how similar the first steps of two optimizers are.
 
-    A rank may train the same parameters with several optimizers of one class, for example one for
-    pretraining. Ranks that train together have the same parameters after a step.
-
-    Returns:
-        Whether both have the same class, the same parameters after the step, and the same options;
-        the most important one first.
+    Common names of parameters alone do not tell which optimizers belong together: a rank may train
+    a model with one optimizer first, to pretrain it, and then with another one of the same class.
+    So the values after the step are compared too. They are the same on ranks that train together.
     """
-    same_class = first.optimizer_class == second.optimizer_class
+    common_names = first.parameters.keys() & second.parameters.keys()
     same_parameters = True
-    for name in first.parameters.keys() & second.parameters.keys():
+    for name in common_names:
         if not _are_close(first.parameters[name], second.parameters[name]):
             same_parameters = False
 
     same_rates = list(first.learning_rates) == list(second.learning_rates)
-    same_options = same_rates and first.group_options == second.group_options
-    return same_class, same_parameters, same_options
+    return _Similarity(
+        num_common_parameters=len(common_names),
+        same_class=first.optimizer_class == second.optimizer_class,
+        same_parameters=same_parameters,
+        same_options=same_rates and first.group_options == second.group_options,
+    )
 
 
 def _are_close(first: Array, second: Array) -> bool:
@@ -306,13 +327,14 @@ def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     Args:
         ranks: steps of each rank between two updates that all ranks have made.
     """
-    # Steps of several ranks belong together if both the optimizer and the step have the same
-    # number. Each entry holds the steps of one such group, by rank.
+    # The third step with optimizer 1 is one update, no matter which ranks have made it. Each entry
+    # holds the steps of such a group, by rank.
     groups: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
-            key = (step[0].optimizer, step[0].step)
-            groups[key][rank] = step
+            record = step[0]  # records of further replicas have the same two numbers
+            number_of_step = record.step
+            groups[record.optimizer, number_of_step][rank] = step
 
     updates = []
     for step_of_rank in groups.values():
@@ -351,9 +373,11 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
     new_updates = []
     for update in updates:
         ranks = list(update)
+        some_record = update[0]  # all records have the same optimizer and number of the step
+
         # In ascending order, so that all lower ranks are present when a rank is inserted.
         for idle_rank in sorted(idle_ranks):
-            ranks.insert(idle_rank, missed_by(update[0]))
+            ranks.insert(idle_rank, missed_by(some_record))
         new_updates.append(Update(ranks))
 
     return new_updates
@@ -363,17 +387,18 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
 
 
 def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
-    """True if some ranks made two updates after one backward pass.
+    """True if some ranks made two updates after one backward pass, and other ranks only the later.
 
-    Such ranks step first with an optimizer of their own and then with a shared one, without another
-    backward pass in between.
+    For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and `optimizer.step()`, and
+    rank 1 calls `loss.backward()` and `optimizer.step()`. Then rank 1 has missed the earlier
+    update, and rank 0 has recorded the same losses with both.
 
     Args:
         earlier: an update that some ranks may have missed.
         later: the next update, which all ranks have made.
     """
-    # All ranks have made both updates.
-    if all(rank.stepped for rank in earlier):
+    nobody_missed_the_earlier = all(rank.stepped for rank in earlier)
+    if nobody_missed_the_earlier:
         return False
 
     # The number of replicas differs, so the ranks of the updates cannot be paired.
@@ -381,36 +406,48 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
         return False
 
     for before, after in zip(earlier, later, strict=True):
-        # Without a new backward pass, a rank records the losses of the last one again.
-        has_same_losses = bool(before.losses) and before.losses == after.losses
-        if before.stepped and has_same_losses:
+        if not before.stepped:
+            continue
+
+        # Since the two steps of this rank have no backward pass in between, the record of the later
+        # step repeats the losses of the earlier one.
+        repeats_losses = bool(before.losses) and before.losses == after.losses
+        if repeats_losses:
             return True
 
     return False
 
 
 def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
-    """Returns the earlier of two updates after one backward pass, with the inputs of all ranks.
+    """Returns the earlier of two updates, with the inputs of ranks that have missed it.
 
-    Ranks that missed the earlier update have recorded what the backward pass used with the later
-    one: batches, inputs of models, and parameters. Losses are removed, since it is not known which
-    of the two updates they belong to.
+    For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and `optimizer.step()`, and
+    rank 1 calls `loss.backward()` and `optimizer.step()`. Both ranks have used a batch for this
+    backward pass. Rank 0 has recorded its batch with the step of `own_optimizer`, and rank 1 with
+    that of `optimizer`. As on rank 0, the batch of rank 1 is moved to the earlier update.
+
+    Args:
+        earlier: step of `own_optimizer`, which some ranks have missed.
+        later: step of `optimizer`, which all ranks have made.
     """
     ranks = []
     for before, after in zip(earlier, later, strict=True):
+        # Losses are removed on all ranks, since it is not known which of the two steps they belong
+        # to.
         if before.stepped:
             ranks.append(replace(before, losses=[]))
-        else:
-            ranks.append(
-                replace(
-                    before,
-                    batches=after.batches,
-                    model_inputs=after.model_inputs,
-                    contributes=after.contributes,  # whether these batches count
-                    parameter_sums=after.parameter_sums,  # over the parameters that were used
-                    losses=[],
-                )
+            continue
+
+        ranks.append(
+            replace(
+                before,
+                batches=after.batches,
+                model_inputs=after.model_inputs,
+                contributes=after.contributes,  # whether these batches count
+                parameter_sums=after.parameter_sums,  # over the parameters that were used
+                losses=[],
             )
+        )
 
     return Update(ranks)
 
@@ -427,17 +464,19 @@ def _without_losses_and_parameter_sums(update: Update) -> Update:
 # Parameters before the first update
 
 
-def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
-    """Returns the updates with the initial parameters of every rank in the first one.
+def _with_initial_parameters_in_first(updates: list[Update]) -> list[Update]:
+    """Returns the updates, with the initial parameters of every rank moved to the first update.
 
-    A rank records its initial parameters with its own first step, which may be in a later update.
+    A rank records its initial parameters with its own first step. If the rank has missed the first
+    update, this step is part of a later one.
     """
     new_updates = []
     for number, update in enumerate(updates):
+        is_first = number == 0
         ranks = []
         for rank_number, rank in enumerate(update):
-            initial: dict[str, Array] = {}
-            if number == 0:
+            initial: dict[str, Array] = {}  # for all updates but the first one
+            if is_first:
                 initial = _initial_parameters(updates, rank_number)
             ranks.append(replace(rank, initial=initial))
         new_updates.append(Update(ranks))
@@ -448,9 +487,11 @@ def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
 def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
     """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
 
-    A rank records its initial parameters only once, and may do so at a later update than the first:
-    for example, rank 0 pretrains a model for two updates and then sends it to rank 1. The values
-    that rank 1 records are no longer initial then, so those of rank 0 are returned for it.
+    A rank records its parameters once, before its own first step. For example, rank 0 trains
+    "Net/a" in updates 0 and 1 and sends it to rank 1, whose first step is in update 2. Then rank 1
+    has recorded a trained value of "Net/a". Its initial value is taken from update 0, where rank 0
+    has recorded it. A parameter "Net/b" that nobody has trained before update 2 keeps the value
+    that rank 1 has recorded.
     """
     # Find the update at which the rank has recorded its parameters.
     number_of_record = None
@@ -466,21 +507,22 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
     if number_of_record == 0:  # nothing was trained yet
         return dict(recorded)
 
-    # Parameters that other ranks have trained before.
-    trained_names: set[str] = set()
+    trained_before: set[str] = set()  # names of parameters that other ranks have trained
     for update in updates[:number_of_record]:
-        trained_names |= update.merged("parameters").keys()
+        trained_before |= update.merged("parameters").keys()
 
-    initial_of_others = updates[0].merged("initial")
+    # What the ranks that made update 0 have recorded before it.
+    recorded_at_first_update = updates[0].merged("initial")
+
     initial = {}
     for name, array in recorded.items():
-        # At the first update, no rank had this parameter. The reference run has recorded only the
-        # parameters of the first update, so there is nothing to compare it with.
-        if name not in initial_of_others:
+        # The run on one process records initial parameters at its first update only. A parameter
+        # that did not exist by then cannot be compared.
+        if name not in recorded_at_first_update:
             continue
 
-        if name in trained_names:
-            initial[name] = initial_of_others[name]
+        if name in trained_before:
+            initial[name] = recorded_at_first_update[name]
         else:
             initial[name] = array
 

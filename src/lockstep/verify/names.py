@@ -176,8 +176,10 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
     Returns:
         The new roots by old root. Empty if no root changes, or if some model has no counterpart.
     """
-    free_models = _first_states(reference)  # models of the reference without a counterpart so far
-    other_models = _first_states(other)
+    # The first state of each model, by its root. Models of the reference are removed here when
+    # their counterpart is found.
+    free_models = _first_states_by_root(reference)
+    other_models = _first_states_by_root(other)
     if free_models.keys() != other_models.keys():  # the runs have different models
         return {}
 
@@ -216,7 +218,7 @@ def _with_root(name: str, new_roots: Mapping[str, str]) -> str:
     return f"{new_roots.get(root, root)}/{path}"
 
 
-def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
+def _first_states_by_root(updates: Sequence[Update]) -> dict[str, _FirstState]:
     """Returns the state of each model before the first update, by root."""
     states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:

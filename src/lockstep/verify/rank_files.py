@@ -121,7 +121,8 @@ class UpdateWriter:
 
         incomplete.rename(self.folder / f"{self.count}.pickle")
 
-        # For `count_steps`. If several optimizers make a step with this number, it counts once.
+        # `count_steps` counts these empty files. If several optimizers make a step with this
+        # number, it counts once, because they touch the same file.
         (self.folder / f"{_STEP_FILE_PREFIX}{update.step}").touch()
         self.count += 1
 

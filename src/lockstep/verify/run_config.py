@@ -64,7 +64,7 @@ class RunConfig:
         strategy_name = strategy.partition(":")[0]  # options follow the colon
         return strategy_name == _STRATEGY_WITH_REPLICAS
 
-    def reference(self, batch_size_factor: int = 1) -> RunConfig:
+    def reference_config(self, batch_size_factor: int = 1) -> RunConfig:
         """Returns the configuration of the run on one process that this run is compared with.
 
         Args:

@@ -313,7 +313,8 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     accepted = accept_differences(
         joined.reference_run,
         joined.parallel_run,
-        final_sums=(reference.final_sums, parallel.final_sums),
+        reference_final_sums=reference.final_sums,
+        parallel_final_sums=parallel.final_sums,
         tolerance=tolerance,
     )
     reference = replace(reference, updates=accepted.reference_run)

@@ -113,8 +113,9 @@ def _ones_in_mask(name: str, tensor: Tensor) -> dict[str, float]:
 def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
     """Counts the values of an integer or boolean tensor, which may hold labels or tokens.
 
-    Three counts are returned: labels that are not ignored, labels that are not zero, and values
-    that are not padding.
+    Returns:
+        The number of labels that are not ignored, and of labels that are not zero. For a tensor
+        with rows and columns, such as tokens, also the number of values that are not padding.
     """
     labels = tensor
     if tensor.dtype != torch.bool:
@@ -126,7 +127,8 @@ def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
     }
 
     if tensor.dim() == 2 and tensor.numel():
-        # Rows are padded at their end, so padding is the most frequent value in the last column.
+        # Texts of different lengths are padded at their end. So if there is padding, it is the most
+        # frequent value in the last column.
         padding = int(tensor[:, -1].long().mode().values)
         counts[f"values but {padding} in {name}"] = float((tensor != padding).sum())
 
@@ -155,13 +157,13 @@ class UnusedBatches:
         """Adds a batch that a loader hands out, and marks its tensors with the number of the batch.
 
         Everything that the script computes from these tensors carries the mark too. When a model is
-        called with a marked tensor, `use` is called with that number.
+        called with a marked tensor, `note_use` is called with that number.
         """
         self._last_number += 1
         mark(batch, batch=self._last_number)
         self._unused[self._last_number] = record
 
-    def use(self, number: int) -> None:
+    def note_use(self, number: int) -> None:
         """Notes that a model is called with a tensor made from this batch, which is now used.
 
         Earlier batches of the same loader are removed too: they belong to the same optimizer step.
@@ -177,11 +179,17 @@ class UnusedBatches:
         self._recognized_loaders.add(used_batch.loader)
 
         for other_number, batch in list(self._unused.items()):  # a copy, since entries are deleted
-            is_earlier = other_number <= number and batch.loader == used_batch.loader
-            if not is_earlier:
+            is_of_same_loader = batch.loader == used_batch.loader
+            is_later = other_number > number
+            if not is_of_same_loader or is_later:
                 continue
-            if batch.epoch < used_batch.epoch:
+
+            # The script has looked at all batches of an epoch first, for example to compute their
+            # mean, and begins to train in the next epoch.
+            is_of_earlier_epoch = batch.epoch < used_batch.epoch
+            if is_of_earlier_epoch:
                 self._never_trained.append(batch)
+
             del self._unused[other_number]
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
@@ -191,9 +199,9 @@ class UnusedBatches:
             The batches that were fetched ahead for a later step, and the batches that were never
             trained on.
         """
-        # An unused batch was fetched ahead, if use of the loader's batches can be seen at all. The
-        # inputs of a model cannot always be followed back to a batch. If this never worked for a
-        # loader, all of its batches are taken for batches of the step that ends.
+        # The inputs of a model cannot always be followed back to a batch. If this has worked once
+        # for a loader, its unused batches were fetched ahead. If it has never worked, all of its
+        # batches are taken for batches of the step that ends.
         fetched_ahead = {}
         for number, record in self._unused.items():
             if record.loader in self._recognized_loaders:

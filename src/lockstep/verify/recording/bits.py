@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,7 +60,7 @@ class BitRecorder(Extension):
         """Hash of the samples of each virtual rank of this process, in the current step."""
         self._losses: dict[str, str] = {}
         """Loss of each virtual rank of this process, in the current step."""
-        self._virtual_rank_gradients: dict[str, dict[str, str]] = {}
+        self._virtual_rank_hashes: dict[str, dict[str, str]] = {}
         """Hashes of the gradients of each virtual rank of this process, in the current step: by
         parameter name, then by a name such as "Net/weight of virtual rank 2"."""
         self._settings: Settings | None = None
@@ -103,7 +102,7 @@ class BitRecorder(Extension):
         if batch.micro_batch.first:
             self._samples = {}
             self._losses = {}
-            self._virtual_rank_gradients = {}
+            self._virtual_rank_hashes = {}
 
         if batch.loader not in self._loaders:
             self._loaders.append(batch.loader)
@@ -111,10 +110,11 @@ class BitRecorder(Extension):
 
         state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
 
-        # While `update.batches` is not empty, the state knows that a global batch has begun, and
-        # does not end the script before its step.
         ids = batch.samples.tolist()
-        state.update.batches.append(Batch(loader=loader_number, epoch=batch.epoch, ids=ids))
+        record = Batch(loader=loader_number, epoch=batch.epoch, ids=ids)
+        # As long as the update has a batch, `end_script_if_enough` does nothing. Otherwise, the
+        # script could be ended in the middle of a global batch.
+        state.update.batches.append(record)
 
         if not _is_padding(batch.micro_batch):
             hasher = hashlib.blake2b(repr(ids).encode(), digest_size=8)
@@ -156,8 +156,9 @@ class BitRecorder(Extension):
             if not gradient.any():
                 continue
 
-            # {"Net/weight": {"Net/weight of virtual rank 2": hash, ...}, ...}
-            hashes_of_parameter = self._virtual_rank_gradients.setdefault(name, {})
+            # All hashes are {"Net/weight": {"Net/weight of virtual rank 2": hash, ...}, ...}. The
+            # inner names are those that the verdict shows.
+            hashes_of_parameter = self._virtual_rank_hashes.setdefault(name, {})
             name_of_gradient = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
             hashes_of_parameter[name_of_gradient] = hash_of(gradient.detach().reshape(-1))
 
@@ -182,16 +183,17 @@ class BitRecorder(Extension):
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
 
-        # Gradients of other optimizers' parameters are kept until those optimizers step.
-        virtual_rank_gradients: dict[str, str] = {}
+        # Hashes of the gradients of virtual ranks, for the parameters of this optimizer. Those of
+        # other parameters are kept until their optimizers step.
+        hashes_of_virtual_ranks: dict[str, str] = {}
         for name in parameters:
-            virtual_rank_gradients |= self._virtual_rank_gradients.pop(name, {})
+            hashes_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
 
         bits: dict[str, Mapping[str, str]] = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
-            "parts": virtual_rank_gradients,
+            "parts": hashes_of_virtual_ranks,
             "gradients": _hashes(gradients.items()),
             "rates": {f"group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
@@ -229,7 +231,7 @@ class BitRecorder(Extension):
             update.parameters = copy_arrays(parameters.items())
 
         update.dtype = self._dtype()
-        state.finish_update(update, [])
+        state.finish_update(update, later_batches=[])
         state.steps_of[optimizer] += 1
 
     # The end of the run
@@ -239,15 +241,16 @@ class BitRecorder(Extension):
         fields: dict[str, Any] = {
             "uses_lockstep": bool(self.state.models.prepared_ids),
             "stopped_at": self.state.stopped_at,
-            "own_process_line": self.own_process_line,
+            "own_process_line": self.own_process_line,  # at which the script starts a process
             "internal_error": self.state.internal_error,
             "backward_passes": len(self.state.update.losses),
         }
 
+        # The number of virtual ranks is "own" if the script itself has set it. Otherwise,
+        # `lockstep verify` has.
         if self._settings is not None:
-            fields["virtual_ranks"] = self._settings.virtual_ranks
-            # Either the script itself has set this number, or `lockstep verify` has.
             is_set_by_verify = self._settings.virtual_ranks_of_verify is not None
+            fields["virtual_ranks"] = self._settings.virtual_ranks
             fields["virtual_ranks_are_own"] = not is_set_by_verify
 
         return fields
@@ -305,5 +308,5 @@ def hash_of(tensor: Tensor) -> str:
     value_bytes = values.reshape(-1).view(torch.uint8).numpy()
 
     hasher = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
-    hasher.update(np.ascontiguousarray(value_bytes).data)
+    hasher.update(value_bytes.data)
     return hasher.hexdigest()

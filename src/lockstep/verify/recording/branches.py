@@ -56,7 +56,9 @@ class Branches:
             path = self.get_filename(name)
             if not is_user_file(path):
                 return original_get_code(self, name)  # type: ignore[no-any-return]
-            return source_to_code(self, self.get_data(path), path)
+
+            source = self.get_data(path)
+            return source_to_code(self, source, path)  # the patched function below
 
         def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
             """Compiles the source of a file; tests in a user's file are recorded."""
@@ -79,6 +81,10 @@ class Branches:
         Args:
             place: file, first line and last line of the statement.
             value: value of the test, such as that of `rank == 0`.
+
+        Returns:
+            The outcome as True or False. While torch compiles a function, `value` itself, which the
+            compiler traces.
         """
         if torch.compiler.is_compiling():  # the compiler cannot trace the lines below
             return value
@@ -120,7 +126,7 @@ class _TestNoter(ast.NodeTransformer):
         Such a test may differ between ranks without harm, as in `if rank == 0: print(loss)`.
         """
         self.generic_visit(node)  # for statements nested in this one
-        if _only_report([*node.body, *node.orelse]):
+        if _are_reports([*node.body, *node.orelse]):
             return node
         return self._with_note(node)
 
@@ -153,20 +159,20 @@ class _TestNoter(ast.NodeTransformer):
         return node
 
 
-def _only_report(statements: list[ast.stmt]) -> bool:
+def _are_reports(statements: list[ast.stmt]) -> bool:
     """True if every statement only prints, logs or saves something; also for an empty list."""
-    return all(_only_reports(statement) for statement in statements)
+    return all(_is_report(statement) for statement in statements)
 
 
-def _only_reports(statement: ast.stmt) -> bool:
+def _is_report(statement: ast.stmt) -> bool:
     """True if a statement only calls functions that report something, such as `print`."""
     if isinstance(statement, ast.Pass):
         return True
     # Blocks, such as `with open(path, "w") as file:`, report if all statements inside do.
     if isinstance(statement, ast.If | ast.For):
-        return _only_report([*statement.body, *statement.orelse])
+        return _are_reports([*statement.body, *statement.orelse])
     if isinstance(statement, ast.With):
-        return _only_report(statement.body)
+        return _are_reports(statement.body)
     if not isinstance(statement, ast.Expr):  # such as an assignment or a `break`
         return False
 

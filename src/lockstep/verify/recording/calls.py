@@ -32,18 +32,13 @@ class CallRecorder:
         self.state = state
 
     @guarded
-    def record(
-        self, name: str, tensor: Any, output: Any = None, value: float | None = None
-    ) -> ScriptCall:
+    def record(self, name: str, *, value: float | None = None) -> ScriptCall:
         """Records that the script calls a function, and returns the record.
 
-        The record is added to `state.update.calls`. The marks of the call's tensors change: after a
-        collective, a tensor is no longer made from the samples of this rank alone.
+        The record is added to `state.update.calls`.
 
         Args:
             name: name of the function, such as "all_reduce" or "clip".
-            tensor: input of the call; None for a function without an input tensor.
-            output: tensors that the call fills, without passing gradients to its input.
             value: number that the function was given, such as a scheduler's metric.
         """
         state = self.state
@@ -55,21 +50,35 @@ class CallRecorder:
             in_step=state.num_running_steps() > 0,
         )
         state.update.calls.append(call)
+        return call
 
+    @guarded
+    def record_collective(self, name: str, tensor: Any, gathered: Any = None) -> ScriptCall:
+        """Records that the script calls a collective, and returns the record.
+
+        Args:
+            name: name of the collective, such as "all_reduce".
+            tensor: input of the collective. Only its call is recorded if the input is not a tensor.
+            gathered: tensors that an all-gather fills with the inputs of all ranks; None for any
+                other collective.
+        """
+        call = self.record(name)
         if isinstance(tensor, Tensor):
             call.in_function = _is_inside_autograd_function()
             self._describe_input(call, tensor)
 
-            # A call with an input is a collective. Many collectives, such as an all-reduce, write
-            # their result to the input, which then comes from all ranks: its marks are removed, and
-            # the write is recorded.
+            # Many collectives, such as an all-reduce, write their result to the input. Then the
+            # tensor is no longer made from the samples of this rank alone, so its marks are
+            # removed, and the write is recorded.
             unmark(tensor)
-            state.mode.writes.note_write(tensor, by_hand=False)
+            self.state.mode.writes.note_write(tensor, by_hand=False)
 
-        # No gradient flows from the output to the input. Inside an autograd function this is right,
-        # because its own `backward` computes the gradient. Elsewhere it is a mistake of the script.
-        if output is not None and not call.in_function:
-            _mark_lost_gradient(call, output)
+        # If the script computes a loss from gathered tensors, no gradient flows back through the
+        # gather to the model, which is a mistake. It is none in the `forward` of an autograd
+        # function, whose `backward` computes the gradient.
+        is_in_autograd_function = call.in_function
+        if gathered is not None and not is_in_autograd_function:
+            _mark_lost_gradient(call, gathered)
 
         return call
 
@@ -81,7 +90,9 @@ class CallRecorder:
             tensor: input of the call.
         """
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
-        # This mark is on outputs of trained models, and on everything computed from them.
+
+        # The mark "trained" is on each output of a model in training, and on everything that is
+        # computed from it.
         call.uses_model_output = "trained" in marks_of(tensor)
 
         # The input is a gradient if it has the same storage as the gradient of some parameter. A
@@ -132,6 +143,9 @@ class CallRecorder:
         """
         for tensor in tensors(result):
             unmark(tensor)
+
+        # A nest of tensors is gathered by one call for each of its tensors. The nest is marked as a
+        # whole, since a loss is a mistake of the script if it depends on any of them.
         if loses_gradient:
             for call in calls:
                 _mark_lost_gradient(call, result)

@@ -59,10 +59,11 @@ class Determinism:
         """Returns what was switched off, for the verdict: `["3 dropout layers", "autocast"]`."""
         notes = []
         for what, count in self.switched_off.items():
-            if count > 1:
-                notes.append(f"{count} {what}")
-            elif count == 1:
+            # If something was switched off once, its number is left out: "dropout layers".
+            if count == 1:
                 notes.append(what)
+            elif count > 1:
+                notes.append(f"{count} {what}")
         return notes
 
     # Dropout
@@ -81,8 +82,9 @@ class Determinism:
         rate = arguments.get("p", 0.5)
         training = arguments.get("training", True)
 
-        # Otherwise, the call would have returned its input anyway.
-        if training and rate:
+        # In evaluation mode, or with the rate 0, dropout returns its input anyway.
+        would_drop_values = training and rate
+        if would_drop_values:
             self.switched_off["dropout functions"] += 1
 
         return arguments["input"]
@@ -147,15 +149,15 @@ class Determinism:
             The function, the positional and the keyword arguments to call instead. Any other call
             is returned unchanged.
         """
-        # A conversion of a float64 tensor would lower its precision, which is reported to the user
-        # as switched off. A conversion of an integer tensor is not reported.
-        converts_float64 = (
+        # If the first argument is a float64 tensor, a conversion would lower its precision. This is
+        # reported to the user as switched off. A conversion of an integer tensor is not reported.
+        first_is_float64 = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
 
         # tensor.float() becomes tensor.double()
         if func in NARROWING_METHODS:
-            if converts_float64:
+            if first_is_float64:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
 
@@ -172,7 +174,7 @@ class Determinism:
         if not is_conversion:
             return func, args, kwargs
 
-        if converts_float64:
+        if first_is_float64:
             self.switched_off[CONVERSIONS] += 1
 
         wide_args = tuple(_widen_dtype(value) for value in args)
@@ -180,7 +182,7 @@ class Determinism:
         return func, wide_args, wide_kwargs
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draws the random numbers that the unmodified script would draw, as float64.
+        """Draws the random numbers that the unmodified script would draw, as float64 if possible.
 
         A generator gives other numbers in float64 than in float32, so the draw itself is made in
         the script's own dtype.
@@ -191,12 +193,14 @@ class Determinism:
             kwargs: keyword arguments of the call.
 
         Returns:
-            The result of the call, in float64.
+            The result of the call. It is in float64, unless the call itself specifies another dtype
+            or passes gradients on.
         """
         if not self.double:
             return func(*args, **kwargs)
-        # Gradients flow through the result of functions such as F.gumbel_softmax. They would not
-        # flow through the converted copy that is returned below.
+
+        # Functions such as F.gumbel_softmax pass gradients from their result on to their input. A
+        # converted copy, as below, would pass none on, so their result stays as it is.
         if func.__name__ in DRAWS_WITH_GRADIENT:
             return func(*args, **kwargs)
 
@@ -226,15 +230,20 @@ class Determinism:
         return converted.requires_grad_(drawn.requires_grad)
 
     def _fill_with_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method such as `normal_`, which fills a tensor with random numbers.
+        """Calls a function that fills its first argument, a tensor, with random numbers.
 
         A float64 tensor is filled with the numbers that a tensor of the script's own dtype would
         get.
+
+        Args:
+            func: a method such as `Tensor.normal_`, or a function such as `nn.init.normal_`.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         if args:
             tensor, *other_args = args
         else:
-            tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
+            tensor = kwargs.pop("tensor")  # as in `nn.init.normal_(tensor=weight)`
             other_args = []
 
         # A tensor that was never converted to float64, such as an integer tensor, is filled as in

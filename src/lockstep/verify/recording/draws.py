@@ -92,9 +92,9 @@ class DrawLog:
     def paused(self) -> Iterator[None]:
         """Returns a context manager whose block is left out of `since_restart`.
 
-        Draws inside the block are still counted.
+        In `count`, the number of all draws of the process, draws inside the block are included.
         """
-        # `since_restart` returns these two, so they are put back as they were before the block.
+        # These are the two values that `since_restart` returns. They are put back after the block.
         first_line_before = self._first_line
         hash_before = self._hash.copy()
         try:

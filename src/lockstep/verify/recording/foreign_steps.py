@@ -33,21 +33,22 @@ class ForeignStepRecorder:
         self._gradients = gradients
 
     def record_if_parameters_changed(self) -> None:
-        """Records an update if parameters have changed since its first forward pass.
+        """Records the current update if it has changed the parameters, which completes it.
 
-        Called before each forward pass. It does nothing on a rank with an optimizer, whose step
-        ends the update, or if there was no backward pass, as nothing was trained then.
+        Called before each forward pass. The parameters are compared with those at the first forward
+        pass of the current update. Nothing is recorded on a rank with an optimizer, whose step
+        completes the update, or if there was no backward pass, as nothing was trained then.
         """
         state = self.state
         had_backward_pass = bool(state.update.losses)
         if state.has_optimizer or not had_backward_pass:
             return
 
-        summaries_at_start = state.notes.sums_at_start
+        sums_at_start = state.notes.sums_at_start
         for name, parameter in state.models.parameters():
-            if name not in summaries_at_start:
+            if name not in sums_at_start:
                 continue
-            has_changed = not np.array_equal(summarize(parameter), summaries_at_start[name])
+            has_changed = not np.array_equal(summarize(parameter), sums_at_start[name])
             if has_changed:
                 self._record_update()
                 return
@@ -61,12 +62,18 @@ class ForeignStepRecorder:
         loss.
         """
         state = self.state
-        # Parameters are listed in `state.models` when a module that has them is called first.
-        calls_modules = bool(list(state.models.parameters()))
-        if state.has_optimizer or calls_modules:
+
+        # The step of the optimizer completes the update.
+        if state.has_optimizer:
             return
 
-        # Pairs of a parameter and its summary, by the id of the parameter.
+        # The script calls modules, whose parameters are listed in `state.models` then. Before each
+        # forward pass, `record_if_parameters_changed` looks at them.
+        calls_modules = bool(list(state.models.parameters()))
+        if calls_modules:
+            return
+
+        # By the id of each parameter, the parameter and its summary.
         summaries_of_last_loss = state.notes.parameters_of_loss
         summaries = {}
         has_changed = False
@@ -177,4 +184,5 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            state.num_updates_after_step_of[optimizer] = state.writer.count  # written so far
+            # The number of the update that begins now.
+            state.first_update_after_step_of[optimizer] = state.update_number

@@ -113,6 +113,7 @@ class ForwardRecorder:
             The inputs converted to float64, for an outermost module; None leaves the inputs
             unchanged.
         """
+        # In any case, `leave_module` subtracts 1 again.
         self._depth += 1
 
         # While torch traces or transforms a function, tensors have no values.
@@ -123,8 +124,8 @@ class ForwardRecorder:
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))
 
-        # The call of a model begins. The set of its BatchNorm layers is empty so far; calls of
-        # modules inside of the model add to it.
+        # The call of a model begins. Its BatchNorm layers will be added to this set when they are
+        # called.
         is_model = self._depth == 1
         if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
@@ -178,7 +179,7 @@ class ForwardRecorder:
             return
 
         # A model that is called without gradients, such as a teacher, only matters if its output
-        # goes into a loss. To find out, the output gets a mark for each of these layers.
+        # goes into a loss. To find out, `_mark_output` marks the output with each of these layers.
         if torch.is_grad_enabled():
             self.state.notes.local_batch_norms.add(id(layer))
         else:
@@ -191,8 +192,8 @@ class ForwardRecorder:
             return
 
         update = self.state.update
-        # The script should call the DDP wrapper. If it calls the module inside of the wrapper, the
-        # gradients are not averaged. The first line that does so is recorded.
+        # The script should call the DDP wrapper. If it goes past the wrapper and calls the module
+        # inside, the gradients are not averaged. The first line that does so is recorded.
         bypasses_wrapper = self.state.models.is_inside_ddp(module)
         if bypasses_wrapper and not update.past_wrapper_line:
             update.past_wrapper_line = user_line() or "somewhere"
@@ -214,10 +215,13 @@ class ForwardRecorder:
         state = self.state
         update = state.update
 
-        # The model is neither wrapped with DDP nor prepared by Lockstep.
-        if not state.models.is_wrapped(module) and not update.unwrapped_line:
+        # A model that is neither wrapped with DDP nor prepared by Lockstep may be a mistake. The
+        # first line that calls one is recorded.
+        is_unwrapped = not state.models.is_wrapped(module)
+        if is_unwrapped and not update.unwrapped_line:
             update.unwrapped_line = user_line() or ""
 
+        # Tensors of modules that are neither parameters nor buffers, but plain attributes.
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
 
@@ -241,7 +245,10 @@ class ForwardRecorder:
         """Records the state of the run at the first training forward pass of an optimizer step."""
         state = self.state
         state.update.began_with_forward = True
-        state.has_joined = False  # under `Join`, a rank without samples calls no model
+
+        # With `torch.distributed.algorithms.Join`, a rank without samples has joined: it calls no
+        # model, and only answers the collectives of the others. This rank calls a model.
+        state.has_joined = False
 
         # Outcomes of `if` statements before the training do not belong to a step.
         if state.is_first_update:
@@ -283,9 +290,11 @@ class ForwardRecorder:
         if is_first_of_update:
             state.notes.draws_before_forward = state.mode.draws.count
 
+        # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an
+        # empty text if no tensor has rows.
         record = describe_batch(inputs, ids=())  # the indices of the samples are not known
-        has_samples = record.shape != ""  # the shape of one sample; empty if no tensor has rows
-        if has_samples:
+        has_rows = bool(record.shape)
+        if has_rows:
             state.update.model_inputs.append(record)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
@@ -297,16 +306,20 @@ class ForwardRecorder:
                     evaluating_parameters.add(id(parameter))
 
     def _parameters_changed_since_last_step(self) -> dict[str, Array]:
-        """Returns the parameters that have changed since the last optimizer step, by name."""
+        """Returns the parameters that have changed since the last optimizer step, by name.
+
+        Sharded parameters are left out. To compare them, all ranks would have to gather them, but
+        only some ranks may call a model at this point.
+        """
         models = self.state.models
         values_after_step = models.after_last_step
-        recorded_parameters = []
+        parameters_to_compare = []
         for name, parameter in models.parameters():
             if name in values_after_step and not is_sharded(parameter):
-                recorded_parameters.append((name, parameter))
+                parameters_to_compare.append((name, parameter))
 
         changed = {}
-        for name, current_values in copy_arrays(recorded_parameters).items():
+        for name, current_values in copy_arrays(parameters_to_compare).items():
             if not np.array_equal(current_values, values_after_step[name]):
                 changed[name] = current_values
 
@@ -319,7 +332,8 @@ class ForwardRecorder:
         recorded too, in `state.update.initial`.
         """
         state = self.state
-        summaries = state.models.sums_of_parameters()  # by name; sharded parameters are left out
+        # Two numbers for each parameter, by name. Sharded parameters are left out.
+        summaries = state.models.sums_of_parameters()
         state.notes.sums_at_start = summaries
 
         # The script may train tensors that no model has, only an optimizer. They get a name when
@@ -332,21 +346,24 @@ class ForwardRecorder:
         state.notes.unstepped_sums = summaries_of_unnamed
 
         if state.is_first_update:
-            whole_parameters = [(n, p) for n, p in state.models.parameters() if n in summaries]
-            state.update.initial = copy_arrays(whole_parameters)
+            parameters_without_shards = []
+            for name, parameter in state.models.parameters():
+                if name in summaries:
+                    parameters_without_shards.append((name, parameter))
+            state.update.initial = copy_arrays(parameters_without_shards)
 
     def _record_parameters_changed_within_update(self) -> None:
         """Records the parameters that have changed since the first forward pass of the update.
 
         Called between two backward passes of one update, when parameters should stay the same.
         """
-        summaries_at_start = self.state.notes.sums_at_start
+        sums_at_start = self.state.notes.sums_at_start
         changed = {}
-        for name, summary in self.state.models.sums_of_parameters().items():
-            if name not in summaries_at_start:
+        for name, sums in self.state.models.sums_of_parameters().items():
+            if name not in sums_at_start:
                 continue
-            if not np.array_equal(summary, summaries_at_start[name]):
-                changed[name] = summary
+            if not np.array_equal(sums, sums_at_start[name]):
+                changed[name] = sums
 
         self.state.update.changed_between_passes = changed
 
@@ -371,7 +388,8 @@ class ForwardRecorder:
         first_input, *other_inputs = sample_inputs
 
         # The rows of a single input may be something else than samples, such as the nodes of a
-        # graph. Several inputs with the same number of rows leave no doubt.
+        # graph. Several inputs with the same number of rows leave no doubt. `sample_inputs` are the
+        # inputs with `num_samples` rows; here, all of them must be among these.
         inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
         all_have_same_rows = len(sample_inputs) == len(inputs_with_rows)
         has_several_inputs = len(inputs_with_rows) > 1
@@ -413,7 +431,8 @@ class ForwardRecorder:
         if is_model and has_parameters(module):
             self._mark_output(output)
 
-        # Everything else is recorded only for models that are being trained.
+        # Everything else is recorded only for models that are being trained. For these,
+        # `enter_module` has created a record of the forward pass.
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():
             return
@@ -427,8 +446,9 @@ class ForwardRecorder:
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
-            # The module is inside of the model. The first hidden activation with a row for each
-            # sample is kept, to test later whether samples influence each other after it.
+            # The module is inside of the model. Its output is a hidden activation. The first one
+            # with a row for each sample is kept, to test later whether samples influence each other
+            # in the rest of the model.
             with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
             if with_rows:
                 forward_pass.hidden = with_rows[0]
@@ -461,25 +481,24 @@ class ForwardRecorder:
         # Everything that is computed from these outputs gets the mark "trained" too.
         mark(outputs, trained=self.state.update_number)
 
-        # The outputs that have exactly one row for each sample.
         record = forward_pass.record
         num_samples = len(record.inputs)
-        outputs_with_rows = tensors_with_rows(outputs, num_samples)
+        outputs_with_row_per_sample = tensors_with_rows(outputs, num_samples)
 
-        # The rows of the input are samples if an output has one row for each of them, or a fixed
-        # number of rows for each, such as one row for each token of a text.
-        has_row_groups = any(_has_multiple_of_rows(tensor, num_samples) for tensor in outputs)
-        if outputs_with_rows or has_row_groups:
+        # The rows of the inputs are samples if some output has one row for each of them, or several
+        # rows, such as one for each token of a text.
+        if outputs_with_row_per_sample:
+            record.rows_are_samples = True
+        elif any(_has_several_rows_per_sample(tensor, num_samples) for tensor in outputs):
             record.rows_are_samples = True
 
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
 
         # Outputs are compared sample by sample only if each of them has a row for each sample.
-        all_have_rows = len(outputs_with_rows) == len(outputs)
-        if not outputs or not all_have_rows:
+        if not outputs or len(outputs_with_row_per_sample) < len(outputs):
             return
 
-        record.outputs = summarize_rows(outputs_with_rows, num_samples)
+        record.outputs = summarize_rows(outputs_with_row_per_sample, num_samples)
         for number, tensor in enumerate(outputs, 1):
             hook = partial(self.record_output_gradient, forward_pass, number)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -506,9 +525,12 @@ class ForwardRecorder:
         num_samples = len(record.inputs)
 
         # A gradient without one row for each sample is not recorded.
-        gradients_with_rows = tensors_with_rows([gradient], num_samples)  # empty, or [gradient]
-        summaries = summarize_rows(gradients_with_rows, num_samples)  # shape (samples, 2)
-        if len(summaries) == 0:
+        has_row_per_sample = bool(tensors_with_rows([gradient], num_samples))
+        if not has_row_per_sample:
+            return
+
+        summaries = summarize_rows([gradient], num_samples)  # shape (samples, 2)
+        if len(summaries) == 0:  # a batch without samples
             return
 
         # The factor tells outputs apart: otherwise, the sum below would stay the same if the
@@ -520,9 +542,9 @@ class ForwardRecorder:
             record.output_gradients = record.output_gradients + rows
 
 
-def _has_multiple_of_rows(tensor: Tensor, num_samples: int) -> bool:
-    """True if the number of rows of a model's output is a multiple of the number of samples.
+def _has_several_rows_per_sample(output: Tensor, num_samples: int) -> bool:
+    """True if a model's output has the same number of rows for each sample: 12 rows, 4 samples.
 
     Also true for an empty batch, with no samples.
     """
-    return num_samples == 0 or len(tensor) % num_samples == 0
+    return num_samples == 0 or len(output) % num_samples == 0

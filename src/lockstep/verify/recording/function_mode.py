@@ -148,10 +148,12 @@ class FunctionMode(TorchFunctionMode):
             if call is not None:
                 self.loss_calls.append(call)
 
-        # The call may be arithmetic on losses, such as loss + penalty, or loss / 2. For any other
-        # function, `terms_of_result` returns no terms.
+        # The call may be arithmetic on losses, such as `loss + penalty` or `loss / 2`. For torch,
+        # this is a call with two positional arguments, such as `Tensor.add(loss, penalty)`. For any
+        # other function, `terms_of_result` returns no terms.
         if len(args) == 2:
-            evidence.loss_terms = terms_of_result(name, *args)
+            left, right = args
+            evidence.loss_terms = terms_of_result(name, left, right)
 
     def _note_result(
         self,
@@ -200,6 +202,7 @@ class FunctionMode(TorchFunctionMode):
             tensor, _, values = args
             mark(tensor, **marks_of(values))
 
+        # The precision of losses and activations decides on the tolerance of the comparison.
         if needs_gradient(result) and result.dtype is not self.lowest_dtype:
             self.note_dtype(result)
 

@@ -56,10 +56,13 @@ class GradientRecorder:
         for parameter in (*parameters, *extra_parameters):
             if not parameter.is_leaf or not parameter.requires_grad or is_sharded(parameter):
                 continue
-            if id(parameter) not in self._hooked:
-                hook = partial(self._add_local_gradient, id(parameter))
-                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooked[id(parameter)] = parameter
+            if id(parameter) in self._hooked:
+                continue
+
+            hook = partial(self._add_local_gradient, id(parameter))
+            parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            # This also keeps the parameter alive, so that no other one can get its id.
+            self._hooked[id(parameter)] = parameter
 
     @guarded
     def _add_local_gradient(self, parameter_id: int, gradient: Tensor | None) -> None:
@@ -75,11 +78,14 @@ class GradientRecorder:
         if gradient is None:
             return
 
-        # One entry for each backward pass of the update: its gradients, by the ids of parameters.
+        # One entry for each `backward` of the update: its gradients, by the ids of parameters. The
+        # entry is appended when `backward` is called.
         gradients_of_passes = self.state.notes.gradients_of_passes
-        if not gradients_of_passes:  # the script calls `torch.autograd.grad` before any `backward`
-            return
         if len(gradients_of_passes) > MAX_BACKWARD_PASSES:
+            return
+
+        # The script calls `torch.autograd.grad`, which has no entry, before any `backward`.
+        if not gradients_of_passes:
             return
 
         gradients = gradients_of_passes[-1]
@@ -106,18 +112,14 @@ class GradientRecorder:
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
 
-            # A local gradient is exactly the sum of what all backward passes of the update have
-            # added. If the script clears gradients between the passes, it is what the last one has
-            # added.
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
-                accumulated = sum(local_gradients, torch.zeros_like(gradient))
-                of_last_pass = local_gradients[-1]
-                is_local = gradient.equal(accumulated) or gradient.equal(of_last_pass)
-                gradients_are_local.append(is_local)
+                gradients_are_local.append(_is_made_from(gradient, local_gradients))
 
         all_are_local = bool(gradients_are_local) and all(gradients_are_local)
         self.state.update.local_passes.append(all_are_local)
+
+        # A later batch belongs to this update only if another backward pass follows.
         notes.batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -183,8 +185,9 @@ class GradientRecorder:
         # The least-squares solution of h = factor * g.
         factor = dot_product / squared_norm_then
 
-        # |h - factor * g|² is the squared distance that remains. If h is a multiple of g, it is
-        # zero up to rounding.
+        # The squared distance |h - factor*g|² is |h|² - 2*factor*(g·h) + factor²*|g|². With the
+        # factor from above, the last term is factor*(g·h), so that |h|² - factor*(g·h) remains. If
+        # h is a multiple of g, this is zero up to rounding.
         squared_distance = squared_norm_now - factor * dot_product
         if squared_distance <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
@@ -204,7 +207,7 @@ class GradientRecorder:
         Returns:
             The return value of the original function.
         """
-        call = self._calls.record("clip", None)
+        call = self._calls.record("clip")
 
         # The dictionary in the notes is empty until the first clipping call of the update.
         before = self._copy_gradients()
@@ -264,7 +267,11 @@ class GradientRecorder:
             if id(parameter) in parameter_ids and parameter.grad is not None:
                 parameters_with_gradient[name] = parameter
 
-        update.gradients = copy_arrays((n, p.grad) for n, p in parameters_with_gradient.items())
+        named_gradients = []
+        for name, parameter in parameters_with_gradient.items():
+            named_gradients.append((name, parameter.grad))
+        update.gradients = copy_arrays(named_gradients)
+
         # Gradients that were never clipped are the same in `unclipped`.
         unclipped = dict(update.gradients)
         for name, gradient in self.state.notes.gradients_before_clipping.items():
@@ -274,8 +281,8 @@ class GradientRecorder:
 
         update.unclipped = unclipped
 
-        # From here on, the script's own gradients are changed. The recorded ones stay as they are,
-        # and only tell how large the largest gradient is.
+        # This changes the script's own gradients, and not the recorded copies. Values count as
+        # rounding if they are tiny beside the largest recorded gradient.
         _zero_rounding(parameters_with_gradient.values(), recorded_gradients=update.gradients)
 
         for gradient_tensor in self.all_gradients():
@@ -286,6 +293,21 @@ class GradientRecorder:
         for _, parameter in self.state.models.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
+
+
+def _is_made_from(gradient: Tensor, local_gradients: list[Tensor]) -> bool:
+    """True if a gradient is made from local gradients only, and not averaged over the ranks.
+
+    For example, two backward passes add 1 and 2. Then the gradient is 3; or 2, if the script clears
+    gradients between the passes. If DDP has averaged it with other ranks, it has another value.
+
+    Args:
+        gradient: gradient of a parameter after a backward pass.
+        local_gradients: what each backward pass of the update has added to it on this rank.
+    """
+    sum_of_passes = sum(local_gradients, torch.zeros_like(gradient))
+    of_last_pass = local_gradients[-1]
+    return gradient.equal(sum_of_passes) or gradient.equal(of_last_pass)
 
 
 def _zero_rounding(

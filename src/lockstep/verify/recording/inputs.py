@@ -65,8 +65,8 @@ class InputRecorder:
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
 
-        # Epochs are counted from 0, so the first pass is epoch 0. If gradients were off when the
-        # pass began, it was not counted as a pass for training; the epoch is 0 then, too.
+        # The first pass is epoch 0. A pass that began while gradients were off was not counted. If
+        # it is the only one so far, `passes_begun` is 0, and the epoch is 0 too.
         passes_begun = self._passes_over.get(loader, 0)
         epoch = max(0, passes_begun - 1)
 
@@ -83,7 +83,7 @@ class InputRecorder:
         )
         self._batches_in_epoch[loader, epoch] += 1
         self._add(loader, record, self._batches_in_epoch[loader, epoch])
-        self._unused.add(batch, record)
+        self._unused.add(batch, record)  # until a model is called with it
 
     @guarded
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
@@ -95,8 +95,10 @@ class InputRecorder:
         Args:
             event: the micro-batch and its position in the epoch.
         """
-        # False if this rank's losses do not count, as on all pipeline stages but one.
-        self.state.update.contributes = event.counts
+        # Whether the losses of this rank are among those of the global batch. With pipeline stages,
+        # only those of one stage are.
+        losses_contribute = event.counts
+        self.state.update.contributes = losses_contribute
         self.state.micro_batch = event.micro_batch
 
         ids = event.samples.tolist()
@@ -124,7 +126,8 @@ class InputRecorder:
             number: number of the batch in its epoch, from 1.
         """
         state = self.state
-        state.loss_is_weighted = False  # `World.backward` was not yet called for this batch
+        # `World.backward` may have recorded the loss of an earlier batch, but not of this one.
+        state.loss_is_recorded = False
 
         # Loaders are numbered in the order of their first use, which is the order of the entries in
         # this dictionary. A loader of Lockstep has no entry yet when it is first used.
@@ -150,7 +153,7 @@ class InputRecorder:
         Args:
             batch_number: number of the batch; 0 if the tensors were made from no batch.
         """
-        self._unused.use(batch_number)
+        self._unused.note_use(batch_number)
 
     def end_update(self) -> list[Batch]:
         """Keeps only those batches in the update that models have trained on in this step.

@@ -64,9 +64,11 @@ class LossCall:
         ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored_label]
 
-        # cross_entropy(input, target, weight) may get its weights by name, or by position as the
-        # third argument (see `options`). The third argument of other loss functions is a number.
-        class_weights = self.options.get("weight", self.options.get("argument 3"))
+        # cross_entropy(input, target, weight) may get its class weights by name, or by position. In
+        # `options`, arguments without a name are numbered. With other loss functions, the third
+        # argument is a number.
+        third_argument = self.options.get("argument 3")
+        class_weights = self.options.get("weight", third_argument)
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
 

@@ -63,9 +63,9 @@ class LossRecorder:
 
         The backward pass that follows calls `begin_backward`, which must not record the loss again.
         """
-        self.state.loss_is_weighted = False
+        self.state.loss_is_recorded = False  # of an earlier call of `World.backward`
         self.begin_backward(loss)
-        self.state.loss_is_weighted = True
+        self.state.loss_is_recorded = True
 
     @guarded
     def begin_backward(self, loss: Tensor) -> None:
@@ -75,24 +75,27 @@ class LossRecorder:
         collect the gradients of the backward pass from here on.
         """
         state = self.state
-        if state.loss_is_weighted:  # already recorded, when `World.backward` was called
+
+        # `World.backward` has called `record_weighted` for this loss, and now begins the backward
+        # pass.
+        if state.loss_is_recorded:
             return
 
         state.mode.note_dtype(loss)
         self._hook_all_parameters()
 
-        # On a rank without an optimizer, nothing tells when an update is complete. If the
-        # parameters have changed since the last loss, this writes the complete update and begins a
-        # new one, which the loss belongs to.
+        # A rank without an optimizer gets its parameters from another rank. If they have changed
+        # since the last loss, the update of that loss is complete: it is written here, and the new
+        # loss belongs to the next update.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
 
         # Before the training, the script may have called the model for other reasons.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
 
-        # Keep the list of forward passes as it is now. To test whether samples influence each
-        # other, `_record_sample_coupling` runs backward passes of its own. They may recompute
-        # checkpointed parts of the model, and `state.notes` then gets a new list with these, too.
+        # The forward passes that the script has made for this loss. The coupling test below is not
+        # allowed to add to them: it runs backward passes, in which checkpointed parts of a model
+        # are called again.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
@@ -104,7 +107,7 @@ class LossRecorder:
 
         # The hooks on the parameters add the gradients of this backward pass to the last entry.
         state.notes.gradients_of_passes.append({})
-        self._end_forward_passes(forward_passes)
+        self._move_forward_passes_to_update(forward_passes)
 
     def _hook_all_parameters(self) -> None:
         """Hooks all parameters to see their gradients, even if only an optimizer has them."""
@@ -117,9 +120,11 @@ class LossRecorder:
         """Removes the forward passes before the training from `state.notes`, if there are any.
 
         A script may call the model for a trial, for example to print the shape of its output. Such
-        a forward pass is recognized by the first loss, which is not computed from its outputs. If
-        the first forward pass was a trial, all forward passes are removed that the loss was not
-        computed from, and the recorded inputs become those of the first one that is left.
+        a forward pass is recognized by the first loss, which is not computed from its outputs.
+
+        For example, the script calls the model with a trial input, then with the first batch, and
+        computes the loss from the second call. Then only the second forward pass is kept, and the
+        recorded inputs become those of the second call.
         """
         notes = self.state.notes
         loss_nodes = nodes_behind(loss.grad_fn)  # nodes of the autograd graph
@@ -136,7 +141,8 @@ class LossRecorder:
         if first_used_pass is notes.forward_passes[0]:  # the first call was not a trial
             return
 
-        # The last entry holds the inputs of the first call since the last backward pass.
+        # The last entry holds the inputs of the first call since the last backward pass, which was
+        # the trial. Replace them by the inputs of the first call that the loss was computed from.
         model_inputs = self.state.update.model_inputs
         if model_inputs and first_used_pass.inputs is not None:
             model_inputs[-1] = first_used_pass.inputs
@@ -154,10 +160,12 @@ class LossRecorder:
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
 
-        # The line of a gather that passes no gradient on, either because of the gather itself, or
-        # because the script has detached its input. The first line of the update is kept.
+        # The loss depends on the result of a gather, such as `all_gather`, that passes no gradient
+        # on to its input. Of each of the following two cases, the first line of the update is kept.
+        # The gather itself has stopped the gradient:
         if not update.gather_line:
             update.gather_line = marks.get("gather", "")
+        # The script had detached the input of the gather:
         if not update.detached_gather_line:
             update.detached_gather_line = marks.get("detached", "")
 
@@ -180,8 +188,7 @@ class LossRecorder:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
 
-        # The last batch is the one that the loss was computed from. Its number of samples is among
-        # the weights, which are the numbers that a mean over the batch may be divided by.
+        # The last batch is the one that the loss was computed from.
         update = self.state.update
         num_samples = 0
         batches = update.batches or update.model_inputs
@@ -195,12 +202,13 @@ class LossRecorder:
             update.loss_compares_samples = compares_samples(loss, outputs, num_samples)
 
         if not update.coupling_model:
-            update.coupling_model = self._coupling_model(forward_passes)
+            update.coupling_model = self._find_coupling_model(forward_passes)
 
-    def _coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
-        """Returns the name of a model in which samples influence each other, or "".
+    def _find_coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
+        """Returns the name of a model that couples samples, or "".
 
-        Each model is tested first, unless an earlier answer is still valid.
+        In such a model, the output for one sample depends on other samples of the batch, as with
+        BatchNorm. Each model is tested first, unless an earlier answer is still valid.
         """
         for forward_pass in forward_passes:
             self._test_coupling(forward_pass)
@@ -225,7 +233,7 @@ class LossRecorder:
         is_coupled = couples_samples(forward_pass.outputs, forward_pass.hidden)
         self._coupling_found_in[model] = is_coupled
 
-        # After one slow test, models are no longer tested again in later steps.
+        # After one slow test, `_needs_coupling_test` repeats no test in later steps.
         if time.monotonic() - start_time > MAX_COUPLING_S:
             self._coupling_is_slow = True
 
@@ -273,15 +281,18 @@ class LossRecorder:
         calls = state.mode.pop_loss_calls()  # since the last backward pass
 
         divisors = {}
+
+        # The script itself has divided the loss by a number, as in `loss / 4`.
         if "divisor" in marks:
-            divisor, _line = marks["divisor"]
+            divisor, _line_of_division = marks["divisor"]
             if divisor != 0:
                 divisors["divisor of the loss"] = divisor
 
-        # The weight of a call is the number by which torch divides a sum to get a mean, such as the
-        # number of labels.
+        # A loss function of torch has divided a sum by its weight to get a mean. The weight is the
+        # number of labels, or the sum of their class weights.
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
+
         state.update.loss_divisors.append(divisors)
 
         for call in calls:
@@ -293,26 +304,25 @@ class LossRecorder:
         if forward_passes:
             _record_targets(forward_passes[0], calls)
 
-    def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
-        """Adds the forward passes before this backward pass to the update.
+    def _move_forward_passes_to_update(self, forward_passes: Sequence[ForwardPass]) -> None:
+        """Moves the forward passes before this backward pass from the notes to the update.
 
-        It also clears the notes that belong to one backward pass.
+        It also clears the other notes that belong to one backward pass.
 
         Args:
             forward_passes: forward passes since the last backward pass.
         """
-        notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
             # During the backward pass that begins now, hooks record the gradients of the outputs.
             # Gradients that were recorded before come from another one, such as the backward pass
-            # of a gradient penalty, so they are cleared.
-            no_rows = record.output_gradients[:0]
-            record.output_gradients = no_rows
+            # of a gradient penalty. The array loses all its rows, one for each sample.
+            record.output_gradients = record.output_gradients[:0]
 
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
 
+        notes = self.state.notes
         notes.forward_passes = []
         notes.model_calls = 0
         notes.gradients_before_clipping = {}
@@ -346,6 +356,7 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
     if not targets:
         return
 
+    # Some targets cannot be assigned to samples: 10 rows, for example, if there are 4 samples.
     for tensor in targets:
         if tensor.dim() == 0 or len(tensor) % num_samples != 0:
             return

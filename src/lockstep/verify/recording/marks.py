@@ -36,7 +36,8 @@ def mark(values: Any, **marks: Any) -> None:
     """Adds marks, given by kind, to every tensor in a nest of values.
 
     If a tensor already has a mark of the same kind, the larger value is kept, such as the later
-    batch.
+    batch. Of two lines, which are texts, the later one in the alphabet is kept, so that the result
+    does not depend on the order of the calls.
     """
     if not marks:
         return

@@ -95,6 +95,8 @@ class Models:
             yielded_ids.add(id(parameter))
             yield name, parameter
 
+        # A sharded parameter that no root has is left out, since this rank has only a part of its
+        # values.
         for optimizer_number, optimizer in enumerate(self.stepped_optimizers, 1):
             for number, parameter in enumerate(parameters_of(optimizer), 1):
                 if id(parameter) not in yielded_ids and not is_sharded(parameter):
@@ -120,14 +122,15 @@ class Models:
         """
         yielded_ids: set[int] = set()
         for root_name, root in self._roots:
-            plain_name = plain_names(root)  # a function that removes the prefixes of wrappers
+            # Removes the prefixes of wrappers: "module.layer.weight" becomes "layer.weight".
+            remove_prefixes = plain_names(root)
             for name, value in getattr(root, method)():
                 is_lazy = isinstance(value, UninitializedParameter | UninitializedBuffer)
                 is_meta = getattr(value, "is_meta", False)
                 if is_lazy or is_meta or id(value) in yielded_ids:
                     continue
                 yielded_ids.add(id(value))
-                yield f"{root_name}/{plain_name(name)}", value
+                yield f"{root_name}/{remove_prefixes(name)}", value
 
     def parameters_of_unstepped_optimizers(
         self,

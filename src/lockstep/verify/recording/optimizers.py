@@ -125,15 +125,16 @@ class OptimizerRecorder:
         if not is_outermost:
             return None
 
-        state.mode.writes.watched = frozenset()  # the step itself writes to all parameters
+        # The step itself writes to all parameters, so no writes are watched until it has ended.
+        state.mode.writes.watched = frozenset()
 
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
 
-        # Two optimizers may step in turn. When the first one has made all its steps, the other
-        # still has to make its last one. So the script may end only before an optimizer with the
-        # most steps, and not before one that lags behind.
+        # Two optimizers may step in turn. If 5 steps are enough, and the first optimizer has made 5
+        # and the second one 4, then the second one still makes its step. The script is ended when
+        # the first one is about to make its 6th.
         has_most_steps = state.steps_of[optimizer] == max(state.steps_of.values())
         if has_most_steps:
             state.end_script_if_enough()
@@ -144,24 +145,30 @@ class OptimizerRecorder:
             self._record_step_inputs(optimizer)
             return None
 
-        recording_args = [self._with_recording(value, optimizer) for value in other_args]
+        recording_args = [self._recording_closure(value, optimizer) for value in other_args]
         recording_kwargs = {}
         for name, value in kwargs.items():
-            recording_kwargs[name] = self._with_recording(value, optimizer)
+            recording_kwargs[name] = self._recording_closure(value, optimizer)
 
         return (itself, *recording_args), recording_kwargs
 
-    def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
-        """Wraps a closure to record the gradients it computes; returns other values unchanged.
+    def _recording_closure(self, argument: Any, optimizer: Optimizer) -> Any:
+        """Wraps an argument of `step` if it is a closure; returns other arguments unchanged.
+
+        An optimizer may take other arguments too, and its own name for `closure`. So whatever can
+        be called is taken for the closure.
 
         Args:
-            value: an argument of `step`.
+            argument: an argument of `step`.
             optimizer: optimizer that steps.
-        """
-        if not callable(value):
-            return value
 
-        closure: Callable[[], Any] = value
+        Returns:
+            A closure that calls the script's closure, and records the gradients that it computes.
+        """
+        if not callable(argument):
+            return argument
+
+        closure: Callable[[], Any] = argument
 
         def recording_closure() -> Any:
             loss = closure()
@@ -179,6 +186,8 @@ class OptimizerRecorder:
 
         state.notes.step_inputs_recorded = True
 
+        # Another optimizer may have stepped after the same backward pass, with which it was
+        # recorded.
         self._copy_backward_passes_of_last_update()
         self._record_parameters(optimizer)
 
@@ -187,10 +196,10 @@ class OptimizerRecorder:
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         self._gradients.record_for_step(parameter_ids)
 
-        self._record_wrapping(parameter_ids, optimizer)
+        self._record_wrapping_of_models(parameter_ids, optimizer)
         self._record_optimizer(optimizer)
         state.update.earlier_outputs_line = self._line_of_earlier_outputs(optimizer)
-        state.update.gradient_draw_line = self._line_of_draw_behind_gradients()
+        state.update.gradient_draw_line = self._line_of_draw_in_gradients()
 
         # Batches that loaders have handed out ahead belong to the next update.
         self._batches_for_next_update = self._inputs.end_update()
@@ -217,7 +226,8 @@ class OptimizerRecorder:
         update = state.update
         named_parameters = list(state.models.parameters())
 
-        # The values themselves are only recorded before the first step.
+        # The values themselves are only recorded before the first step. Where a parameter is in
+        # both dictionaries, the value at the first forward pass replaces the one of now.
         is_before_first_step = not any(state.steps_of.values())
         if is_before_first_step:
             values_now = copy_arrays(named_parameters)
@@ -229,8 +239,8 @@ class OptimizerRecorder:
         sums_at_first_forward = state.notes.sums_at_start
         update.parameter_sums = {**sums_now, **sums_at_first_forward}
 
-        # Sums over parameters that have no name yet, because no model has them, and their optimizer
-        # has never stepped. They were computed at the first forward pass.
+        # A parameter has no name yet if no model has it and its optimizer has never stepped. The
+        # sums over these parameters were computed at the first forward pass, too.
         update.unstepped_sums = state.notes.unstepped_sums
 
         # Tensors of modules that are neither parameters nor buffers.
@@ -241,7 +251,7 @@ class OptimizerRecorder:
         update.in_eval_mode = [name for name, p in named_parameters if id(p) in evaluating_ids]
         update.optimizer_state = _summarize_state(optimizer, named_parameters)
 
-    def _record_wrapping(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
+    def _record_wrapping_of_models(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
         """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
 
         Args:
@@ -255,9 +265,10 @@ class OptimizerRecorder:
         update.ddp_ranks = models.ddp_group_ranks
         update.comm_hook_line = models.comm_hook_line
 
-        # True if Lockstep has prepared a model with these parameters, but not their optimizer.
-        is_prepared = optimizer in self.prepared_by_lockstep
-        update.optimizer_unprepared = not is_prepared and models.has_prepared(parameter_ids)
+        # A script may prepare its model with Lockstep, and forget to prepare the optimizer.
+        model_is_prepared = models.has_prepared(parameter_ids)
+        optimizer_is_prepared = optimizer in self.prepared_by_lockstep
+        update.optimizer_unprepared = model_is_prepared and not optimizer_is_prepared
 
         local_batch_norms = self.state.notes.local_batch_norms
         update.local_norm_layers = []
@@ -282,18 +293,16 @@ class OptimizerRecorder:
         Args:
             optimizer: optimizer that steps.
         """
-        # Every call is known by the number of the update that was being recorded at the time. If
-        # the optimizer made its last step in update 4, then 5 updates (0 to 4) were complete after
-        # it, and calls in these updates are earlier ones.
-        num_updates_after_last_step = self.state.num_updates_after_step_of.get(optimizer, 0)
-        for update_number, line in self.state.notes.model_calls_behind_loss.items():
-            is_earlier_call = update_number < num_updates_after_last_step
-            if is_earlier_call:
-                return line
+        # For example, the optimizer made its last step at the end of update 4. Everything for this
+        # step has happened since update 5 began; a call of a model in update 4 is an earlier one.
+        first_update_of_this_step = self.state.first_update_after_step_of.get(optimizer, 0)
+        for number_of_update, line_of_call in self.state.notes.model_calls_behind_loss.items():
+            if number_of_update < first_update_of_this_step:
+                return line_of_call
 
         return ""
 
-    def _line_of_draw_behind_gradients(self) -> str:
+    def _line_of_draw_in_gradients(self) -> str:
         """Returns the line that drew random numbers from which gradients were computed.
 
         For example, a script may add noise to the gradients. The result is empty if it does not.
@@ -302,14 +311,11 @@ class OptimizerRecorder:
         if "draw" not in marks:
             return ""
 
-        # All draws of the process are numbered. Those up to `count_before` belong to earlier steps.
-        number_of_draw, line, _digest = marks["draw"]
+        # The draws of the process are numbered from 1. If 7 numbers were drawn before this step,
+        # `count_before` is 7, and draw 8 is the first one of this step.
+        number_of_draw, line_of_draw, _digest = marks["draw"]
         was_drawn_for_this_step = number_of_draw > self.state.step_draws.count_before
-        if not was_drawn_for_this_step:
-            return ""
-
-        drawn_line: str = line
-        return drawn_line
+        return str(line_of_draw) if was_drawn_for_this_step else ""
 
     # After the step
 
@@ -325,35 +331,53 @@ class OptimizerRecorder:
         if not is_outermost:
             return
 
-        update = state.update
         self._record_identity(optimizer)
+        self._record_local_gradients()
 
-        # Without a backward pass of its own, the update keeps the local gradients that it has
-        # copied from the update before.
-        local_gradients = self._gradients.local_gradients()
-        if local_gradients:
-            update.local_gradients = local_gradients
+        # The lowest precision of all losses and gradients so far. It decides on the tolerance.
+        state.update.dtype = str(state.mode.lowest_dtype)
 
-        # If another optimizer steps after the same backward pass, its update copies the backward
-        # pass from this one. The copy is made before the results of the step are recorded.
-        state.last_update = replace(update)
+        # Another optimizer may step next, without a backward pass of its own. Its update then
+        # copies the fields of the backward pass from this shallow copy.
+        state.last_update = replace(state.update)
+
         self._record_step_results(optimizer)
-
-        # If each virtual rank has a model of its own, the record says whose model was updated.
-        micro_batch = state.micro_batch
-        replica = micro_batch.virtual_rank_number if micro_batch.has_own_step else None
-        state.finish_update(update, self._batches_for_next_update, replica)
-        state.num_updates_after_step_of[optimizer] = state.writer.count  # updates written so far
-
-        # Such virtual ranks step one after the other, each with its own part of the same global
-        # batch. Together they make one step, which is complete after the last part.
-        steps_with_whole_batch = not micro_batch.has_own_step
-        is_last_part = micro_batch.last
-        if steps_with_whole_batch or is_last_part:
-            state.steps_of[optimizer] += 1
+        self._finish_update(optimizer)
 
         # Random numbers drawn from here on belong to the next step.
         state.step_draws.restart()
+
+    def _record_local_gradients(self) -> None:
+        """Records what each backward pass of this update has added to the gradients.
+
+        An update without a backward pass keeps what `_copy_backward_passes_of_last_update` has
+        copied.
+        """
+        local_gradients = self._gradients.local_gradients()
+        if local_gradients:
+            self.state.update.local_gradients = local_gradients
+
+    def _finish_update(self, optimizer: Optimizer) -> None:
+        """Writes the complete update, begins the next one, and counts the step.
+
+        Usually, one call of `optimizer.step()` is one step of the training. With DiLoCo, a process
+        may train several replicas of the model in turn, each with `step()` calls of its own. For
+        example, with 2 replicas, two calls make one step: an update is written after each call, and
+        the step is counted after the second one.
+        """
+        state = self.state
+        micro_batch = state.micro_batch
+        trains_replicas = micro_batch.has_own_step
+
+        # The record says which replica was updated.
+        replica = micro_batch.virtual_rank_number if trains_replicas else None
+        state.finish_update(state.update, self._batches_for_next_update, replica)
+        state.first_update_after_step_of[optimizer] = state.update_number
+
+        # `last` is True for the last micro-batch of the global batch, which belongs to the last
+        # replica.
+        if not trains_replicas or micro_batch.last:
+            state.steps_of[optimizer] += 1
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
         """Records parameters and buffers after a step.
@@ -366,15 +390,22 @@ class OptimizerRecorder:
         update = state.update
 
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
-        update.parameters = copy_arrays(stepped)
+        stepped_parameters = []
+        for name, parameter in state.models.parameters():
+            if id(parameter) in parameter_ids:
+                stepped_parameters.append((name, parameter))
+        update.parameters = copy_arrays(stepped_parameters)
+
         # Kept to see whether the script changes parameters before the next forward pass.
         state.models.after_last_step.update(update.parameters)
         update.buffers = copy_arrays(state.models.buffers())
 
-        # A write is known by the storage that was written to, which is the address of its values.
+        # The call stacks of the writes so far, by the storage (address of the values) of the tensor
+        # that was written to. Then writes are watched again, to the tensors that exist now.
         stack_of_storage = state.mode.writes.pop_stacks()
-        storage_of_tensor = state.watch_writes()  # by the name of the parameter or buffer
+        storage_of_tensor = state.watch_writes()
+
+        # Record the stacks by the name of the parameter or buffer.
         update.write_stacks = {}
         for name, storage in storage_of_tensor.items():
             if storage in stack_of_storage:
@@ -392,7 +423,6 @@ class OptimizerRecorder:
         update.optimizer = list(state.steps_of).index(optimizer)  # in the order of first steps
         update.optimizer_class = type(optimizer).__name__
         update.step = state.steps_of[optimizer]
-        update.dtype = str(state.mode.lowest_dtype)
 
         if optimizer in state.models.built_optimizers:
             update.construction_index = state.models.built_optimizers.index(optimizer)
@@ -414,7 +444,8 @@ def _summarize_state(
     for name, parameter in named_parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and not is_sharded(value):
-                numbers = np.array([*summarize(value), value.numel()])
+                weighted_sum, largest = summarize(value)
+                numbers = np.array([weighted_sum, largest, value.numel()])
                 numbers_by_name[f"{name}/{key}"] = numbers
     return numbers_by_name
 

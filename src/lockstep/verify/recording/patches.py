@@ -158,7 +158,7 @@ def install(
     if mode.determinism.double:
         _compute_in_float64(mode)
     _disable_compile(mode.determinism)
-    _disable_checkpoints(mode.determinism)
+    _disable_saved_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
     FilesBefore(folder.parent).watch()  # to restore the user's files after the run
 
@@ -175,7 +175,7 @@ def install_for_bits(
 
     Args:
         recorder: recorder that listens to Lockstep's steps as an extension.
-        determinism: counts what is switched off.
+        determinism: object that counts what is switched off, to report it with the verdict.
         config: settings of the run.
         folder: folder for the files that the script saves.
     """
@@ -185,7 +185,7 @@ def install_for_bits(
     add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
 
-    def after_world_init(_: World, run: Run, *__: Any) -> None:
+    def after_world_init(_: World, run: Run, *_args: Any) -> None:
         recorder.note_settings(run.settings)
 
     _wrap(World, "__init__", after=after_world_init)
@@ -199,7 +199,7 @@ def install_for_bits(
     Loader.__iter__ = iterate  # type: ignore[method-assign]
 
     _disable_compile(determinism)
-    _disable_checkpoints(determinism)
+    _disable_saved_checkpoints(determinism)
 
     # Files that the script saves are redirected, and other files that it changes are restored after
     # the run.
@@ -252,22 +252,35 @@ def _keep_mode_for_recomputation(mode: FunctionMode) -> None:
     @wraps(original_checkpoint)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces `torch.utils.checkpoint.checkpoint`, and passes on a wrapped function."""
-
-        def call_with_mode(*inputs: Any, **options: Any) -> Any:
-            """Calls the checkpointed function while the mode is enabled."""
-            # In the forward pass, the mode is enabled anyway.
-            is_recomputation = mode.in_backward
-            if not is_recomputation:
-                return function(*inputs, **options)
-
-            # In the backward pass, `with mode` enables it again. Meanwhile `in_backward` is False,
-            # as in a forward pass, so that checkpoints within this one do not enable it once more.
-            with mode.set_in_backward(False), mode:
-                return function(*inputs, **options)
-
-        return original_checkpoint(call_with_mode, *args, **kwargs)
+        function_with_mode = partial(_call_with_mode, mode, function)
+        return original_checkpoint(function_with_mode, *args, **kwargs)
 
     module.checkpoint = checkpoint
+
+
+def _call_with_mode(
+    mode: FunctionMode, function: Callable[..., Any], /, *inputs: Any, **options: Any
+) -> Any:
+    """Calls a function that uses activation checkpointing, with the function mode enabled.
+
+    Torch calls it once in the forward pass, and again in the backward pass to recompute its
+    activations.
+
+    Args:
+        mode: function mode, which torch disables during a backward pass.
+        function: part of the model that is checkpointed.
+        *inputs: positional arguments of the function.
+        **options: keyword arguments of the function.
+    """
+    # In the forward pass, the mode is enabled already.
+    is_recomputation = mode.in_backward
+    if not is_recomputation:
+        return function(*inputs, **options)
+
+    # In the backward pass, `with mode` enables it again. A checkpoint inside of `function` must not
+    # enable it a second time. So `in_backward` is False meanwhile, as in a forward pass.
+    with mode.set_in_backward(False), mode:
+        return function(*inputs, **options)
 
 
 def _disable_compile(determinism: Determinism) -> None:
@@ -285,7 +298,7 @@ def _disable_compile(determinism: Determinism) -> None:
     torch.compile = compile_disabled
 
 
-def _disable_checkpoints(determinism: Determinism) -> None:
+def _disable_saved_checkpoints(determinism: Determinism) -> None:
     """Patches Lockstep's `Checkpoint` to do nothing.
 
     Otherwise, each run of the script would resume where the run before has saved a checkpoint.
@@ -315,24 +328,31 @@ def _disable_checkpoints(determinism: Determinism) -> None:
 def _watch_backward_passes(recorder: Recorder) -> None:
     """Patches `torch.autograd.backward`, to see losses and the gradients of each backward pass.
 
-    `Tensor.backward` calls this function too. A backward pass within another one comes from
-    reentrant activation checkpointing, and is ignored.
+    `Tensor.backward` calls this function too. With reentrant activation checkpointing, torch calls
+    it once more within a backward pass. This inner call has no loss of the script and is ignored.
     """
 
-    def before_backward(tensors: Any, *_: Any, **__: Any) -> None:
+    def before_backward(tensors: Any, *_args: Any, **_kwargs: Any) -> None:
         """Called before `torch.autograd.backward`: records the loss, if it is a single scalar."""
+        # Reentrant activation checkpointing makes this call, within the backward pass of a loss.
+        if in_backward_pass():
+            return
+
         loss = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             loss = tensors[0]
 
         is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
-        if is_scalar and not in_backward_pass():
+        if is_scalar:
             recorder.losses.begin_backward(loss)
 
-    def after_backward(*_: Any, **__: Any) -> None:
+    def after_backward(*_args: Any, **_kwargs: Any) -> None:
         """Called after `torch.autograd.backward`: records the gradients that it has left."""
-        if not in_backward_pass():
-            recorder.gradients.end_backward()
+        # The outer call has ended by now, so this is True only after an inner call.
+        if in_backward_pass():
+            return
+
+        recorder.gradients.end_backward()
 
     _wrap(torch.autograd, "backward", before=before_backward, after=after_backward)
 
@@ -360,8 +380,8 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
     def after_collective(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce, unless it is still running in the background.
 
-        Calls of Lockstep are not left out here: `record_reduced` ignores everything but gradients
-        that an optimizer reduces during its step, whoever makes the call.
+        `record_reduced` only records gradients that an optimizer reduces during its step. Calls
+        that Lockstep makes there count too, unlike in `before_collective`.
         """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
@@ -383,13 +403,13 @@ def _record_torch_collective(
     """
     if name in GATHERING_FUNCTIONS:
         # all_gather(tensor_list, tensor) and all_gather_into_tensor(output_tensor, input_tensor)
-        # fill their first argument, through which no gradient flows.
-        output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+        # fill their first argument.
+        gathered = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
         tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
-        recorder.calls.record(name, tensor, output)
+        recorder.calls.record_collective(name, tensor, gathered)
     else:  # all_reduce(tensor)
         tensor = args[0] if args else _input_by_name(kwargs)
-        recorder.calls.record(name, tensor)
+        recorder.calls.record_collective(name, tensor)
 
 
 def _input_by_name(kwargs: dict[str, Any]) -> Any:
@@ -403,37 +423,72 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
     @wraps(original)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the original, and records one call for each exchanged tensor."""
-        calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
-        result = original(world, value, *args, **kwargs)
-
-        # On one process nothing was exchanged, so the records need no update.
-        if world.size == 1:
-            return result
-
+        """Replaces the collective."""
+        call_original = partial(original, world, value, *args, **kwargs)
         # No gradient flows through a gather, unless the script asks for it.
         loses_gradient = name == "gather" and not kwargs.get("gradient")
-        recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
-        return result
+        return _record_world_collective(
+            recorder, world, name, value, call_original, loses_gradient=loses_gradient
+        )
 
     setattr(World, name, collective)
+
+
+def _record_world_collective(
+    recorder: Recorder,
+    world: World,
+    name: str,
+    value: Any,
+    call_original: Callable[[], Any],
+    *,
+    loses_gradient: bool,
+) -> Any:
+    """Calls a collective of `World`, and records one call for each exchanged tensor.
+
+    Args:
+        recorder: recorder that is informed of the calls.
+        world: world whose collective the script has called.
+        name: name of the collective, such as "gather".
+        value: nest of tensors that the script exchanges.
+        call_original: calls the original collective with the arguments of the script.
+        loses_gradient: whether no gradient flows from the result to `value`.
+
+    Returns:
+        The result of the collective.
+    """
+    calls = []
+    for tensor in tensors(value):
+        calls.append(recorder.calls.record_collective(f"world.{name}", tensor))
+
+    result = call_original()
+
+    # On one process, the result is made from the samples of this rank alone, as `value` is.
+    if world.size > 1:
+        recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
+
+    return result
 
 
 def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
     """Patches DDP, to see which modules it wraps and whether it gets a communication hook."""
 
-    def before_init(_: Any, module: Any, *__: Any, **___: Any) -> None:
+    def before_init(_: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
         # DDP keeps references to the parameters, so they are converted to float64 before.
         determinism.prepare_module(module)
 
-    def after_init(wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
+    def after_init(wrapper: DistributedDataParallel, *_args: Any, **_kwargs: Any) -> None:
         recorder.forwards.add_ddp(wrapper)
 
-    def before_comm_hook(*_: Any, **__: Any) -> None:
-        caller = sys._getframe(2)  # frame 1 is the patched method, and frame 2 its caller
-        if not _is_of_lockstep(caller.f_globals["__name__"]):
-            # `user_line` is None if no file of the user is on the call stack.
-            recorder.state.models.comm_hook_line = user_line() or "somewhere"
+    def before_comm_hook(*_args: Any, **_kwargs: Any) -> None:
+        """Called before `register_comm_hook`: records the line of the script that calls it."""
+        # Frame 0 is this function, frame 1 the patched method, and frame 2 its caller.
+        caller = sys._getframe(2)
+
+        # Lockstep's own hook averages gradients as DDP does, so it is no finding.
+        is_hook_of_lockstep = _is_of_lockstep(caller.f_globals["__name__"])
+        if not is_hook_of_lockstep:
+            line = user_line()  # None if no file of the user is on the call stack
+            recorder.state.models.comm_hook_line = line or "somewhere"
 
     _wrap(DistributedDataParallel, "__init__", before=before_init, after=after_init)
     _wrap(DistributedDataParallel, "register_comm_hook", before=before_comm_hook)
@@ -451,30 +506,31 @@ def _watch_gradient_clipping(recorder: Recorder) -> None:
 def _watch_optimizers(recorder: Recorder) -> None:
     """Patches optimizers and schedulers, to see them constructed and learning rates set."""
 
-    def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
+    def after_group(optimizer: Optimizer, *_args: Any, **_kwargs: Any) -> None:
         """Records a new parameter group, and its optimizer if it is being constructed.
 
         The constructor of every optimizer calls `add_param_group` for each of its groups.
         """
-        # Random numbers drawn so far have initialized the model, so they are not counted as drawn
-        # for the first step.
+        # A script constructs its optimizer after its model. So the random numbers drawn so far have
+        # initialized the model, and were not drawn for the first step.
         recorder.state.step_draws.restart()
 
-        # The new group remembers which line of the script sets its learning rate.
+        # Replace the group, a dictionary, by one that also remembers which line of the script last
+        # set its learning rate.
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
 
-        built = recorder.state.models.built_optimizers
-        if optimizer not in built:
-            built.append(optimizer)
+        built_optimizers = recorder.state.models.built_optimizers
+        if optimizer not in built_optimizers:
+            built_optimizers.append(optimizer)
 
-    def before_prepared(_: Any, inner: Optimizer, *__: Any, **___: Any) -> None:
+    def before_prepared(_: Any, inner: Optimizer, *_args: Any, **_kwargs: Any) -> None:
         recorder.optimizers.prepared_by_lockstep.add(inner)
 
-    def before_schedule(*_: Any, **__: Any) -> None:
-        recorder.calls.record("schedule", None)
+    def before_schedule(*_args: Any, **_kwargs: Any) -> None:
+        recorder.calls.record("schedule")
 
-    def before_plateau(_: Any, metrics: Any, *__: Any) -> None:
-        recorder.calls.record("schedule", None, value=float(metrics))
+    def before_plateau(_: Any, metrics: Any, *_args: Any) -> None:
+        recorder.calls.record("schedule", value=float(metrics))
 
     _wrap(Optimizer, "add_param_group", after=after_group)
     _wrap(PreparedOptimizer, "__init__", before=before_prepared)
@@ -488,7 +544,7 @@ def _watch_seeds_and_epochs(recorder: Recorder) -> None:
     They may explain differences: ranks may use the same seed, or a sampler's epoch is never set.
     """
 
-    def before_epoch(sampler: Any, *_: Any, **__: Any) -> None:
+    def before_epoch(sampler: Any, *_args: Any, **_kwargs: Any) -> None:
         recorder.inputs.samplers_with_epoch.add(sampler)
 
     _wrap(torch, "manual_seed", before=recorder.calls.record_seed)
@@ -501,30 +557,52 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
 
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
+        # Torch itself registers hooks, also while a function of the script calls torch.
         caller = sys._getframe(1)
-        is_called_by_torch = caller.f_globals["__name__"].startswith("torch.")
-        line_of_user = user_line()
-        if is_called_by_torch or not line_of_user:  # without such a line, a library calls it
+        if caller.f_globals["__name__"].startswith("torch."):
             return original_register(tensor, hook)
 
-        def watched_hook(gradient: Tensor) -> Any:
-            """Calls the script's hook on `tensor`, and records whether it changes the gradient."""
-            result = hook(gradient)
+        # No file of the user is on the call stack, so a library registers the hook.
+        line_of_user = user_line()
+        if not line_of_user:
+            return original_register(tensor, hook)
 
-            # Only leaf tensors are parameters, with whose gradients an optimizer steps.
-            if not tensor.is_leaf:
-                return result
-
-            # A hook that returns None leaves the gradient unchanged.
-            has_result = isinstance(result, Tensor) and isinstance(gradient, Tensor)
-            if has_result and not result.equal(gradient):
-                recorder.calls.record_hook(line_of_user)
-
-            return result
-
+        watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
         return original_register(tensor, watched_hook)
 
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _call_watched_hook(
+    recorder: Recorder,
+    line: str,
+    tensor: Tensor,
+    hook: Callable[[Tensor], Any],
+    gradient: Tensor,
+) -> Any:
+    """Calls a hook that the script has registered, and records if it changes a gradient.
+
+    Args:
+        recorder: recorder that is informed of a change.
+        line: line of the script that has registered the hook.
+        tensor: tensor on which the hook is registered.
+        hook: the script's hook.
+        gradient: gradient of the tensor; None, against its type, if the loss does not depend on it.
+
+    Returns:
+        The result of the hook: a new gradient, or None to leave the gradient unchanged.
+    """
+    result = hook(gradient)
+
+    # Only leaf tensors are parameters, with whose gradients an optimizer steps.
+    if not tensor.is_leaf:
+        return result
+
+    if isinstance(result, Tensor) and isinstance(gradient, Tensor):
+        if not result.equal(gradient):
+            recorder.calls.record_hook(line)
+
+    return result
 
 
 # To observe or replace batches
@@ -573,7 +651,7 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
             It counts the loaders.
     """
 
-    def after_init(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
+    def after_init(loader: DataLoader[Any], dataset: Any, *_args: Any, **_kwargs: Any) -> None:
         if not _is_lockstep_dataset(dataset):
             kept_batches.add_loader(loader)
 
@@ -613,27 +691,14 @@ def _watch_loaders(
     """
     original_iter = DataLoader.__iter__
     original_lockstep_iter = Loader.__iter__
-    reader = kept_batches if isinstance(kept_batches, BatchReader) else None
-    writer = kept_batches if isinstance(kept_batches, BatchWriter) else None
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        """Replaces `DataLoader.__iter__` for torch's DataLoaders.
-
-        If this run has a `reader`, its training loops get the batches that the run on several
-        processes has kept, instead of the loader's own.
-        """
-        # This is the DataLoader inside one of Lockstep's loaders, which are patched below.
+        """Replaces `DataLoader.__iter__`."""
+        # Lockstep's loaders are patched below. Each has a DataLoader inside, which is not.
         if _is_lockstep_dataset(self.dataset):
             return original_iter(self)
 
-        is_training = torch.is_grad_enabled()  # gradients are off during evaluation
-        if is_training:
-            recorder.inputs.begin_pass(self)
-
-        if is_training and reader is not None:
-            return _iterate_kept(recorder, self, reader)
-
-        return _iterate_recorded(recorder, mode, self, original_iter(self), writer)
+        return _iterate_torch_loader(self, original_iter, recorder, mode, kept_batches)
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
         """Replaces `Loader.__iter__`, to convert the batches of Lockstep's loaders to float64.
@@ -645,6 +710,36 @@ def _watch_loaders(
 
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
     Loader.__iter__ = iterate_lockstep  # type: ignore[method-assign]
+
+
+def _iterate_torch_loader(
+    loader: DataLoader[Any],
+    original_iter: Callable[[DataLoader[Any]], Iterator[Any]],
+    recorder: Recorder,
+    mode: FunctionMode,
+    kept_batches: BatchWriter | BatchReader | None,
+) -> Iterator[Any]:
+    """Returns the iterator that the script gets for one of torch's DataLoaders.
+
+    Args:
+        loader: the DataLoader.
+        original_iter: torch's own `DataLoader.__iter__`.
+        recorder: recorder that is informed of each batch.
+        mode: function mode, which sees the random numbers that are drawn while a batch is read.
+        kept_batches: writer that keeps each batch for another run, or reader of the batches that
+            another run has kept, or None.
+    """
+    # Gradients are off during evaluation.
+    is_training = torch.is_grad_enabled()
+    if is_training:
+        recorder.inputs.begin_pass(loader)
+
+    # Training loops get the batches of the other run instead of the loader's own.
+    if is_training and isinstance(kept_batches, BatchReader):
+        return _iterate_kept(recorder, loader, kept_batches)
+
+    writer = kept_batches if isinstance(kept_batches, BatchWriter) else None
+    return _iterate_recorded(recorder, mode, loader, original_iter(loader), writer)
 
 
 def _iterate_kept(
@@ -676,12 +771,16 @@ def _iterate_recorded(
         iterator: iterator that `iter(loader)` returned.
         writer: writer that keeps the batches for another run; None to keep none.
     """
+    # The iterator draws the sample indices of several batches ahead. They wait in this queue, in
+    # the order of the batches (see `_record_sample_indices`).
     pending_indices = _pending_indices(iterator)
     batches = _until_enough_steps(recorder.state, iterator)
 
-    if not torch.is_grad_enabled():
-        writer = None
-    name_of_pass = "" if writer is None else writer.begin_pass(loader)
+    # Whether a pass is kept is decided at its beginning, for all of its batches.
+    writer_of_pass = writer if torch.is_grad_enabled() else None
+    name_of_pass = ""
+    if writer_of_pass is not None:
+        name_of_pass = writer_of_pass.begin_pass(loader)
 
     for number in count():
         # Random numbers that are drawn while the batch is read belong to the batch.
@@ -693,18 +792,20 @@ def _iterate_recorded(
         except StopIteration:
             return
 
-        # The iterator has drawn the sample indices of this batch in advance. The iterator of a
-        # subclass of DataLoader may work without indices.
+        # The indices of this batch are the first in the queue. The iterator of a subclass of
+        # DataLoader may work without indices.
         ids = None
         if pending_indices:
             ids = _as_numbers(pending_indices.popleft())
 
-        if torch.is_grad_enabled():
+        # The script may switch gradients on or off between two batches of one pass.
+        is_training = torch.is_grad_enabled()
+        if is_training:
             drawn = mode.draws.since_restart() | moved_streams(streams_before)
             recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
 
-        if writer is not None:
-            writer.write(name_of_pass, number, LoadedBatch(batch, ids))
+        if writer_of_pass is not None:
+            writer_of_pass.write(name_of_pass, number, LoadedBatch(batch, ids))
 
         yield batch
 
@@ -764,8 +865,8 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
     """Patches the start of processes: it becomes an error if a script starts ranks of its own.
 
-    They would not be recorded. A rank is recognized when it opens a process group with more than
-    `nproc` ranks; other processes, such as helpers that prepare data, are allowed.
+    They would not be recorded. A script may start other processes, such as helpers that prepare
+    data. A process is taken for a rank when it opens a process group with more than `nproc` ranks.
 
     Args:
         note_own_process: called with the line of the script that starts a process.
@@ -780,30 +881,45 @@ def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> No
     original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        """Replaces `Process.start`, and forbids larger groups in processes of the script."""
+        """Replaces `Process.start`."""
         caller = sys._getframe(1)
-        is_called_by_script = is_user_file(caller.f_code.co_filename)
-        if is_called_by_script:
+        if is_user_file(caller.f_code.co_filename):
             note_own_process(user_line() or "")
-
-            # The new process will call `process.run`. Replace this method, for this object only, by
-            # a function that first forbids larger groups and then calls the original method.
-            run = partial(run_without_larger_groups, nproc, process.run)
-            process.run = run  # type: ignore[method-assign]
-
-        original_start(process)
-
-        # The new process has its own copy of `process`. In this process, the replaced method is no
-        # longer needed. It refers to `process`, and would keep the object alive.
-        vars(process).pop("run", None)
+            _start_without_larger_groups(process, original_start, nproc)
+        else:  # a library has called it, such as a DataLoader that starts its workers
+            original_start(process)
 
     BaseProcess.start = start  # type: ignore
+
+
+def _start_without_larger_groups(
+    process: BaseProcess, original_start: Callable[[BaseProcess], None], nproc: int
+) -> None:
+    """Starts a process of the script, which gets an error if it turns out to be a rank.
+
+    The error is raised when the new process opens a process group of more than `nproc` ranks.
+
+    Args:
+        process: process to start.
+        original_start: Python's own `Process.start`.
+        nproc: number of ranks that `lockstep verify` has started.
+    """
+    # The new process will call `process.run`. Replace this method, for this object only, by a
+    # function that first forbids such process groups and then calls the original method.
+    run = partial(run_without_larger_groups, nproc, process.run)
+    process.run = run  # type: ignore[method-assign]
+
+    original_start(process)
+
+    # The new process has its own copy of `process`. In this process, the replaced method is no
+    # longer needed. It refers to `process`, and would keep the object alive.
+    vars(process).pop("run", None)
 
 
 # Helpers
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
 
 

@@ -181,13 +181,13 @@ class RecorderState:
         self.notes = UpdateNotes()
         self.last_update = self.update
         """The last complete update, without the results of its step."""
-        self.loss_is_weighted = False
-        """True after `World.backward` was called, whose loss is recorded already."""
+        self.loss_is_recorded = False
+        """True after `World.backward` has recorded its loss, until the next batch or update."""
 
         self.steps_of: dict[Optimizer, int] = {}
         """Number of steps of each optimizer, in the order of first steps."""
-        self.num_updates_after_step_of: dict[Optimizer, int] = {}
-        """Number of updates that were written when the last step of each optimizer had ended."""
+        self.first_update_after_step_of: dict[Optimizer, int] = {}
+        """For each optimizer, the number of the update that began after its last step."""
         self._running_steps: list[RunningStep] = []
         self.foreign_steps = 0
         """Number of updates on a rank without an optimizer, whose parameters others change."""
@@ -280,7 +280,7 @@ class RecorderState:
         # the recorder otherwise (`contributes`).
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
-        self.loss_is_weighted = False
+        self.loss_is_recorded = False
 
     def end_script_if_enough(self) -> None:
         """Ends the script by raising `Finished`, once all steps to be compared are recorded.
