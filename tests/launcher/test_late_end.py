@@ -334,17 +334,17 @@ def test_a_process_that_uses_processor_time_is_waited_for_longer(
     monkeypatch.setattr(late_end, "read_process", read_process)
     monkeypatch.setattr(late_end.time, "monotonic", lambda: now)
     idle = late_end.LateEnd(7)
-    assert not idle.is_given_up()
+    assert not idle.check_given_up()
     now += 9.9
-    assert not idle.is_given_up()
+    assert not idle.check_given_up()
     assert not idle.is_late
     now += 0.1
     assert idle.is_late
-    assert idle.is_given_up()
+    assert idle.check_given_up()
     busy = late_end.LateEnd(7)
     while busy.waited_s < 59:
-        assert not busy.is_given_up()
+        assert not busy.check_given_up()
         now += 1.0
         cpu_s += 0.01
     now += 1.0
-    assert busy.is_given_up()
+    assert busy.check_given_up()

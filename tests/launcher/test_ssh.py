@@ -158,7 +158,7 @@ def test_an_answer_that_arrives_in_two_parts_is_understood(before: bytes, cut: i
     async def both() -> Remote:
         one = Remote(Host(HOST), [], show)
         one._answer_mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
-        one._shutdown_timeout_s = 1.0
+        one._launcher_started = True
         answer = one._answer_mark + b'{"exit": 7}\n'
         await one._process_output("stdout", before + answer[:cut])
         await one._process_output("stdout", answer[cut:])

@@ -43,7 +43,7 @@ def test_what_a_rank_writes_outlives_its_folder(tmp_path: Path) -> None:
     found = read_error(memory.evidence)
     assert found is not None
     assert found.headline == "ValueError: loss is NaN"
-    memory.keep()
+    memory.copy_to_folder()
     memory.close()
     assert [path.name for path in folder.iterdir()] == ["error.json"]
     assert read_error(Evidence.in_folder(folder)) == found
@@ -55,7 +55,7 @@ def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
     memory = make_memory(tmp_path)
     write_in_place(memory.evidence.answer, '{"request": 1}')
     assert json.loads((tmp_path / "flight.json").read_text()) == {"request": 1}
-    memory.keep()
+    memory.copy_to_folder()
     memory.close()
     [kept] = tmp_path.iterdir()
     assert not kept.is_symlink()
@@ -67,7 +67,7 @@ def test_a_rank_whose_folder_cannot_be_written_still_has_memory(tmp_path: Path) 
     memory = make_memory(tmp_path / "file" / "rank_0")
     write_in_place(memory.evidence.error, "{}")
     with pytest.raises(OSError, match="file"):
-        memory.keep()
+        memory.copy_to_folder()
     memory.close()
 
 
@@ -115,7 +115,7 @@ def test_a_text_is_never_read_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_pipe_that_nobody_reads_takes_requests_until_it_is_full(tmp_path: Path) -> None:
     memory = make_memory(tmp_path)
-    pipe = os.open(memory.evidence.ask, os.O_WRONLY | os.O_NONBLOCK)
+    pipe = os.open(memory.evidence.request_pipe, os.O_WRONLY | os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
         while True:
             os.write(pipe, b"1\n" * 2048)

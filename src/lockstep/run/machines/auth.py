@@ -135,7 +135,8 @@ class AuthProxy(ConnectionServer):
             # The time is limited, so that a stranger that sends nothing does not stay for long.
             handshake = _handshake_with_client(client, self._token)
             purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
-        except (OSError, EOFError, ConnectionFailed):
+        except (TimeoutError, OSError, EOFError, ConnectionFailed):
+            # It sent nothing in time, closed the connection, or sent something else.
             self._report_refused(address, "it does not speak Lockstep's protocol")
             return
         finally:
@@ -249,18 +250,16 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
         expected = ACCEPTED + _hmac(token, b"server", proxy_nonce, own_nonce, purpose)
         if not hmac.compare_digest(answer, expected):
             raise ConnectionFailed(TOKEN_DIFFERS)
-    except BaseException as error:
+    except TimeoutError:
+        # Some program accepted the connection and then sent nothing, which no auth proxy does.
         proxy.writer.transport.abort()
-
-        # Some program accepted the connection and then sent nothing, which no auth proxy does. This
-        # case comes first, as a TimeoutError is also an OSError.
-        if isinstance(error, TimeoutError):
-            raise ConnectionFailed(NOT_A_LAUNCHER) from None
-
+        raise ConnectionFailed(NOT_A_LAUNCHER) from None
+    except (OSError, EOFError):
         # The connection broke, or the other side closed it.
-        if isinstance(error, OSError | EOFError):
-            raise ConnectionFailed(CUT) from None
-
+        proxy.writer.transport.abort()
+        raise ConnectionFailed(CUT) from None
+    except BaseException:
+        proxy.writer.transport.abort()
         raise
 
     return proxy

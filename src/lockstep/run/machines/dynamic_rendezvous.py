@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from lockstep.errors import MissingRankError
 from lockstep.run.machines.nodes import (
     LOST,
+    SERVER_NUMBER,
     Node,
     describe_departure,
     describe_present,
@@ -89,6 +90,7 @@ class DynamicRendezvous(Rendezvous):
                     f"here: {describe_present(present)}"
                 )
 
+            # The server's last decision may be about a round that is over for this node.
             decided = self._peers.server.decided
             if self._takes_part(decided):
                 return decided["round"], decided["nodes"]
@@ -99,7 +101,7 @@ class DynamicRendezvous(Rendezvous):
             if round_number > own.round:
                 self._peers.update(round=round_number)
 
-            is_server = own.number == 0
+            is_server = own.number == SERVER_NUMBER
             if is_server:
                 self._decide_participants(round_number)
 
@@ -112,17 +114,15 @@ class DynamicRendezvous(Rendezvous):
         """Returns True if this node must start its ranks now, for a decided round.
 
         Args:
-            decided: the last decision of the server, see `Node.decided`.
+            decided: the last decision of the server, see `Node.decided`. It may be about an earlier
+                round.
         """
         own = self._peers.own
-        has_been_started = decided["round"] <= own.started
-        if has_been_started:
-            return False
-
-        # This node has asked for a later round, because its ranks must be restarted once more.
-        is_outdated = decided["round"] < own.round
-        if is_outdated:
-            return False
+        decided_round = decided["round"]
+        if decided_round <= own.started:
+            return False  # this node has started its ranks for that round already
+        if decided_round < own.round:
+            return False  # this node has asked for a later round since, to restart its ranks
 
         return own.number in decided["nodes"]
 
@@ -131,10 +131,11 @@ class DynamicRendezvous(Rendezvous):
         self._peers.update(round=self._peers.own.started + 1)
 
     def describe_lost_nodes(self) -> str:
-        """Names the lost nodes, if the others can go on without them. Never waits.
+        """Names the lost nodes, for the announcement of a restart without them. Never waits.
 
         Returns:
-            A text for the user; empty if no node was lost, or if the run must end.
+            A text for the user; empty if no node was lost, or if there will be no restart, as the
+            others cannot go on without the lost nodes.
         """
         # A node that has left by itself (LEFT) is not included: its ranks have failed or ended.
         lost = [node for node in self.lost_nodes() if node.state == LOST]
@@ -162,28 +163,31 @@ class DynamicRendezvous(Rendezvous):
     def _choose_round(self, present: Sequence[Node]) -> int:
         """Returns the round that this node should ask for.
 
-        This is the latest round that any node asks for, but at least the one after this node's
-        last. If that round is already running without this node, it asks for the next one, which
-        makes all nodes restart. But if as many nodes as possible are running, it does not ask: the
-        result is then its present `round`.
+        Three cases, for a node that has not started any round yet:
+
+            the others have asked for round 2, and none has started it      2
+            the others run round 2, and there is room for one more node     3, so that all restart
+            the others run round 2, and --nnodes allows no more nodes       its present `round`, so
+                                                                            that it goes on waiting
 
         Args:
             present: the nodes that are present.
         """
         own = self._peers.own
-        running_round = max(node.started for node in present)
-        latest_round_asked = max(node.round for node in present)
+        last_started_round = max(node.started for node in present)
+        latest_asked_round = max(node.round for node in present)
 
-        round_number = max(latest_round_asked, own.started + 1)
-        is_running_without_this_node = own.started < running_round and round_number == running_round
-        if not is_running_without_this_node:
-            return round_number
+        # The next round is one that others have asked for too, or the one after this node's last.
+        next_round = max(latest_asked_round, own.started + 1)
+        others_have_started_it = own.started < last_started_round == next_round
+        if not others_have_started_it:
+            return next_round
 
-        # This node comes while the others are running. Without a free place, it waits.
-        num_running = len([node for node in present if node.started == running_round])
+        # This node comes while the others are running that round.
+        num_running = len([node for node in present if node.started == last_started_round])
         if num_running >= self._parameters.max_nodes:
             return own.round
-        return running_round + 1
+        return last_started_round + 1
 
     def _decide_participants(self, round_number: int) -> None:
         """Decides which nodes take part in a round, and tells all nodes. Only the server calls

@@ -32,7 +32,7 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         SettingError: a part of it is not a host, or a host is named twice.
     """
-    was_set = f"--hosts {text}"
+    was_set = f"--hosts {text}"  # every error begins with it
     hosts: list[Host] = []
     # `Path.is_file` is not used, as it raises if a long list is not a valid file name.
     if os.path.isfile(text):
@@ -72,13 +72,21 @@ def _read_lines(was_set: str, path: str) -> list[str]:
 
 
 def _parse_list_item(was_set: str, text: str) -> Host:
-    """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`."""
+    """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`.
+
+    Args:
+        was_set: the option as the user has set it, which an error begins with.
+        text: the item.
+    """
     name = text
     processes = None
 
-    # The colons of an IPv6 address without brackets, such as "fe80::1" or "2001:db8:0:0:0:0:0:1",
-    # must not be mistaken for the separator. There are at least two of them, and without "::" even
-    # seven.
+    # The last colon of an IPv6 address without brackets must not be mistaken for the separator:
+    #
+    #     node1:4                 one colon: a name and a number
+    #     [fe80::1]:4             brackets: an address and a number
+    #     fe80::1                 "::" without brackets: an address
+    #     2001:db8:0:0:0:0:0:1    more than two colons without brackets: an address
     is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
     match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
     if match and not is_bare_ipv6:
@@ -102,7 +110,12 @@ def _parse_list_item(was_set: str, text: str) -> Host:
 
 
 def _parse_line(was_set: str, words: list[str]) -> Host:
-    """Parses one line of a hostfile, which is split into words: `["node1", "slots=4"]`."""
+    """Parses one line of a hostfile.
+
+    Args:
+        was_set: the option as the user has set it and the line, which an error begins with.
+        words: the words of the line, such as `["node1", "slots=4"]`.
+    """
     name = words[0]
     options = words[1:]
     numbers: dict[str, int] = {}
@@ -135,7 +148,7 @@ def _check_name(was_set: str, name: str, advice: str) -> None:
     Args:
         was_set: the option as the user has set it, which the error begins with.
         name: the name of the host.
-        advice: what the user can do if the name is not an IPv6 address without brackets.
+        advice: what the user can do. An IPv6 address without brackets has advice of its own.
 
     Raises:
         SettingError: the name is not well-formed.

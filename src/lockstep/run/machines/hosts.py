@@ -188,7 +188,7 @@ class HostsSpec:
         for name in names:
             if name in words:
                 index = words.index(name)
-                del words[index : index + 2]  # the flag and its value
+                del words[index : index + 2]  # the flag and its value, which are two words here
         return words
 
     @property
@@ -218,7 +218,8 @@ class HostsSpec:
                 f"--master-port={port}",
             ]
 
-        # The user's --master-addr and --master-port are replaced by those in `meeting`.
+        # The user's --master-addr and --master-port are replaced by those in `meeting`. A single
+        # machine needs neither.
         other_flags = self._torchrun_without("--master-addr", "--master-port")
         nproc = self.hosts[node_rank].nproc or self.nproc
         first_arguments = self.launcher[1:]
@@ -229,7 +230,7 @@ class HostsSpec:
 
     def describe(self) -> str:
         """Describes what would be started on each machine, for `--dry-run`."""
-        resolve_all(self.hosts)
+        resolve_all(self.hosts)  # computes `host.here`, which is read below, of all hosts at once
         lines = [f"{count_noun(len(self.hosts), 'host')}, in {working_folder()}:"]
 
         address = self.torchrun_flag("--master-addr") or "ADDRESS"

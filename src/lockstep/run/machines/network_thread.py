@@ -13,6 +13,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+ITERATIONS_BEFORE_END = 5
+"""How often the event loop runs after `close` was called. A few times are enough."""
+
 T = TypeVar("T")
 
 
@@ -37,8 +40,8 @@ class NetworkThread:
         # The handler of a connection, which closes the connection, runs a few iterations of the
         # loop after the connection was accepted. If it were cancelled before, nothing would be
         # closed.
-        for _ in range(5):
-            await asyncio.sleep(0)
+        for _ in range(ITERATIONS_BEFORE_END):
+            await asyncio.sleep(0)  # lets the loop run once
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs a coroutine in the thread, without waiting for its result."""

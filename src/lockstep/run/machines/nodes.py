@@ -16,6 +16,9 @@ from typing import Any
 
 from lockstep.errors import DuplicateRankError, MasterUnreachableError, WorldSizeError
 
+SERVER_NUMBER = 0
+"""The number of the node that serves the run's store."""
+
 # The states of a node.
 HERE = "here"
 LEFT = "left"
@@ -64,7 +67,7 @@ class Node:
 
     @property
     def left_early(self) -> bool:
-        """True if the node has left, or was lost, before the end of the run."""
+        """True if the node has gone, LEFT or LOST, before the end of the run."""
         return self.state == LOST or (self.state == LEFT and bool(self.why))
 
 
@@ -78,8 +81,8 @@ class Peers:
         self._nodes = {own.number: own}
         self.own_number = own.number
         self.send: Callable[[Mapping[str, Any], int | None], object] = lambda changes, to: None
-        """Sends changes of the own node to the node with a number, or with None to all others.
-        Set by whoever opens the connection."""
+        """Sends changes of the own node to the node with the given number, or to all others if the
+        number is None. Set by whoever opens the connection."""
 
     @property
     def own(self) -> Node:
@@ -89,7 +92,7 @@ class Peers:
     @property
     def server(self) -> Node:
         """The node that serves the store."""
-        return self.node(0)
+        return self.node(SERVER_NUMBER)
 
     def node(self, number: int) -> Node:
         """Returns the node with a number."""
@@ -170,7 +173,7 @@ class Peers:
         # Nodes stay in the table when they leave, so their count is the next free number. A node
         # that has just come is here, and has not published anything, whatever it may have sent.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
-        self.write(admitted.number, vars(admitted))
+        self.write(admitted.number, vars(admitted))  # adds it to this table
         return admitted
 
 
@@ -185,22 +188,27 @@ def format_nnodes(nodes: str) -> str:
 def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     """Returns the nodes without those that have been replaced by a newer node of the same rank.
 
-    A launcher that is started again gets a new node, with the rank of its old one. If the new node
-    has left while the old one is here, the old one is returned. Nodes without a rank are all
-    returned.
+    A launcher that is started again gets a new node, with the rank of its old one. Of two nodes of
+    one rank, the newer one is returned, except in the last case:
+
+        older node    newer node    returned
+        gone          here          newer
+        gone          gone          newer
+        here          here          newer
+        here          gone          older
+
+    Nodes without a rank are all returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}
-    for node in sorted(nodes, key=lambda node: node.number):  # in the order in which they came
-        if node.rank is None:
+    for newer in sorted(nodes, key=lambda node: node.number):  # in the order in which they came
+        if newer.rank is None:
             continue
 
-        older_node = node_of_rank.get(node.rank)
-        older_is_here = older_node is not None and older_node.state == HERE
-        if older_is_here and node.state != HERE:
-            continue  # the older node has not been replaced
-
-        node_of_rank[node.rank] = node
+        older = node_of_rank.get(newer.rank)
+        only_older_is_here = older is not None and older.state == HERE and newer.state != HERE
+        if not only_older_is_here:
+            node_of_rank[newer.rank] = newer
 
     return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
 
@@ -222,6 +230,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
     Returns:
         A text for the user, or an empty string if all nodes are ready.
     """
+    # A launcher that was started again has two nodes with its rank. Only the present one matters.
     node_of_rank = {node.rank: node for node in without_replaced(nodes)}
     reasons = []
     for rank in range(num_nodes):

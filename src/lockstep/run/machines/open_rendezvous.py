@@ -38,7 +38,7 @@ from lockstep.run.machines import auth
 from lockstep.run.machines.auth import AuthProxy, ConnectionFailed, Forwarder, authenticate
 from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous
 from lockstep.run.machines.network_thread import NetworkThread
-from lockstep.run.machines.nodes import Node, Peers
+from lockstep.run.machines.nodes import SERVER_NUMBER, Node, Peers
 from lockstep.run.machines.peer_connection import (
     Connection,
     PeerServer,
@@ -86,8 +86,8 @@ def open_rendezvous(
     is_static = parameters.backend == "static"
     own = _own_node(parameters)
     if _needs_torch_rendezvous(parameters):
-        # Hangs are only explained across machines if the launchers can publish what they see to
-        # each other, which they cannot do here.
+        # The launchers report a hang of ranks on several machines after they have sent each other
+        # what they see. With torch's rendezvous they cannot do so.
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
@@ -98,8 +98,8 @@ def open_rendezvous(
     if parameters.max_nodes > 1:
         return _MultiNodeOpener(parameters, own, say, environ).open()
 
-    # On one node with "static", the port becomes the ranks' MASTER_PORT. With c10d, it would be the
-    # port at which other nodes find the store. There are none, so any free port (0) will do.
+    # On one node with "static", the user's port becomes the ranks' MASTER_PORT. With c10d, the
+    # user's port only serves to find the other nodes. There are none, so any free port (0) will do.
     endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
@@ -112,8 +112,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
     """Creates the `Node` that describes this launcher to the others.
 
     Its rank is --node-rank with the backend "static", and 0 if it is the only node. Otherwise it is
-    not known before the rendezvous. If the run has several nodes, the server replaces the number
-    when it admits this one.
+    not known before the rendezvous.
 
     Raises:
         SettingError: the --node-rank is out of range.
@@ -133,7 +132,9 @@ def _own_node(parameters: RendezvousParameters) -> Node:
 
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
-        number=0,  # the number of the server
+        # Every launcher begins with this number. If it finds that another one is the server, that
+        # one gives it another number.
+        number=SERVER_NUMBER,
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -148,10 +149,13 @@ def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
     if not is_implemented_backend:  # such as etcd
         return True
 
-    # Only c10d with several nodes lets the user choose a type: `--rdzv-conf store_type=file`. On a
-    # single node, Lockstep may use a store of its own type, as no other node has to find it.
+    # Lockstep's store has the type "tcp". With "static", there is no other type. On a single node,
+    # Lockstep uses its own store even if the user has chosen another type, as no other node has to
+    # find it.
     if parameters.backend == "static" or parameters.max_nodes <= 1:
         return False
+
+    # With c10d and several nodes, the user may choose one: `--rdzv-conf store_type=file`.
     store_type = str(parameters.get("store_type", "tcp")).strip().lower()
     return store_type != "tcp"
 
@@ -192,9 +196,11 @@ class _MultiNodeOpener:
                 should be no other one, so this only looks for one for a moment.
         """
         endpoint = self._endpoint
+
+        # First case: the address of the endpoint is not one of this machine, and somebody serves
+        # the run there. The address may belong to a port forwarding that leads to this machine. Or
+        # it belongs to another machine, on which another launcher was started as node 0 by mistake.
         if is_server_by_flags and not _is_this_machine(endpoint.host):
-            # The address may belong to a port forwarding that leads to this machine. Or it belongs
-            # to another machine, on which another launcher was started as node 0 by mistake.
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
 
@@ -203,18 +209,28 @@ class _MultiNodeOpener:
             listener = network.listening_socket(address, endpoint.port)
         except OSError as os_error:
             cannot_listen = network.listening_error(os_error, endpoint)
-            if not isinstance(cannot_listen, PortTakenError):
-                raise cannot_listen from None
-
-            # If a launcher uses the port, this node connects to it, or is told why it may not. If
-            # no launcher of this run answers, the port is taken by something else.
-            timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
-            try:
-                return self._connect(timeout)
-            except (MasterUnreachableError, TokenDiffersError):
-                raise cannot_listen from None
+            if isinstance(cannot_listen, PortTakenError):
+                return self._connect_to_user_of_port(cannot_listen, is_server_by_flags)
+            raise cannot_listen from None
 
         return self._serve(listener)
+
+    def _connect_to_user_of_port(
+        self, port_taken: PortTakenError, is_server_by_flags: bool
+    ) -> Rendezvous:
+        """Connects to the program that uses the port, which may be a launcher that serves the run.
+
+        Args:
+            port_taken: error that is raised if no launcher of this run uses the port.
+            is_server_by_flags: see `_serve_unless_served`.
+        """
+        timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
+        try:
+            return self._connect(timeout)
+        except MasterUnreachableError:
+            raise port_taken from None  # the program is no launcher, or serves another run
+        except TokenDiffersError:
+            raise port_taken from None  # it is a launcher with another token, so of another run
 
     def _choose_server(self) -> _ServerChoice:
         """Decides whether this node is the server, by torchrun's rules.
@@ -253,12 +269,14 @@ class _MultiNodeOpener:
         address = str(listener.getsockname()[0])
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
         peers = Peers(self._own)
+
+        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over.
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
-            # Changes that this launcher makes to its own node are sent to the others, without
-            # waiting until they are sent.
+            # Changes that this launcher makes to its own node are sent to the launcher with the
+            # number `to`, or to all others, without waiting until they are sent.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: server.send(changes, to=to))
 
@@ -271,7 +289,7 @@ class _MultiNodeOpener:
             resources.callback(lambda: thread.run(proxy.close()))
             resources.callback(lambda: thread.run(server.close()))
 
-            if self._token.open_to_all:
+            if self._token.open_to_all:  # the user wants no protection by a token
                 place = Endpoint(address, self._endpoint.port)
                 self._say(f"{TOKEN_VARIABLE}=none: anyone who can reach {place} can join this run")
 
@@ -294,7 +312,7 @@ class _MultiNodeOpener:
 
             peers = self._join(thread, connection, address)
             forwarder, forwarder_port = self._start_forwarder(thread, address, resources)
-            _exchange_changes(thread, connection, peers, forwarder)
+            _start_exchanging_changes(thread, connection, peers, forwarder)
             store = self._connect_to_store(forwarder_port)
 
             own_address = str(streams.writer.get_extra_info("sockname")[0])
@@ -375,7 +393,7 @@ class _MultiNodeOpener:
         started = time.monotonic()
         announcer = WaitAnnouncer(self._say)
         while True:
-            # If all addresses fail, `address` and `reason` are those of the last one.
+            # If all addresses fail, the last one and the reason for its failure decide what to do.
             address = ""
             reason = network.UNRESOLVED  # if the name of the endpoint has no address
             for address in endpoint.addresses():
@@ -396,8 +414,8 @@ class _MultiNodeOpener:
             waited = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
                 # Another program listens there. It may be about to end, so we wait, but not as long
-                # as for a server that has not come yet. `tried` is left out, so that the error does
-                # not mention a timeout.
+                # as for a server that has not come yet. The error does not mention a timeout
+                # (`tried`), as a longer one would not help.
                 if waited > min(timeout, WRONG_SERVICE_TIMEOUT_S):
                     raise network.unreachable_error(SERVER, endpoint, reason, address=address)
             elif waited > timeout:
@@ -436,10 +454,11 @@ class _MultiNodeOpener:
         return rendezvous
 
 
-def _exchange_changes(
+def _start_exchanging_changes(
     thread: NetworkThread, connection: Connection, peers: Peers, forwarder: Forwarder
 ) -> None:
-    """Begins to exchange changes of nodes with the server, until the connection ends.
+    """Starts to exchange changes of nodes with the server in the network thread, until the
+    connection ends.
 
     Changes that this launcher makes to its own node are sent to the server, which passes them on,
     and changes of other nodes are received from it.
@@ -452,6 +471,7 @@ def _exchange_changes(
             aborted, so that nobody waits for the store of a server that is gone.
     """
 
+    # `to` is the number of the only launcher that receives the changes, or None for all launchers.
     def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
         thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
 

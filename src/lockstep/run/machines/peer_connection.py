@@ -24,7 +24,15 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.errors import DuplicateRankError, JoinError, MasterUnreachableError, WorldSizeError
-from lockstep.run.machines.nodes import HERE, LEFT, LOST, Node, Peers, describe_departure
+from lockstep.run.machines.nodes import (
+    HERE,
+    LEFT,
+    LOST,
+    SERVER_NUMBER,
+    Node,
+    Peers,
+    describe_departure,
+)
 
 CONNECTION_ENDED = "its connection ended"
 HEARTBEAT_S = 1.0
@@ -182,8 +190,11 @@ class PeerServer:
         nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
 
-        # Tell the other clients about the new node before it becomes a client itself.
-        self.send(vars(self._peers.node(number)), number)
+        # Tell the other clients about the new node. It is not among the clients yet, as it has just
+        # received all nodes.
+        fields_of_new_node = vars(self._peers.node(number))
+        self.send(fields_of_new_node, number)
+
         self._clients[number] = connection
         reason = await connection.handle_messages(
             lambda message: self._handle_message(number, message)
@@ -298,8 +309,9 @@ async def join_server(connection: Connection, own: Node) -> Peers:
         error_type = ERROR_TYPES.get(type_name, JoinError)
         raise error_type(was_set, found, do)
 
+    own_number = answer["number"]  # the number that the server has given to this launcher
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
-    peers = Peers(Node(**fields_of_node[answer["number"]]))
+    peers = Peers(Node(**fields_of_node[own_number]))
     for number, fields in fields_of_node.items():
         peers.write(number, fields)
 
@@ -319,12 +331,13 @@ async def receive_changes(
 
     def apply_changes(message: Mapping[str, Any]) -> None:
         for change in message["nodes"]:
+            # This launcher has made the changes of its own node itself, and later ones since.
             if change["number"] != peers.own_number:
                 peers.write(int(change["number"]), change["changes"])
 
     try:
         reason = await connection.handle_messages(apply_changes)
         if peers.server.state != LEFT:
-            peers.write(0, {"state": LOST, "why": reason})
+            peers.write(SERVER_NUMBER, {"state": LOST, "why": reason})
     finally:
         on_loss()

@@ -159,7 +159,8 @@ class HelperProcess:
         try:
             return ray.get(getattr(self._actor, method).remote(*args))
         except Exception as error:  # Ray's errors have no common base class
-            self.failure = self.failure or str(error)
+            if not self.failure:  # later errors only follow from the first one
+                self.failure = str(error)
             raise OSError("the actor of Ray is lost") from None
 
     def _forward_input(self, input_end: int) -> None:
@@ -253,8 +254,9 @@ class RayRemote(Remote):
                 missing_file, "the folder must be on a disk that all nodes of the cluster share"
             ) from None
 
-        # One machine may have several nodes, each with its own devices. They are not one machine
-        # for `_warn_about_machines`.
+        # One machine may have several nodes of Ray, each with its own devices. With the id of the
+        # node, each counts as a machine, so that `_warn_about_machines` does not warn that one
+        # machine was named twice.
         self.facts["machine"] += f" {self.node.node_id}"
 
     def _failure(self) -> Problem:
@@ -264,8 +266,9 @@ class RayRemote(Remote):
             failure = self._process.failure
 
         error_lines = self._error_output.decode(errors="replace").strip().splitlines()
-        # No Lockstep at all ("No module named 'lockstep'"), or one without the helper ("No module
-        # named 'lockstep.run.machines.remote'"), which is why the quote is not closed here.
+        # Python prints "No module named 'lockstep'" if there is no Lockstep at all, and "No module
+        # named 'lockstep.run.machines.remote'" if the helper is missing. The text that both begin
+        # with has no closing quote.
         if "No module named 'lockstep" in failure + "".join(error_lines):
             return Problem(
                 "its Python has no Lockstep of this version",

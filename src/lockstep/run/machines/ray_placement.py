@@ -267,7 +267,7 @@ def nodes_of_group(group: Any) -> list[RayNode]:
             nproc=str(len(indices)),  # one rank for each bundle; a text, as with `--hosts`
             node_id=node_id,
             ip_address=facts_of_node[node_id]["NodeManagerAddress"],
-            bundle_index=indices[0],
+            bundle_index=indices[0],  # the node's launcher is placed in the first of its bundles
             gpu_ids=tuple(gpu_ids),
         )
         nodes.append(node)

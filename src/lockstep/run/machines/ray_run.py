@@ -59,7 +59,10 @@ def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
     """Reserves places for the ranks, runs them there, and disconnects from the cluster."""
     group = None
     try:
-        bundles = [ray_placement.bundle()] * ray_placement.num_ranks(spec.nproc, spec.option)
+        # A bundle is the resources of one rank, which Ray reserves together: a core and perhaps a
+        # GPU. --nproc is a number or "gpu", for as many ranks as the cluster has GPUs.
+        num_ranks = ray_placement.num_ranks(spec.nproc, spec.option)
+        bundles = [ray_placement.bundle()] * num_ranks
         group = ray_placement.reserve(bundles, say)
         return RayRun(spec, group, say).wait()
     finally:

@@ -100,15 +100,15 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
         machine, which may have several names; and `time`, its clock.
     """
     own_address = ""
-    first_address = ""
+    address_of_first_machine = ""
 
     # SSH_CONNECTION contains the address and port of the client, then of the server; see ssh(1). On
     # the first machine, it is about the user's own login, and is not used.
     ssh_connection = os.environ.get("SSH_CONNECTION", "")
     if ssh_connection and not request["here"]:
-        first_address, _, own_address, _ = ssh_connection.split(" ")
-    if first_address == "UNKNOWN":  # ssh was connected by a pipe, and not by a network
-        first_address = ""
+        address_of_first_machine, _, own_address, _ = ssh_connection.split(" ")
+    if address_of_first_machine == "UNKNOWN":  # ssh was connected by a pipe, and not by a network
+        address_of_first_machine = ""
         own_address = ""
 
     # Without a usable address of ssh's, take that of the default route, if there is one.
@@ -120,7 +120,7 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "missing": _enter_folder(request["folder"], request["script"]),
         "own": own_address,
-        "first": first_address,
+        "first": address_of_first_machine,
         "machine": f"{socket.gethostname()} {boot_id()}",
         "time": time.time(),
     }
@@ -159,7 +159,9 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
             ("", port),
             family=family,
             dualstack_ipv6=has_ipv6,
-            backlog=4096,  # all other machines connect at once, and nobody accepts
+            # All other machines connect at once, only to test whether they can. Their connections
+            # are never accepted, and stay in the backlog.
+            backlog=4096,
         )
     except OSError as error:
         # Another port helps if this one is in use, but not against any other error.
@@ -183,12 +185,14 @@ def try_connection(address: str, port: int) -> dict[str, str]:
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
             connection.sendall(LONG_MESSAGE)  # returns before anything has arrived
+
+            # Wait until the other machine's kernel has confirmed every byte.
             has_arrived = wait_until(
                 lambda: _unconfirmed_bytes(connection) == 0, time.monotonic() + CONNECT_TIMEOUT_S
             )
             own_address = str(connection.getsockname()[0])
     except OSError as error:
-        # The error that Python raises at a timeout has no `strerror`.
+        # `strerror` is None for a timeout.
         reason = error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         return {"why": reason, "own": ""}
 
@@ -261,7 +265,7 @@ def write_if_possible(target: int, data: bytes) -> int:
 
 
 def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher, which ends when this process does."""
+    """Starts the launcher. The kernel ends it if this process, its parent, ends before it."""
     parent_pid = os.getpid()
     environment = {**os.environ, **request["environment"]}
 
@@ -388,7 +392,8 @@ def main() -> int:
             if "folder" in request:
                 send_answer(describe_machine(request))
             elif "listen" in request:
-                listener, answer = listen(request["listen"], request["instead"])
+                any_port_if_taken = request["instead"]
+                listener, answer = listen(request["listen"], any_port_if_taken)
                 send_answer(answer)
             elif "reach" in request:
                 address, port = request["reach"]
@@ -403,7 +408,8 @@ def main() -> int:
                 signal.signal(signal.SIGINT, lambda *_: None)
                 launcher = start_launcher(request)
 
-                # The requests after this one are for the launcher.
+                # The requests after this one are for the launcher. With `keep`, it goes on if the
+                # first machine is lost.
                 exit_code = watch_launcher(
                     launcher, reader, requests, keep=request["keep"], grace=request["grace"]
                 )

@@ -35,7 +35,7 @@ from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK
 from lockstep.distributed.torch_compat import list_keys
 from lockstep.errors import LockstepError
-from lockstep.run.machines.nodes import HERE, LEFT, Node, Peers, without_replaced
+from lockstep.run.machines.nodes import HERE, LEFT, SERVER_NUMBER, Node, Peers, without_replaced
 
 Say = Callable[[str], None]
 """A function that shows a line to the user."""
@@ -131,6 +131,8 @@ class Rendezvous(RendezvousHandler):
             self._peers.update(published=published)
             return True
 
+        # Changes are sent to the number of a node. Two nodes may have the rank if a launcher was
+        # started again; the old one of them is left out.
         for node in without_replaced(self._peers.all()):
             if node.rank == to:
                 self._peers.send({"published": published}, node.number)
@@ -153,8 +155,8 @@ class Rendezvous(RendezvousHandler):
     def close(self, why: str = "") -> None:
         """Leaves the run, and closes `resources`.
 
-        The other nodes need the server's store until they have left. So the server waits for them,
-        for up to 10 s, before it closes.
+        The other nodes need the server's store until they have left. So the server waits for them
+        before it closes: for up to 10 s at the end of the run, and for up to 2 s after a failure.
 
         Args:
             why: the reason for leaving before the end of the run, which the other nodes are told;
@@ -165,7 +167,7 @@ class Rendezvous(RendezvousHandler):
         self._closed = True
 
         def only_server_is_present() -> bool:
-            return all(node.number == 0 for node in self._peers.present())
+            return all(node.number == SERVER_NUMBER for node in self._peers.present())
 
         with self.resources:  # closed at the end of this block
             if why:
@@ -173,7 +175,7 @@ class Rendezvous(RendezvousHandler):
                 self._peers.update(state=LEFT, why=why)
 
             # After a run that has ended well, the server is the last to leave.
-            is_server = self._peers.own_number == 0
+            is_server = self._peers.own_number == SERVER_NUMBER
             if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(only_server_is_present, time.monotonic() + timeout)

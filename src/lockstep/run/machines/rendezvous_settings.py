@@ -54,7 +54,7 @@ def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -
     try:
         seconds = float(value)
     except ValueError:
-        seconds = 0.0
+        seconds = math.nan  # not a number, so the check below raises the error
 
     if not 0 < seconds < math.inf:
         raise SettingError(

@@ -103,7 +103,7 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
         return JobPlacement(nproc=nproc or default_nproc)
 
     # 3. The job's script, or a shell of salloc, has started this process.
-    num_components = _number(environ, "SLURM_HET_SIZE") or 1
+    num_components = _number_from_slurm(environ, "SLURM_HET_SIZE") or 1
     if num_components > 1:
         raise SettingError(
             "lockstep run in a Slurm job",
@@ -115,19 +115,23 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     if not nproc:
         nproc = _tasks_per_node(environ)
 
-    num_nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
+    num_nodes = (
+        _number_from_slurm(environ, "SLURM_JOB_NUM_NODES")
+        or _number_from_slurm(environ, "SLURM_NNODES")
+        or 1
+    )
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
     if num_nodes == 1 and is_on_job_machine:
         return JobPlacement(nproc=nproc or default_nproc)
 
     # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
-    gpus_per_task = _number(environ, "SLURM_GPUS_PER_TASK") or 0
-    num_tasks = _number(environ, "SLURM_NTASKS") or num_nodes
+    gpus_per_task = _number_from_slurm(environ, "SLURM_GPUS_PER_TASK") or 0
+    num_tasks = _number_from_slurm(environ, "SLURM_NTASKS") or num_nodes
     gpus_per_node = gpus_per_task * num_tasks // num_nodes
     return JobPlacement(nproc=nproc, srun_nodes=num_nodes, gpus_per_node=gpus_per_node)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
+def _number_from_slurm(environ: Mapping[str, str], name: str) -> int | None:
     """Returns the value of a variable of Slurm as a number: `4` -> 4, `a100:2` -> 2.
 
     Returns:
@@ -155,7 +159,8 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
     Raises:
         SettingError: the machines have different numbers of tasks.
     """
-    # Without --ntasks, SLURM_TASKS_PER_NODE is the number of cores.
+    # Slurm always sets SLURM_TASKS_PER_NODE. If the job requests tasks neither by --ntasks nor by
+    # --ntasks-per-node, it is the number of cores, and does not say anything about tasks.
     if not environ.get("SLURM_NTASKS") and not environ.get("SLURM_NTASKS_PER_NODE"):
         return None
 

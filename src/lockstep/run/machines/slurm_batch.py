@@ -50,7 +50,7 @@ class JobRequest:
 
 
 def sbatch_options(request: JobRequest, script: str) -> list[str]:
-    """Returns the options of sbatch for a job, each as one word.
+    """Returns the options of sbatch for a job, each with its value: `--nodes=2`.
 
     If the user gives one of them too, sbatch uses the user's, which comes last.
 
@@ -86,6 +86,7 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
         "--open-mode=append",
         f"--chdir={folder}",
         "--requeue",
+        # Sends SIGUSR1 this long before the job's time is up, only to the batch shell ("B:").
         f"--signal=B:USR1@{WARNING_S}",
     ]
     return options + [_normalize_option(text.strip()) for text in request.options]

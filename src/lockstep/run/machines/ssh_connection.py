@@ -110,8 +110,9 @@ class Remote:
         """What follows the unfinished line, by stream: the beginning of an answer, or empty."""
         self._error_output = b""
         """The standard error from before the launcher was started."""
-        self._shutdown_timeout_s: float | None = None
-        """The seconds that the ranks there get to end; None before the launcher is started."""
+        self._launcher_started = False
+        self._shutdown_timeout_s = 0.0
+        """The seconds that the ranks there get to end, once the launcher is started."""
         self._process: Process | None = None
         """The process of ssh or rsync; on this machine, that of the helper itself."""
         self._input: asyncio.WriteTransport | None = None
@@ -148,7 +149,7 @@ class Remote:
         while True:
             try:
                 return await attempt()
-            except ConnectionDropped as drop:  # this Problem may pass, as the only one
+            except ConnectionDropped as drop:  # the only kind of Problem that may go away by itself
                 last_drop = drop
                 if not pauses:
                     raise
@@ -173,15 +174,15 @@ class Remote:
         self._error_output = b""
         self._reading_tasks = []
 
-        # What an earlier helper has printed or answered only in part is dropped.
+        # If an earlier helper has printed a part of a line, or of an answer, that part is dropped.
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
         self._begun_answers = {"stdout": b"", "stderr": b""}
 
         # The queue receives the answers, and None when there will be no more.
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
-        # The subprocesses of asyncio are not used, because they wait for all processes that hold
-        # the output open, even when the event loop is closed.
+        # asyncio's own subprocesses are not used: closing the event loop would wait until all
+        # processes that hold the output open have ended.
         process = self._start_program(nonce)
         self._process = process
         loop = asyncio.get_running_loop()
@@ -226,7 +227,9 @@ class Remote:
         self.facts = await self.connect(**request, here=self.here)
         time_after = time.time()
 
-        # The helper has read its clock at some moment between these two.
+        # How far the clock there is certainly ahead of the clock here, or behind it (negative). The
+        # helper has read its clock at some moment between the two times, so a time between them is
+        # no difference.
         remote_time = self.facts["time"]
         if remote_time > time_after:
             self.clock_offset_s = remote_time - time_after
@@ -264,15 +267,18 @@ class Remote:
         folder = working_folder()
         command = [
             "rsync",
+            # Keeps times and modes (a), compresses (z), allows spaces in names (s), and copies
+            # folders with their content (r), which --files-from would switch off.
             "-azsr",
             "--keep-dirlinks",  # a link to a folder there stays a link
             "--exclude=.git",
-            # Creates the folder, which rsync before 3.2.3 cannot do.
+            # Runs `mkdir` there first, as rsync before 3.2.3 has no option that creates the folder.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
             "-e",
             shlex.join([*self._ssh, *SSH_OPTIONS]),
         ]
         if file_names is None:
+            # Exclude (-) what the .gitignore of each folder (:) lists.
             command.append("--filter=:- .gitignore")
         else:
             command += ["--from0", "--files-from=-", "--ignore-missing-args"]
@@ -415,7 +421,8 @@ class Remote:
             keep: whether the ranks go on if the connection to this machine is lost.
             shutdown_timeout_s: the seconds that the ranks get to end.
         """
-        self._shutdown_timeout_s = shutdown_timeout_s  # makes `_launcher_started` True
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._launcher_started = True
         self.unfinished_lines = {"stdout": b"", "stderr": b""}  # earlier output is not shown
         self.send(
             start=list(command),
@@ -432,10 +439,6 @@ class Remote:
         if self._is_running() and self._input and not self._input.is_closing():
             line = json.dumps(request) if request else ""
             self._input.write(line.encode() + b"\n")
-
-    @property
-    def _launcher_started(self) -> bool:
-        return self._shutdown_timeout_s is not None
 
     def _is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -498,18 +501,22 @@ class Remote:
     async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
         """Reads what the process wrote before it ended.
 
-        Usually that ends with the end of the stream. But a process that ssh has left behind may
-        hold the stream open. So this waits `FINISH_TIMEOUT_S` seconds for data, and then takes only
-        what is in the pipe already, until nothing arrives within a quarter of that. Such a process
-        may also keep writing, so the number of reads is limited too.
+        Usually the stream ends soon. But a process that ssh has left behind may hold it open, and
+        may even keep writing. So this stops at the first of these:
+
+        - the stream ends;
+        - nothing arrives within 2 s (`FINISH_TIMEOUT_S`);
+        - after 2 s of waiting in all: nothing arrives within a quarter of that;
+        - data has arrived `MAX_READS_AFTER_END` times.
         """
         waited_s = 0.0
         for _ in range(MAX_READS_AFTER_END):
-            has_waited_enough = waited_s >= FINISH_TIMEOUT_S
-            timeout = FINISH_TIMEOUT_S / 4 if has_waited_enough else FINISH_TIMEOUT_S
+            max_silence_s = FINISH_TIMEOUT_S
+            if waited_s >= FINISH_TIMEOUT_S:
+                max_silence_s = FINISH_TIMEOUT_S / 4
 
             read_started = time.monotonic()
-            data = await _read_within(timeout, reader)
+            data = await _read_within(max_silence_s, reader)
             waited_s += time.monotonic() - read_started
 
             is_closed = data == b""
@@ -518,7 +525,7 @@ class Remote:
             if data is not None:
                 await self._process_output(stream, data)
             elif waited_s >= FINISH_TIMEOUT_S:
-                return  # everything has been read, though the stream is still open
+                return  # nothing has arrived in time; the stream is still open
 
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of the helper's output, and shows the other lines.
@@ -526,8 +533,9 @@ class Remote:
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        # The end of the earlier data may have been incomplete. It comes before the new data, in the
-        # order in which it arrived: an unfinished line, then the beginning of an answer.
+        # The earlier data may have ended with an unfinished line, and after that with the beginning
+        # of an answer, as an answer may interrupt a line. Put both before the new data. (They are
+        # kept apart because an unfinished line may be shown at the end, but not an answer.)
         rest_of_earlier_data = self.unfinished_lines[stream] + self._begun_answers[stream]
         text = self._take_answers(rest_of_earlier_data + data)
 
@@ -600,7 +608,7 @@ class Remote:
             return  # it has ended
 
         with contextlib.suppress(ProcessLookupError):
-            if self.here:
+            if self.here:  # the helper runs on this machine, without ssh
                 # Kill only the helper. Killing its process group would also kill the launcher
                 # before it has ended its ranks. The launcher ends when the helper does.
                 os.kill(process.pid, signal.SIGKILL)
@@ -612,7 +620,7 @@ class Remote:
         if self._input:
             self._input.close()  # makes the helper end the launcher and itself
 
-        if self._shutdown_timeout_s is None:  # no launcher was started
+        if not self._launcher_started:
             timeout = FINISH_TIMEOUT_S
         else:
             timeout = LAUNCHER_END_S + self._shutdown_timeout_s

@@ -203,8 +203,9 @@ def ssh_failure(
     if exit_code is not None:
         return Problem(f"exit code {exit_code}: {last_line}", do)
 
-    # If an interface's MTU is too large for the network, ssh connects, as its first packets are
-    # short, and then hangs, as long packets are lost.
+    # A common reason why ssh does not answer is that an interface's MTU is too large for the
+    # network. Then ssh connects, as its first packets are short, and hangs when long packets are
+    # lost.
     do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
     return Problem(f"no answer in time: {last_line}", do)
 
@@ -237,11 +238,12 @@ def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Probl
             continue
 
         found = cause.found.format(**values)
-        do = cause.advice.format(**values)
+        do = cause.advice.format(**values)  # what the user can do
         is_drop = cause.pattern == DROP_PATTERN  # one of the causes has this pattern
         if not is_drop:
             return Problem(found, do)
 
+        # Before the server drops the connection, it often says why.
         lines_before = _lines_before_drop(error_output)
         if lines_before:
             found += f"; before that it said: {lines_before[-1]}"

@@ -177,7 +177,7 @@ class HostsRun:
             self._main_task.cancel()  # `run` then closes the connections
             return
 
-        # The user has asked for the second time, and does not want to wait for the connections.
+        # The user has asked a second time, and does not want to wait for the connections.
         for remote in self._remotes:
             remote.kill()
 
@@ -216,9 +216,12 @@ class HostsRun:
             if first_host is not host:  # another machine has already printed it
                 return
 
+        # The last row of the terminal, which may show an unfinished line, is drawn again below the
+        # new line.
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
 
-        # While the terminal accepts nothing, no further line of this machine is read.
+        # While the terminal accepts nothing, no further line of this machine is read. But if a
+        # signal has asked the run to end, its end does not wait for the terminal.
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -279,11 +282,11 @@ class HostsRun:
         advice = []
         for remote, problem in problems.items():
             name = remote.host.name
-            found, do = problem.args
+            found, advice_for_host = problem.args  # the two arguments of every `Problem`
             names.append(name)
             findings.append(f"{name}: {found}" if len(problems) > 1 else found)
-            if do not in advice:
-                advice.append(do)
+            if advice_for_host not in advice:
+                advice.append(advice_for_host)
 
         raise HostError(
             f"{self._spec.option}: a run on {', '.join(names)}",
@@ -303,7 +306,8 @@ class HostsRun:
             elsewhere = [remote for remote in self._remotes if not remote.here]
             await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
 
-        # Start the helpers, which check that the folder and the script exist.
+        # `Remote.open` starts the helper of a machine, which checks that the folder and the script
+        # exist there.
         script = None
         if spec.script and not spec.module:
             script = spec.script[0]

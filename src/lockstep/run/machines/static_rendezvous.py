@@ -41,11 +41,13 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        # Ask for the latest round that any node has asked for, but at least for the one after the
-        # last start: if a node has started round 2, the next one is round 3.
+        # Ask for a round that no node has started yet, but one that another node has already asked
+        # for, if there is one. If a node has started round 2 (`started`), that is at least round 3;
+        # if another one has asked for round 4 (`round`), it is round 4.
         round_number = 1
         for node in self._peers.present():
-            round_number = max(round_number, node.round, node.started + 1)
+            round_after_last_start = node.started + 1
+            round_number = max(round_number, node.round, round_after_last_start)
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
@@ -100,13 +102,17 @@ class StaticRendezvous(Rendezvous):
         """Returns a node that will not come back, if there is one.
 
         This is the server if it is gone, or a node that has left by itself after the first start. A
-        node that was lost may be restarted by a scheduler, and before the first start somebody may
-        just be correcting a command line.
+        node that was lost is not returned, as a scheduler may restart it.
         """
         if self._server_is_gone():
             return self._peers.server
+
+        # Before the first start (round 1), the user may be correcting the command line of a node,
+        # and will start it again.
         if round_number == 1:
             return None
+
+        # A node that has left, and whose launcher was started again, has been replaced.
         for node in without_replaced(self._peers.all()):
             if node.state == LEFT:
                 return node

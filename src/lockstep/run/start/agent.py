@@ -186,7 +186,9 @@ def _signal_handlers(agent: Agent, flags: argparse.Namespace) -> dict[int, Calla
     """Returns what the launcher does at each signal, by the number of the signal."""
     handlers: dict[int, Callable[[int], object]] = {
         signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
-        signal.SIGUSR2: agent.end_unless_started,  # another machine has failed, see `ssh_run`
+        # `ssh_run` sends this signal when another machine has failed. Once ranks have been started,
+        # the launcher notices that by itself.
+        signal.SIGUSR2: agent.end_unless_started,
         signal.SIGTSTP: agent.stop,  # Ctrl-Z
     }
     for text in flags.signals_to_handle.split(","):  # torchrun's flag: "SIGTERM,SIGINT"
@@ -476,14 +478,15 @@ class Agent(api.SimpleElasticAgent):
             if restarts is None:
                 restarts = self._failed_attempts
 
-            # If only some GPUs are still used, each rank sees these or, with --virtual-local-rank,
-            # the one of them that `rank_environment` chooses for it.
+            # If a GPU was left out after a failure, the ranks only see the GPUs that remain.
             launchers_variables = dict(os.environ)
             if self._devices:
                 devices = ",".join(self._devices)
                 variables["CUDA_VISIBLE_DEVICES"] = devices
                 launchers_variables["CUDA_VISIBLE_DEVICES"] = devices
 
+            # With --virtual-local-rank, this replaces CUDA_VISIBLE_DEVICES by the GPU of the rank,
+            # which it reads from the launcher's variables.
             variables.update(rank_environment(group, worker, restarts, launchers_variables))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
@@ -495,7 +498,11 @@ class Agent(api.SimpleElasticAgent):
     # Watching the ranks
 
     def _begin_watching(self, attempt: Attempt) -> None:
-        """Starts the timeout and the supervisor of an attempt whose ranks have been started."""
+        """Starts the timeout and the supervisor of an attempt whose ranks have been started.
+
+        The timeout is that of `launch(timeout=...)`. The supervisor looks for hangs and stragglers,
+        and calls `Journal.find` with what it has found, which announces and records it.
+        """
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
 
@@ -553,8 +560,9 @@ class Agent(api.SimpleElasticAgent):
         attempt = self.attempts[-1]
         self._read_events()
 
-        # If the run has a single rank, it reads the terminal's keyboard, as the launcher would. The
-        # user may have pressed Ctrl-Z in the meantime, or entered `fg`.
+        # If the run has a single rank, that rank is in the foreground of the terminal, so that it
+        # can read the keyboard. If the user has stopped it by Ctrl-Z, the launcher is stopped too,
+        # and if the user has entered `fg`, the rank is continued in the foreground.
         pid = self._pid_of_keyboard_rank()
         if pid is not None:
             job_control.pass_keyboard(pid, self.signal_ranks)
@@ -582,9 +590,9 @@ class Agent(api.SimpleElasticAgent):
         while attempt.running and time.monotonic() < settled_at:
             self._read_events(timeout=0.05)
 
-        # If a machine has left or wants to join, it is not a failure that ranks have failed. After
-        # HEALTHY, torch elastic reads `num_nodes_waiting`, which is above 0 in this case, and then
-        # restarts all ranks without counting a failure.
+        # If ranks only failed because a machine has left or wants to join, torch elastic must not
+        # count a failure. So the result is HEALTHY. torch elastic then reads `num_nodes_waiting`,
+        # which is above 0 in this case, and restarts all ranks.
         if _process_failures(attempt) and self._is_membership_changing(attempt):
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
@@ -595,8 +603,8 @@ class Agent(api.SimpleElasticAgent):
         """Returns True if the ranks of this machine must be ended, and does the regular checks.
 
         The checks note how much memory the ranks use, announce deleted logs, and answer other
-        launchers that ask for snapshots. If the run has reached its timeout, `timed_out_ranks` is
-        set.
+        launchers that ask for snapshots. They are skipped once the ranks must be ended. If the run
+        has reached its timeout, `timed_out_ranks` is set.
         """
         now = time.monotonic()
         if now >= self._timeout_at and attempt.running:
@@ -615,6 +623,7 @@ class Agent(api.SimpleElasticAgent):
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
             self._note_peak_memory(attempt)
             if attempt.world_size == 1 and attempt.running:
+                # The only rank may be a script that has spawned ranks of its own.
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
             self._watch_late_exits(attempt)
@@ -651,21 +660,13 @@ class Agent(api.SimpleElasticAgent):
             for event in zygote_events:
                 process = process_of_local_rank[event.rank]  # the event has the local rank
 
-                # An end is only news if the rank is not known to have ended. And it must be the end
-                # of this attempt's process: that of an earlier one, on which the launcher had given
-                # up, may still arrive. The pid is None if the zygote died before it reported the
-                # start.
-                was_refused = event.pid is None
-                was_started = event.pid is not None and event.code is None
-                has_just_ended = process.code is None and process.pid in (None, event.pid)
-
-                if was_refused:  # the system did not create the process
+                if event.pid is None:  # the system has refused to create the process
                     attempt.processes.remove(process)
                     self._why_not_started = event.reason
-                elif was_started:
+                elif event.code is None:  # the rank was started
                     process.pid = event.pid
                     process.started_at = time.time()
-                elif has_just_ended:
+                elif _is_end_of(process, event):
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
@@ -673,9 +674,9 @@ class Agent(api.SimpleElasticAgent):
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
         """Returns an event for each rank that says that it was killed.
 
-        The kernel kills the ranks if the zygote ends. For ranks that had ended before, the event
-        is ignored. Each running rank also gets a note that the zygote ended first. In messages for
-        users, the zygote is called the fork server.
+        The kernel kills the ranks if the zygote ends. Some ranks may have ended before; for these
+        ranks, `_read_events` ignores the event. Each running rank also gets a note that the zygote
+        ended first. In messages for users, the zygote is called the fork server.
         """
         code = self._zygote.wait()
         for process in attempt.running:
@@ -686,7 +687,8 @@ class Agent(api.SimpleElasticAgent):
 
         events_of_ranks = []
         for process in attempt.processes:
-            # A rank that was not started gets the number 0, as None would mean that it was refused.
+            # In an event, None means that the system refused to start the rank. If the zygote ended
+            # before it started the rank, the event has the id 0, which no process has.
             pid = process.pid or 0
             events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
         return events_of_ranks
@@ -716,8 +718,8 @@ class Agent(api.SimpleElasticAgent):
         if not self._rdzv.elastic:  # machines may neither leave nor join
             return False
 
-        # If a rank has failed on another machine, that explains the failure here, and no change of
-        # the machines has to be waited for.
+        # If a rank has failed on another machine, that explains the failure here, so there is no
+        # need to wait for a change of the machines.
         if self._has_failure_elsewhere(attempt):
             return False
 
@@ -733,22 +735,27 @@ class Agent(api.SimpleElasticAgent):
             worker_group: the ranks of this machine (*workers*).
             is_restart: not used, as only torch 2.5 to 2.8 pass it.
         """
-        # The state is HEALTHY if machines have come or gone, and FAILED after a failure here. Only
-        # failures use up the restarts that the user allows.
+        # torch elastic calls this in three cases:
+        #
+        #     state      restarts left
+        #     HEALTHY    any          machines have come or gone: restart, which is always allowed
+        #     FAILED     0 or more    a rank has failed here: restart
+        #     FAILED     below 0      a rank has failed here for the last time: only end the ranks
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-
-        is_last_failure = not membership_changed and restarts_left < 0
-        if is_last_failure:
+        if not membership_changed and restarts_left < 0:
             self._end_ranks(signal.SIGTERM)
             return
 
         # This must be read before `request_restart`, as it is about the present attempt's machines.
         lost_machines = self._rdzv.describe_lost_nodes()
 
+        # In an elastic run, the other launchers must know why the ranks end here. In other runs a
+        # lost machine has been started again, which all launchers have noticed.
         end_signal = signal.SIGTERM
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
+
             # At SIGTERM, a rank that has a checkpoint saves it. If the last step is already kept in
             # memory, the ranks need no time to save.
             if self._step_memory.is_used:
@@ -758,6 +765,7 @@ class Agent(api.SimpleElasticAgent):
         if self.failure is not None and not membership_changed:
             self._raise_if_restart_is_pointless(self.failure, worker_group.spec.max_restarts)
 
+        # A process that did not end even at SIGKILL may hold its GPU. Restart without such GPUs.
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
 
         # Announce the restart now, as the rendezvous that follows may take minutes.
@@ -777,18 +785,18 @@ class Agent(api.SimpleElasticAgent):
         if failure.is_repeated:
             raise _repeated_failure_error(failure, max_restarts)
 
-        # In an elastic run, a setting that these machines cannot honour may be right for others,
-        # which take part in the next attempt.
+        # In an elastic run, other machines may take part in the next attempt. A setting that these
+        # machines cannot honour may be right for those.
         comes_in_each_attempt = not failure.may_pass and not self._rdzv.elastic
         if comes_in_each_attempt:
             raise LockstepError(
                 f"--max-restarts {max_restarts}",
                 "the same command would fail again in the same way: restarting will not help",
-                "repair what it says",  # what the message of the failure says
+                "repair what it says",  # "it" is the report of the failure, printed above this
             )
 
     def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
-        """Excludes GPUs from the next attempt that are held by processes that did not end.
+        """Excludes GPUs from the next attempt whose processes did not end, as they may hold them.
 
         Args:
             attempt: the last attempt.
@@ -809,6 +817,7 @@ class Agent(api.SimpleElasticAgent):
         if not uses_gpus or not each_has_own_gpu:
             return
 
+        # Each rank uses the GPU with the index of its local rank.
         held = {process.local_rank for process in not_ended}
         num_left = self._plan.nproc - len(held)
         nproc_asked = str(self._flags.nproc_per_node)
@@ -849,6 +858,7 @@ class Agent(api.SimpleElasticAgent):
             what_follows = translate(
                 f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
             )
+            # A failure that comes again and again is reported in full only the first few times.
             num_alike = self._num_failures_like(self.failure)
             if num_alike <= _MAX_FULL_REPORTS:
                 self._announce(render_failure(self.failure, translate))
@@ -900,7 +910,8 @@ class Agent(api.SimpleElasticAgent):
         if not run_has_ended_well:
             self._end_processes_left_behind()
 
-        # Put this process in the foreground of the terminal again, in place of the rank.
+        # A single rank was in the foreground of the terminal, so that it could read the keyboard.
+        # Put this process there again.
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
 
@@ -934,15 +945,15 @@ class Agent(api.SimpleElasticAgent):
         if end_signal == signal.SIGINT:
             # A rank that waits in C++ code reacts to Ctrl-C only when it returns to Python. SIGTERM
             # ends it where it is.
-            signals_with_grace_s = [
+            signals_and_times_to_end = [
                 (signal.SIGINT, _INTERRUPT_GRACE_S),
                 (signal.SIGTERM, self._grace_s),
             ]
         else:
-            signals_with_grace_s = [(signal.Signals(end_signal), self._grace_s)]
+            signals_and_times_to_end = [(signal.Signals(end_signal), self._grace_s)]
 
-        for number, grace_s in signals_with_grace_s:
-            self._end_by_signal(attempt, number)
+        for signal_to_send, grace_s in signals_and_times_to_end:
+            self._end_by_signal(attempt, signal_to_send)
             deadline = time.monotonic() + grace_s
             while attempt.running and time.monotonic() < deadline and not self._kill_at_once:
                 self._read_events(timeout=0.05)
@@ -979,9 +990,9 @@ class Agent(api.SimpleElasticAgent):
         if pid is None:  # it has not been started yet
             return
 
-        # 1. It may still end in time.
+        # 1. It may still end in time. `LateEnd` keeps how long the process has taken so far.
         late_end = self._late_ends.setdefault(pid, LateEnd(pid))
-        is_given_up = late_end.is_given_up()
+        is_given_up = late_end.check_given_up()
         if not is_given_up and not late_end.is_late:
             return
 
@@ -1034,7 +1045,7 @@ class Agent(api.SimpleElasticAgent):
                 continue
 
             try:
-                process.evidence_memory.keep()
+                process.evidence_memory.copy_to_folder()
             except OSError as error:
                 ranks_of_problem.setdefault(str(error.strerror), []).append(process.rank)
 
@@ -1058,11 +1069,15 @@ class Agent(api.SimpleElasticAgent):
     def interrupt(self, number: int) -> None:
         """Ends the run in an orderly way. The second call kills the ranks that are still running.
 
+        Args:
+            number: number of the signal that the launcher has received.
+
         Raises:
-            SignalException: at the first call, or at the end of a `_delay_interrupts` block.
+            SignalException: at the first call. Inside a `_delay_interrupts` block, the exception is
+                raised when the block ends.
         """
         if self.interrupted is not None:
-            self._kill_at_once = True
+            self._kill_at_once = True  # `_end_processes` then does not wait for the ranks
             return
 
         self.interrupted = Interruption(signal=number, time=time.time())
@@ -1086,8 +1101,8 @@ class Agent(api.SimpleElasticAgent):
     def _delay_interrupts(self) -> Iterator[None]:
         """Delays a signal that ends the run until the end of the block.
 
-        Otherwise the end of a rank could be read from the zygote but not noted, and the launcher
-        would wait for that rank forever.
+        The block reads from the zygote which ranks have ended, and records that. If a signal came
+        in between, the end of a rank would be lost, and the launcher would wait for it forever.
         """
         self._interrupts_delayed = True
         try:
@@ -1102,13 +1117,18 @@ class Agent(api.SimpleElasticAgent):
             raise interrupt
 
     def stop(self, number: int) -> None:
-        """Stops the ranks and this process at Ctrl-Z, and continues the ranks when it continues."""
+        """Stops the ranks and this process at Ctrl-Z, and continues the ranks when it continues.
+
+        Args:
+            number: not used; the number of the signal, which every handler is called with.
+        """
         # The ranks have sessions of their own. The kernel ignores SIGTSTP, the signal of Ctrl-Z, in
         # a session without a shell that could continue its processes. So they are sent SIGSTOP.
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
 
         # Here the user has continued this process, by the shell's `fg` or `bg`.
+        # A single rank gets the terminal's keyboard back.
         pid = self._pid_of_keyboard_rank()
         if pid is not None:
             job_control.give_keyboard(pid)
@@ -1141,7 +1161,8 @@ class Agent(api.SimpleElasticAgent):
             if has_ended:
                 exits.append(exit_status_of(process, self._oom_counts_before))
 
-        # If a single rank reads the keyboard, Ctrl-C reaches the rank, but not this launcher.
+        # A single rank is in the foreground of the terminal. Ctrl-C then interrupts the rank, and
+        # not this launcher.
         interrupted = self.interrupted or _ctrl_c_of_only_rank(attempt)
         report = ExitReport(
             host=socket.gethostname(),
@@ -1176,7 +1197,8 @@ class Agent(api.SimpleElasticAgent):
         """Returns True if ranks of other machines are still running.
 
         This is called once the ranks of this machine have ended. The first call of an attempt tells
-        the other launchers so.
+        the other launchers so. With torch's own rendezvous, launchers cannot tell each other
+        anything. Then each of them only waits for its own ranks, and this returns False.
         """
         if attempt.nodes == 1 or not self._rdzv.can_publish:
             return False
@@ -1214,9 +1236,13 @@ class Agent(api.SimpleElasticAgent):
             earlier_failures.update(report.earlier_failures)
 
         hangs = [report.hang for report in reports if report.hang is not None]
-        first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
+        first_hang = min(hangs, key=lambda hang: hang.found_at, default=None)
+
+        # The user may have interrupted this launcher, or that of another machine.
         interrupted_reports = [report for report in reports if report.interrupted is not None]
-        interruption = interrupted_reports[0].interrupted if interrupted_reports else None
+        interruption = None
+        if interrupted_reports:
+            interruption = interrupted_reports[0].interrupted
 
         folder = str(attempt.folder)
         if attempt.logs_deleted:
@@ -1282,10 +1308,27 @@ class Agent(api.SimpleElasticAgent):
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
-        complete = {node for node, report in reports_of_others.items() if report.complete}
-        lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}
+        complete_nodes = set()  # the ranks of the nodes
+        for node_rank, report in reports_of_others.items():
+            if report.complete:
+                complete_nodes.add(node_rank)
+
+        lost_nodes = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         num_other_nodes = attempt.nodes - 1
-        return len(complete | lost) >= num_other_nodes
+        return len(complete_nodes | lost_nodes) >= num_other_nodes
+
+
+def _is_end_of(process: Process, event: Event) -> bool:
+    """Returns True if an event says that a rank's process has ended, and this was not known yet.
+
+    The event may also be about an older process of the same local rank, on which the launcher had
+    given up in an earlier attempt.
+    """
+    if process.code is not None:
+        return False  # it is known to have ended
+    if process.pid is None:
+        return True  # the zygote died before it reported the start
+    return process.pid == event.pid
 
 
 def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> LockstepError:
@@ -1295,7 +1338,7 @@ def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> Lockste
     return LockstepError(
         f"--max-restarts {max_restarts}",
         f"the same failure twice {where}: restarting will not help",
-        "repair what it says",  # what the message of the failure says
+        "repair what it says",  # "it" is the report of the failure, printed above this error
     )
 
 

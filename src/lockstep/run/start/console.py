@@ -77,6 +77,7 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
         or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         or _DEFAULT_PREFIX
     )
+    # `${rank}` and the like stay in the text, as they are replaced for each rank later.
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
 
     # With --tee the user has asked for log files, so a single rank gets them too.
@@ -88,13 +89,14 @@ def choose_streams(
 ) -> dict[int, frozenset[str]]:
     """Chooses which streams of each local rank are shown on the console, from torchrun's flags.
 
-    By default all of them are. `torch.distributed.elastic.multiprocessing` describes the values of
-    the flags. A number names the streams: 0 none, 1 stdout, 2 stderr, 3 both.
+    By default all of them are. The values of `redirects` and `tee` are described in
+    `torch.distributed.elastic.multiprocessing`: 0 stands for no stream, 1 for stdout, 2 for stderr
+    and 3 for both, either for all ranks ("3") or for some of them ("0:3,1:2").
 
     Args:
         nproc: number of ranks on this machine.
-        redirects: streams that are not shown.
-        tee: streams that are shown in spite of `redirects`.
+        redirects: streams that are only written to files, and not shown.
+        tee: streams that are shown as well, in spite of `redirects`.
         local_ranks_filter: the ranks that are shown at all, such as "0,2"; empty for all of them.
 
     Returns:
@@ -392,8 +394,8 @@ class Console:
     def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
         """Draws status rows, shows last words, and writes to the sinks.
 
-        At the end of an attempt, the main thread waits in `drain` until all streams have ended, or
-        until it has waited for too long. This closes the streams, and ends the wait.
+        At the end of an attempt, the main thread waits in `drain` until all streams have ended. If
+        it has waited for too long, this method closes the streams that are still open.
         """
         now = time.monotonic()
         if now >= self._draw_at:
@@ -415,7 +417,7 @@ class Console:
             self._close_streams_left_open()
 
         if not self._streams:
-            self._end_drain()
+            self._end_drain()  # does nothing if the main thread is not waiting in `drain`
 
     def _close_streams_left_open(self) -> None:
         """Reads all streams one last time, and closes them.
@@ -481,8 +483,8 @@ class Console:
             # A line of the launcher's own must not be appended to an unfinished line of the rank.
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
-        # On a terminal, the status row is drawn a moment later, once for everything that arrives
-        # until then.
+        # On a terminal, the status row is drawn a moment later, unless it is already due before:
+        # once for all data that arrives within that moment.
         if stream.sink.can_draw:
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
@@ -552,8 +554,8 @@ class Console:
         for stream in self._streams:
             if stream.sink is not sink:
                 continue
-            if not stream.prefix:  # passed on unchanged, so its unfinished line is shown already
-                continue
+            if not stream.prefix:  # the only rank's output is passed on as it arrives, so its
+                continue  # unfinished line is shown already
             if stream.visible_unfinished.strip():
                 unfinished.append(stream)
         if not unfinished:
@@ -565,21 +567,22 @@ class Console:
     def _end(self, stream: _Stream) -> None:
         """Shows the rest of a stream, and closes it.
 
-        The rest is a last line without a newline, and the last words that were held back. A stream
-        without a prefix is passed on unchanged, so its last line has been shown already.
+        The rest is a last line without a newline, and the last words that were held back: the
+        traceback of a rank that fails.
         """
         self._streams.remove(stream)
 
         if stream.sink is not None:
-            lines = []
+            # A stream without a prefix shows all data as it arrives, also an unfinished line.
+            unfinished_lines = []
             if stream.prefix and stream.visible_unfinished.strip():
-                lines = [stream.visible_unfinished]
+                unfinished_lines.append(stream.visible_unfinished)
 
-            # If the unfinished line belongs to the last words, it is added to them, and all of them
-            # are shown, or compared with those of other ranks, as one text.
-            lines_to_show = stream.hold_back_last_words(lines)
+            # The unfinished line may be the end of the last words. In that case
+            # `hold_back_last_words` adds it to `stream.last_words`, and returns no lines.
+            lines_to_show = stream.hold_back_last_words(unfinished_lines)
             self._show(stream, stream.sink, lines_to_show)
-            self._show_last_words(stream)
+            self._show_last_words(stream)  # all lines in `stream.last_words`
             stream.sink.draw(self._status_row(stream.sink))
 
         stream.close_files()
@@ -694,7 +697,7 @@ class _Stream:
 
         Args:
             data: the data that has arrived.
-            lines: the lines that it has finished.
+            lines: the lines that are finished since this data has arrived, without newlines.
 
         Raises:
             OSError: the disk is full.

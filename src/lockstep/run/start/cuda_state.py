@@ -29,11 +29,13 @@ def count_gpus() -> int:
 
     from lockstep.distributed.torch_compat import count_gpus_without_cuda
 
+    # If CUDA itself counts, it is initialised, and copies of this process could no longer use it.
+    # So ask the vendor's management library first, which may not be there (None).
     count = count_gpus_without_cuda()
     if count is not None:
         return count
 
-    # If CUDA is initialised already, counting changes nothing any more.
+    # If CUDA is initialised already, it does no harm to let it count.
     if how_cuda_was_initialised() is not None:
         return torch.cuda.device_count()
 
@@ -55,8 +57,8 @@ def how_cuda_was_initialised() -> str | None:
         if torch.cuda.is_initialized():
             return "torch has used a GPU"
 
-        # If this process has asked CUDA for anything, torch refuses to use CUDA in a copy. So fork
-        # a copy of this process, which finds out whether torch does, and ends.
+        # If this process has asked CUDA for anything, torch refuses to use CUDA in copies of it. So
+        # fork a copy which finds out whether torch refuses, and then ends.
         from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
 
         if _answer_of_copy(cuda_is_refused_in_this_copy):
@@ -104,7 +106,7 @@ def _answer_of_copy(question: Callable[[], int]) -> int | None:
         try:
             os.write(write_end, str(int(question())).encode())
         finally:
-            os._exit(0)
+            os._exit(0)  # also after an exception, before anything was written
 
     os.close(write_end)
     answer = os.read(read_end, 64)  # empty if the copy has written nothing

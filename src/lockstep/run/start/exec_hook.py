@@ -71,7 +71,8 @@ def watch_executed(evidence: Evidence) -> None:
                 on_this_rank=True,
             )
 
-        # The heartbeat of this program says nothing about the new one, which has none at first.
+        # The heartbeat of this program says nothing about the new one, which has none at first. So
+        # it is made invalid. It is only restored if the new program cannot be executed.
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
 
@@ -79,7 +80,7 @@ def watch_executed(evidence: Evidence) -> None:
     def execv(path: Any, argv: Any) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execv(path, argv)  # does not return
+            original_execv(path, argv)  # what the child has called, rather than `execve`
         execve(path, argv, os.environ)
 
     # `os` has imported both functions from `posix`.
@@ -105,7 +106,7 @@ def option_without_hook(argv: Sequence[Any]) -> str:
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
 
-    is_value = False  # True if the word is the value of the option before it
+    is_value = False  # whether the next word is the value of the option before it
     for word in words:
         if is_value:
             is_value = False
@@ -116,7 +117,7 @@ def option_without_hook(argv: Sequence[Any]) -> str:
             return ""  # from here on, the words belong to the program that Python runs
 
         if word.startswith("--"):
-            is_value = word == _LONG_OPTION_WITH_VALUE
+            is_value = word == _LONG_OPTION_WITH_VALUE  # of the next word
             continue
 
         # Letters may be written as one word, up to one that takes the rest of it: `-bWignore`.
@@ -126,7 +127,9 @@ def option_without_hook(argv: Sequence[Any]) -> str:
                 return word
             if letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
                 return ""
-            if letter in _LETTERS_WITH_VALUE:  # -Wignore, or -W ignore with the value as a word
+            if letter in _LETTERS_WITH_VALUE:
+                # -W ignore: the letter is the last one, and the next word is its value.
+                # -Wignore: the rest of this word is its value.
                 is_value = position == len(letters) - 1
                 break
 

@@ -38,7 +38,7 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in handlers:
             handler = signal.getsignal(number)
-            if handler in _PYTHON_DEFAULT_HANDLERS:
+            if handler in _PYTHON_DEFAULT_HANDLERS:  # neither ignored nor set by the user
                 replaced[number] = handler
 
     try:

@@ -70,7 +70,8 @@ class Journal:
         command = masking.mask_secrets([script.path, *script.arguments])
         problem = self.write("start", ranks=attempt.world_size, command=command)
 
-        # The user is told here, as a script that does not use Lockstep would not say it.
+        # Tell the user that there will be no record. A script that uses Lockstep would say so too,
+        # but others would not.
         if problem:
             self._announce(f"no record is written: {problem}")
 

@@ -43,14 +43,14 @@ class LateEnd:
         """True if the process takes so long that the user should know."""
         return self.waited_s >= GIVE_UP_AFTER_S
 
-    def is_given_up(self) -> bool:
+    def check_given_up(self) -> bool:
         """Checks the process again, and returns True if it should no longer be waited for.
 
         A process that uses no processor time is given up after 10 s, and any process after 60 s,
         even if it is still busy.
         """
         now = time.monotonic()
-        status = read_process(self._pid)
+        status = read_process(self._pid)  # None if it cannot be read; it then counts as idle
         if status is not None and status.cpu_s != self._cpu_s:
             self._cpu_s = status.cpu_s
             self._last_change = now

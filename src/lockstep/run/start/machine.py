@@ -80,10 +80,11 @@ def _read_cpu_quota(folder: Path) -> float | None:
             quota = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
 
+        # Without a quota, the value is "max" or -1. `int` raises ValueError for "max".
         if int(quota) <= 0:
             return None
         return int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such group, or "max"
+    except (OSError, ValueError, ZeroDivisionError):  # OSError: there is no such group
         return None
 
 

@@ -129,7 +129,8 @@ def spawned_ranks(process: Process) -> list[Process]:
     """Returns the ranks that a script has started itself, by `torch.multiprocessing.spawn`.
 
     The probe in the process that the launcher has started gives each of them a folder with its
-    evidence: `own_CALL_COUNT/rank_INDEX`.
+    evidence. If the script calls `spawn` for the first time, with 4 processes, the folders are
+    `own_000000_4/rank_0` to `own_000000_4/rank_3`.
 
     Args:
         process: the only process that the launcher has started.
@@ -142,7 +143,8 @@ def spawned_ranks(process: Process) -> list[Process]:
     if not groups:
         return []
 
-    # The names, such as own_000001_4, sort in the order of the calls. The last number is the count.
+    # The first number counts the calls, so the last name is that of the last call. The second
+    # number is that of the processes.
     group = groups[-1]
     count = int(group.name.rpartition("_")[2])
 
@@ -153,6 +155,7 @@ def spawned_ranks(process: Process) -> list[Process]:
         if heartbeat is None:  # this rank has not begun yet
             return []
         code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it is running
+        # On one machine, the rank and the local rank are the same.
         processes.append(Process(index, index, folder, heartbeat.pid, code))
 
     have_all_returned = all(spawned.code == 0 for spawned in processes)

@@ -48,8 +48,8 @@ def read_oom_counts(root: Path = Path("/")) -> OomCounts:
             counts_of_groups.append(count)
 
     return OomCounts(
-        # The counter of a parent includes those of its children. So the sum itself means nothing,
-        # but it grows whenever one of them does.
+        # The counter of a parent includes the counters of its children. So the sum is not a number
+        # of kills, but it grows whenever one of the counters grows.
         cgroup=sum(counts_of_groups) if counts_of_groups else None,
         machine=read_field(root / "proc/vmstat", "oom_kill"),
     )

@@ -16,11 +16,15 @@ def without_garbage_collection() -> Iterator[None]:
     """Switches the garbage collector off for a block of imports, and makes Ctrl-C end the block.
 
     While torch is imported, the collector would go through all of torch's objects again and again,
-    which takes longer than the import itself. A module that is being imported may catch a
-    KeyboardInterrupt together with other exceptions, so the interrupt is raised again at the end.
+    which takes longer than the import itself.
+
+    Ctrl-C raises a KeyboardInterrupt in the block. A module that is being imported may catch it
+    together with other exceptions, so it is raised again at the end of the block.
     """
     was_enabled = gc.isenabled()
     was_interrupted = threading.Event()
+
+    # The user's own handler of SIGINT stays in place.
     handles_interrupt = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -50,6 +54,8 @@ def without_garbage_collection() -> Iterator[None]:
 def import_for_ranks(modules: Sequence[str]) -> None:
     """Imports the modules that every rank would import, without starting threads or using CUDA.
 
+    This is called in the zygote, of which the ranks are copies, so that they start quickly.
+
     Args:
         modules: names of further modules that these ranks would import.
     """
@@ -58,8 +64,9 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    # The functions of this module have the default process group as a default argument. If a group
-    # were open when the module is imported, they would keep it alive.
+    # The functions of this module have the default process group as a default argument. A rank that
+    # imports the module after it has opened a group would keep that group alive. So the module is
+    # imported here, where no group is open.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
     from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401

@@ -35,7 +35,8 @@ def make_folder(log_dir: str | None, name: str) -> Path:
         parent = parent.absolute()  # the ranks may change their working directory
         parent.mkdir(parents=True, exist_ok=True, mode=mode)
 
-        # Another user who owns the folder could read the logs or replace them.
+        # If the folder belongs to another user, who could read the logs or replace them, the logs
+        # are written into the temporary folder itself.
         belongs_to_another_user = parent.stat().st_uid != os.getuid()
         if not log_dir and belongs_to_another_user:
             parent = parent.parent

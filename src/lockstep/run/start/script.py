@@ -179,7 +179,7 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     """Completes a request from torchrun's flags and the script's source.
 
     Parsing torchrun's flags imports torch, which takes time. So if the user gave none, the flags of
-    the result only contain the defaults that are needed before the plan is made.
+    the result are only the four that are read before the plan is made, with torchrun's defaults.
     """
     user_gave_flags = spec.torchrun or any(name.startswith("PET_") for name in environ)
     if user_gave_flags:
@@ -197,12 +197,12 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
         check_script(script)
         hints = read_script(script)
 
-    # If the user does not say how the script takes its local rank, its source does.
-    if spec.local_rank_argument is None:
+    # The name of the argument by which the script takes its local rank, if it does.
+    if spec.local_rank_argument is None:  # the user does not say, but the script's source does
         local_rank_flag = hints.local_rank_flag
-    elif spec.local_rank_argument == "none":
+    elif spec.local_rank_argument == "none":  # the user says that there is no such argument
         local_rank_flag = None
-    else:
+    else:  # the user has named it
         local_rank_flag = f"--{spec.local_rank_argument}"
 
     script = replace(script, local_rank_flag=local_rank_flag)
@@ -347,8 +347,9 @@ def _plan_on_this_machine(
     # A script that numbers its processes itself takes the address at which they meet as an
     # argument: `--dist-url=tcp://10.0.0.1:1234`. Find the network interface that leads there.
     meeting_interface = None
-    own_address = address_reaching(meeting_host(spec.script.arguments))
-    if own_address is not None:  # there is such an argument, and its host can be reached
+    host = meeting_host(spec.script.arguments)  # "10.0.0.1"; None without such an argument
+    own_address = address_reaching(host)  # this machine's address on a connection to the host
+    if own_address is not None:
         meeting_interface = interface_of(own_address)
 
     _, most_nodes = node_numbers(flags.nnodes)
@@ -375,8 +376,8 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     if cold_reason is not None:
         notes.append(f"fresh interpreters ({cold_reason})")
 
-    # With several ranks, each of them would spawn ranks of its own: then the user has not relied on
-    # the script to start them, and the launcher's ranks are the ranks of the run.
+    # If the launcher starts several processes, these are the ranks, whatever the script does. Only
+    # if it starts a single one may the script be meant to start the ranks itself.
     is_only_rank = plan.nproc == 1 and plan.one_node
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
@@ -445,8 +446,8 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
 def _open_closed_streams() -> None:
     """Opens /dev/null for each standard stream that the launcher was started without (`<&-`).
 
-    Otherwise the next file or socket would get the number of that stream, and the ranks would
-    mistake it for the stream.
+    Otherwise the next file or socket of the launcher would get the number of that stream (0, 1 or
+    2), and the ranks, which inherit it, would read or write it as their standard stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -456,6 +457,7 @@ def _open_closed_streams() -> None:
             os.set_inheritable(number, True)
 
         if getattr(sys, name) is None:  # Python has found it closed
+            # With closefd=False, the number stays in use when the Python object is freed.
             mode = "r" if number == 0 else "w"
             stream = open(number, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

@@ -186,10 +186,11 @@ def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
 
 def _reads_rank(nodes: list[ast.AST]) -> bool:
     """Returns True if the source mentions RANK or LOCAL_RANK other than to set it."""
-    # The constants are compared by identity: one may be read, and an equal one set elsewhere.
-    assigned = {id(constant) for constant in _assignment_keys(nodes)}
+    # In `os.environ["RANK"] = "0"; rank = os.environ["RANK"]`, the same text is set and then read.
+    # These are two nodes, so they are told apart by their identity.
+    ids_of_set_constants = {id(constant) for constant in _assignment_keys(nodes)}
     for node in nodes:
-        if isinstance(node, ast.Constant) and id(node) not in assigned:
+        if isinstance(node, ast.Constant) and id(node) not in ids_of_set_constants:
             if node.value in _RANK_VARIABLES:
                 return True
     return False
@@ -238,7 +239,9 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
 
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
-                continue
+                continue  # its body is added above, if its name is mentioned
+
+            # A condition with `__name__` is taken for `__name__ == "__main__"`.
             if isinstance(child, ast.If | ast.IfExp) and "__name__" not in ast.dump(child.test):
                 continue
             pending.append(child)
@@ -292,7 +295,7 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
             continue
 
         name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
-        module = loaded.get(name)
+        module = loaded.get(name)  # None if it was not imported, so that nothing is hidden
         if _is_from_elsewhere(module, path.parent.resolve()):
             names.append(path.name)
 
@@ -302,8 +305,12 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
 def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
     """Returns True if a module was imported from a file outside the folder.
 
-    Built-in and frozen modules have no file, and Python finds them before it searches folders.
+    Args:
+        module: the imported module; None if no module of the name was imported.
+        folder: the script's folder.
     """
+    # Python finds built-in and frozen modules before it searches folders. So a fresh interpreter
+    # would use them too, and not a file of the same name in the folder.
     file = getattr(module, "__file__", None)
     is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
     if file is None or is_frozen:

@@ -255,7 +255,8 @@ def _refuse_inside_a_rank() -> None:
     if "RANK" not in os.environ:
         return
 
-    # `_read_call` sets this attribute while the rank imports the script.
+    # While a process of multiprocessing imports the script, it has this attribute. `_read_call`
+    # sets it for a rank.
     is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
     if is_importing_script:
         raise NoMainGuard(1)  # the exit code of the rank
@@ -285,20 +286,22 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
         return None, f"it cannot be sent to a fresh process ({error})"
 
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
+    file = getattr(main, "__file__", None)
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
-    has_script = was_started_as_module or (file is not None and Path(file).is_file())
-
-    if has_script:
+    if was_started_as_module:
         return pickled, ""
 
-    # Without a script file, this process runs code from the prompt or from standard input. At the
-    # prompt, no script is needed if the call uses nothing that was defined there. Code from
-    # standard input counts as a script, which multiprocessing would try to import.
-    is_at_prompt = file is None
-    uses_main = b"__main__" in pickled
-    if is_at_prompt and not uses_main:
-        return pickled, ""
+    if file is None:
+        # At the prompt or in a notebook, a fresh process can run the call if it uses nothing that
+        # was defined there, which would be in the module `__main__`.
+        uses_main = b"__main__" in pickled
+        if not uses_main:
+            return pickled, ""
+    elif Path(file).is_file():
+        return pickled, ""  # it is the user's script, which a fresh process imports
+
+    # The last case is code from standard input, whose file is "<stdin>". A fresh process would try
+    # to import that file, and fail, even if the call uses nothing that was defined there.
     return None, "there is no script file that a fresh process could import"
 
 
@@ -308,7 +311,7 @@ def _check_copies_can_use_gpus(
     """Checks that copies of this process can use the GPUs of this machine, if there are any.
 
     Args:
-        was_set: text that names the launch in the error.
+        was_set: the launch, with which the error begins: `launch(train) on 2 processes`.
         why_copies: why the function can only run in copies.
         gpus: number of visible GPUs.
         users_variables: environment variables of the copies, which may hide the GPUs.
@@ -322,7 +325,8 @@ def _check_copies_can_use_gpus(
         return
 
     how = how_cuda_was_initialised()
-    if how is None:  # it was not
+    is_initialised = how is not None
+    if not is_initialised:
         return
 
     raise UsageError(
@@ -403,8 +407,8 @@ def _raise_if_interrupted(agent: Agent) -> None:
         # the only rank.
         exit_code = agent.failure.exit_code
     elif agent.interrupted is not None:
-        # This process was sent the signal, but that ended no rank: none had been started yet, or
-        # another failure had come first.
+        # This process was sent the signal, but the signal is not what ended the ranks: none had
+        # been started yet, or another failure had ended them before.
         exit_code = 128 + agent.interrupted.signal
     else:
         return
@@ -420,7 +424,7 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
 
     Args:
         agent: the agent that has run the ranks.
-        was_set: text that names the launch in errors.
+        was_set: the launch, with which errors begin: `launch(train) on 2 processes`.
         timeout: the timeout of the launch, for the error.
 
     Raises:
@@ -554,17 +558,16 @@ def run_copy(call: FunctionCall) -> NoReturn:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
-    # The exit code of `run`, which multiprocessing calls without passing on what it returns. It
-    # stays 1 if `_bootstrap` fails, after it has printed the exception.
-    exit_code = 1
+    exit_code = 1  # if `_bootstrap` fails before it calls `run`; it prints the exception
 
     def run() -> None:
-        nonlocal exit_code
+        nonlocal exit_code  # multiprocessing would not pass on a return value
         exit_code = worker.run_recorded(lambda folder: _run_call(call, folder))
 
-    # multiprocessing runs `_bootstrap` in a process that it has forked, to drop the children,
-    # finalizers and locks of the launching process. `exit_now` then ends this process without
-    # calling the functions that the launching process has registered with `atexit`.
+    # `_bootstrap` is what multiprocessing runs in a process that it has forked. It drops the
+    # children, finalizers and locks of the launching process, and calls `run`. `exit_now` then ends
+    # this process without calling the functions that the launching process has registered with
+    # `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
     exit_now(exit_code)
@@ -641,7 +644,7 @@ def _run_call(call: FunctionCall, folder: Path) -> None:
         value = None  # sys.exit() without an error ends the function like a return
 
     # A copy of the launching process runs no functions of `atexit`, so a World that the function
-    # has left open is closed here.
+    # has left open is closed here. If the module was not imported, there is none.
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()

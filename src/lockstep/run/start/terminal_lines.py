@@ -32,11 +32,12 @@ def last_state(line: bytes) -> bytes:
     if b"\r" not in line and b"\x1b" not in line:
         return line
 
-    # Treat an erased line like one that was drawn blank.
+    # Treat an erased line like one that was drawn again as a blank: "10%" and an erasure become
+    # "10%\r \r", whose last state is " " and not "10%".
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
     for state in reversed(line.split(b"\r")):
-        if state:
+        if state:  # empty between two carriage returns, where nothing was drawn
             return state
     return b""
 
@@ -44,7 +45,8 @@ def last_state(line: bytes) -> bytes:
 def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
     """Splits output into finished lines and the line that is not finished yet.
 
-    A line of more than a megabyte is treated as finished. Lines that end with "cursor up" are left
+    A line of more than a megabyte is treated as finished, so that memory does not fill up; what
+    follows is then another line. Lines that end with "cursor up" are left
     out: a program that draws several progress bars moves up again after the lower ones.
 
     Returns:

@@ -122,14 +122,14 @@ def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
-    """Refuses torchrun's flags that say how nodes meet, such as --node-rank.
+    """Refuses torchrun's flags that say how nodes meet, such as --node-rank, and a wrong port.
 
     With --hosts, --ray and --slurm, Lockstep itself passes these flags to the launcher of each
     node.
 
     Args:
         option: `--hosts`, `--ray` or `--slurm`.
-        torchrun: torchrun's flags and their values, as given.
+        torchrun: torchrun's flags and their values, each as a word of its own.
 
     Raises:
         SettingError: such a flag is given, or torchrun does not accept a flag's value.
@@ -252,7 +252,7 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
     _check_names(flags)
     _check_folder(flags)
 
-    # These two raise an error for a value that they cannot parse. Their results are not needed yet.
+    # Parse the flags of the rendezvous and of the output, only to raise an error for a wrong value.
     rendezvous_parameters(flags)
     choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
 

@@ -163,7 +163,8 @@ def _run_watched(script: Script, folder: Path) -> None:
     # The script may execute another program in its place, by `os.execv`.
     watch_executed(Evidence.of_this_process(os.environ, folder))
 
-    # If this is the only rank, the script may start ranks itself.
+    # If this is the only rank, the script may start ranks itself, which meet at an address of their
+    # own.
     is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
     if is_only_rank:
         _give_address_to_script_processes()
@@ -182,8 +183,8 @@ def _run_watched(script: Script, folder: Path) -> None:
 
 def reset_after_fork() -> None:
     """Resets state that libraries have set up in the zygote, and that this copy must not share."""
-    # numpy.random draws its state when it is imported, which numpy does at the first use. Without
-    # this, all ranks would have the same state.
+    # If numpy.random was imported in the zygote, it has drawn a random state there, and all ranks
+    # would have the same state. Draw another one.
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
@@ -202,7 +203,8 @@ def open_streams() -> None:
     that a rank has written before it is killed is in its log.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        # The new stream keeps the encoding of the old one.
+        # The new stream keeps the encoding of the old one. `sys.__stdout__` is None if this process
+        # was started without the stream, and `sys.stdout` was set later.
         old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
         stream = io.TextIOWrapper(
             io.FileIO(descriptor, "w", closefd=False),
@@ -215,6 +217,7 @@ def open_streams() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
+    # The standard input is only read, so it can be opened in the usual way.
     stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
     sys.stdin = stdin
     sys.__stdin__ = stdin  # type: ignore[misc]
@@ -227,14 +230,16 @@ _sockets_that_reserve_ports: list[socket.socket] = []
 def _give_address_to_script_processes() -> None:
     """Sets MASTER_PORT to a free port, at which processes started by this rank can meet.
 
-    The MASTER_PORT of a single rank is the port of the launcher's store, and processes that the
-    rank starts inherit it. They would all connect to that store, or find its port in use. At the
-    free port they can serve a store of their own. If the rank itself opens a process group, it
-    still uses the launcher's store.
+    The MASTER_PORT of a single rank is the port of the launcher's store, say 29500, and processes
+    that the rank starts inherit it. They would all connect to that store, or find its port in use.
+    So MASTER_PORT becomes a free port, say 40000:
+
+        processes that the rank starts    serve a store of their own at port 40000
+        the rank itself                   uses the launcher's store at port 29500, as before
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
-    # If MASTER_PORT is not the port of the launcher's store, it is free already.
+    # Without a store of the launcher's, nothing listens at MASTER_PORT yet.
     uses_launchers_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not uses_launchers_store:
         return
@@ -251,7 +256,8 @@ def _give_address_to_script_processes() -> None:
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
-    # In this process only, torch connects to the launcher's port where the free one is asked for.
+    # Only in this process: if torch is to open a store at MASTER_PORT, now 40000, it connects to
+    # the launcher's store at port 29500 instead.
     store_elsewhere(free_port, launchers_port)
 
 
@@ -270,9 +276,10 @@ def run_recorded(
     Returns:
         The exit code, or minus the number of SIGINT if Ctrl-C ended the program.
     """
-    folder = Path(os.environ[FOLDER_VARIABLE])
+    # These modules import torch, so they are not imported when this module is.
     from lockstep.run.watch import error_record, probe
 
+    folder = Path(os.environ[FOLDER_VARIABLE])
     evidence = Evidence.of_this_process(os.environ, folder)
 
     # The rank may run out of memory or of file descriptors. Some of both are held back, and
@@ -284,6 +291,8 @@ def run_recorded(
         installed_probe.warn_if_ranks_trained_alone()
     except BaseException as error:
         reserve.release()
+
+        # Users see the traceback from their own code on, without the frames that have called it.
         error.__traceback__ = _without_launcher(error.__traceback__)
 
         # The interpreter sets these too: functions of `atexit` may look whether the program failed.
@@ -308,7 +317,8 @@ def run_recorded(
 def _leave_to_launcher(error: errors.LockstepError) -> bool:
     """Leaves it to the launcher to print an error that ends this rank.
 
-    The launcher prints the message and the line; the whole traceback is written to the log.
+    The launcher prints the message and the line. This function writes the whole traceback to the
+    log of the rank, which is not shown.
 
     Returns:
         False if the launcher could not print everything, so that the rank must print the error: it
@@ -352,8 +362,11 @@ def _call_excepthook(error: BaseException) -> None:
         raise
     except BaseException as hook_error:
         hook_error.__traceback__ = _without_launcher(hook_error.__traceback__)
-        if hook_error.__context__ is error:  # it is printed by itself
+
+        # The original exception is printed separately below, and not as the context of this one.
+        if hook_error.__context__ is error:
             hook_error.__context__ = None
+
         sys.stderr.write("Error in sys.excepthook:\n")
         sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
@@ -382,7 +395,10 @@ def install_after_exec() -> None:
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
     probe.install(evidence)
     watch_executed(evidence)  # this program may execute yet another one
+
+    # The launcher, and not this rank, prints an error of Lockstep's that ends the rank.
     errors.told_by_launcher = _leave_to_launcher
+
     original_excepthook = sys.excepthook
 
     def record_and_show(
@@ -419,9 +435,13 @@ def run_as_main(script: Script) -> None:
 
 
 def _run_module(script: Script) -> None:
-    """Runs a module, or the `__main__.py` of a folder or zip file."""
-    # `runpy` looks for the `__main__.py` of a folder or zip file in `sys.path`, where `python -P`
-    # leaves the script's folder out.
+    """Runs a module, or the `__main__.py` of a folder or zip file.
+
+    Raises:
+        ImportError: the module was not found.
+    """
+    # `runpy` looks for the `__main__.py` of a folder or zip file in `sys.path`. With `python -P`
+    # the script's folder is not there, so it is added for the whole run.
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
 
@@ -432,10 +452,13 @@ def _run_module(script: Script) -> None:
     try:
         runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
     except SystemExit as end:
-        # runpy exits if it does not find the module, after it has printed why. An ImportError is
-        # recorded as the cause of the failure instead.
-        if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
-            raise ImportError(str(end.__context__)) from None
+        # The module may have called `sys.exit`, which is passed on. But if runpy does not find the
+        # module, it raises an error of its own, catches it, and calls `sys.exit` too. Then the
+        # report on the failure should name the error, and not only the exit code.
+        error_of_runpy = end.__context__
+        was_not_found = isinstance(error_of_runpy, runpy._Error)  # type: ignore[attr-defined]
+        if was_not_found:
+            raise ImportError(str(error_of_runpy)) from None
         raise
 
 

@@ -147,7 +147,8 @@ class Zygote:
             streams: descriptors that become its standard input, output and error.
             own_session: whether the rank gets a session of its own. Otherwise it stays in the
                 session of the terminal, and reads the keyboard.
-            command: program that the rank executes; empty if it does the zygote's `work`.
+            command: program that the rank executes; empty if it stays a copy of the zygote, and
+                calls the function `work` that the zygote was created with.
 
         Raises:
             ChildProcessError: the zygote is gone.
@@ -185,7 +186,7 @@ class Zygote:
         Returns:
             The ids of processes that have not ended although they were killed.
         """
-        with contextlib.suppress(OSError, ChildProcessError):  # the zygote is gone
+        with contextlib.suppress(OSError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
 
             # The zygote answers with an event that has this number instead of a rank's, and that
@@ -367,21 +368,25 @@ class Server:
 
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
-            # While there are spares to fork, this does not wait for a message. One spare is forked
-            # in each turn in which there is none. A spare that cannot be forked is left out: the
-            # rank that is requested later is forked then, and the error reported.
+            # Wait for a message or the end of a child. But if there are spares to fork, only look
+            # whether there is one.
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
+
+            # In each turn without a message or an end, fork one spare. If that fails, a rank will
+            # be forked when it is requested, and the error reported then.
             if self.spares_to_fork and not readable:
                 self.spares_to_fork -= 1
                 with contextlib.suppress(OSError):
                     self._fork_spare()
 
-            if self.wake_reader in readable:
+            if self.wake_reader in readable:  # a child has ended
                 self._reap()
 
-            if self.control in readable and not self._handle_message():
-                break
+            if self.control in readable:
+                is_open = self._handle_message()
+                if not is_open:
+                    break
 
         self._end_all()
         os._exit(0)
@@ -405,10 +410,13 @@ class Server:
 
         request = json.loads(data)
         if "left_behind" in request:
+            # The answer is an event whose field `reason` lists the processes that do not end.
             remaining = self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
             pids = " ".join(str(pid) for pid in remaining)
             self._report(Event(rank=_LEFT_BEHIND, pid=None, reason=pids))
         elif "give_up" in request:
+            # The launcher no longer waits for this rank, which has not ended although it was
+            # killed. From now on it is not among the running ones.
             for pid, rank in list(self.running.items()):
                 if rank == request["give_up"]:
                     del self.running[pid]
@@ -439,6 +447,9 @@ class Server:
             return
 
         self.running[pid] = rank
+
+        # `_signal` sends some signals only to the rank's own process, where Python handles them,
+        # and to the whole process group if the program is not Python.
         command = request["command"]  # empty if the rank stays a copy of this process
         if command and command[0] != sys.executable:
             self.non_python_pids.add(pid)
@@ -496,7 +507,9 @@ class Server:
                     if is_needed:
                         self._become_rank(files)
                 finally:
-                    os._exit(1)  # whatever happens, it must not go on as a second zygote
+                    # Only reached if the spare is not needed, or after an error, as `_become_rank`
+                    # does not return. The spare must not go on as a second zygote.
+                    os._exit(1)
 
         self.spares[pid] = zygotes_end
 
@@ -530,11 +543,13 @@ class Server:
         *streams, request_file = files
         os.close(request_file)
 
+        # Several ranks have sessions of their own, without a terminal. A single rank stays in the
+        # session of the terminal, and is put in its foreground, so that it can read the keyboard.
         if request["own_session"]:
             os.setsid()
         else:
             os.setpgid(0, 0)
-            set_foreground_group(streams[0], os.getpgrp())  # the rank reads the keyboard
+            set_foreground_group(streams[0], os.getpgrp())
 
         # Replace the signal handlers inherited from the zygote by those of a new process.
         for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
@@ -575,8 +590,8 @@ class Server:
             if pid == 0:  # all remaining processes are still running
                 return
 
-            # A rank that the launcher has given up on may end after all. The launcher has treated
-            # it as ended since then, so it is not reported.
+            # A rank that the launcher has given up on may end after all. It is no longer in
+            # `running`, so it is not reported below: the launcher has treated it as ended already.
             self.given_up.discard(pid)
 
             rank = self.running.pop(pid, None)
@@ -629,13 +644,17 @@ class Server:
         self._signal(signal.SIGKILL, set(self.running.values()))
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
-        # Those that have not ended may still be the parents of processes to end below.
-        self.given_up |= _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
+
+        # A process that does not end even now is given up. It stays the parent of processes that it
+        # has started, and `_end_left_behind` looks for these at each process in `given_up`.
+        not_ended = _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
+        self.given_up |= not_ended
         self.running.clear()
         self.spares.clear()
 
+        # Kill what the ranks have left behind at once: it has had time to end while they had.
         if was_running:
-            self._end_left_behind(term_grace_s=0.0)  # by SIGKILL at once, as the time is over
+            self._end_left_behind(term_grace_s=0.0)
 
     def _end_left_behind(self, term_grace_s: float) -> list[int]:
         """Ends processes left behind by ranks, by SIGTERM and some seconds later by SIGKILL.
@@ -677,15 +696,19 @@ class Server:
             # A process can only wait for its own children. Grandchildren become its children when
             # their parents have ended.
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
-            time.sleep(_MAX_POLL_S)  # even if none of them is a child of this process
+
+            # Children of a rank that was given up are no children of this process, and are not
+            # waited for above. Pause, so that this loop does not run without a break for them.
+            time.sleep(_MAX_POLL_S)
 
         return [process.pid for process in processes if not _is_gone_or_zombie(process)]
 
     def _children_left_behind(self) -> list[psutil.Process]:
         """Returns the children of this process that are neither ranks nor spares.
 
-        A rank that was given up is still the parent of its own children, which are returned instead
-        of the rank. Those that have ended are left out, as such a rank no longer collects them.
+        A rank that was given up is still the parent of its own children, and those are returned
+        instead of the rank. Children of such a rank that have ended stay zombies, as the rank does
+        not collect their exit status. They are left out.
         """
         import psutil
 
@@ -735,7 +758,7 @@ def _is_gone_or_zombie(process: psutil.Process) -> bool:
     """Returns True if a process has ended, whether or not its parent has collected its exit status.
 
     The kernel shows a process as a zombie as soon as its main thread has ended. While another
-    thread, which perhaps waits for a device, has not, the process has not ended either.
+    thread still runs, or waits for a device, the process has not ended.
     """
     import psutil
 

@@ -2,8 +2,8 @@
 
 An *activity* is the kind of thing a rank does ("waits for other ranks", "works on") and, if it
 waits, the call it waits in. A rank has *moved* if it made a step or a call between the snapshots.
-Its main thread is *idle* if it used almost no processor time between them. Its *place* is its stack
-from the innermost frame to the user's own line.
+Its main thread is *idle* if it used almost no processor time between them. It is at the same
+*place* if its stack is the same from the innermost frame to the user's own line.
 
 The functions are pure: they take two `RankState`s and return one `Activity`.
 """
@@ -185,7 +185,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     """
     pending = later.pending_calls()  # the calls that are not known to have completed
     is_idle = is_main_thread_idle(earlier, later, seconds)
-    at_same_place = place(earlier) == place(later)
+    at_same_place = frames_to_user_line(earlier) == frames_to_user_line(later)
 
     # 1. Does it wait for other ranks?
     if at_same_place:
@@ -225,7 +225,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     return Kind.BLOCKED
 
 
-def place(state: RankState) -> tuple[stacks.Frame, ...]:
+def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:
     """Returns a rank's stack from its innermost frame to the user's own line.
 
     If no frame is the user's, the whole stack is returned. The result is empty if the stack is not
@@ -257,6 +257,8 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls
+
+        # If the GPU is known to have started a call and not to have completed it, it is this one.
         return _started_call(candidates) or _latest_call(candidates)
 
     # 2. The GPU has started a call and has not completed it: this is the one that runs.
@@ -297,7 +299,7 @@ def _latest_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
 def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
     """Returns True if a rank's main thread did not compute between two snapshots.
 
-    Returns False if that is not known.
+    Returns False if the processor time of neither the thread nor the process is known.
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -328,7 +330,8 @@ def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float)
 
     This is only asked for a rank whose main thread is idle.
     """
-    # `cpu_s` is the time of all threads, of which the idle main thread used almost nothing.
+    # `cpu_s` is the time of all threads. The idle main thread has used almost nothing of it, so the
+    # rest is the time of the others.
     threads_are_known = earlier.cpu_s is not None and later.cpu_s is not None
     if threads_are_known and not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
         return True

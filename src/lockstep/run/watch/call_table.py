@@ -123,11 +123,13 @@ class CallTable:
         _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
 
-        # torch describes a group as "undefined" if the program gave it no description.
+        # Users know a group by the description that the program gave it. Without one, torch
+        # describes it as "undefined".
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
 
-        if name in ("default_pg", "0"):  # the default group's description and name in torch
+        # torch describes the default group as "default_pg". In older records it is only named "0".
+        if name in ("default_pg", "0"):
             return DEFAULT_GROUP
         return f"group {name!r}"
 
@@ -140,10 +142,10 @@ class CallTable:
         if key_and_number not in self._missing_ranks:
             missing = set()
             for rank in self.members(call.key):
-                # A rank makes the calls of a group in the order of their numbers, so its latest
-                # number shows whether it has reached this call.
-                numbers = self._numbers.get((call.key, rank))
-                if numbers is None or numbers[-1] < call.seq:
+                # A rank makes the calls of a group in the order of their numbers, so the number of
+                # its latest call shows whether it has reached this one.
+                numbers_of_calls = self._numbers.get((call.key, rank))
+                if numbers_of_calls is None or numbers_of_calls[-1] < call.seq:
                     missing.add(rank)
             self._missing_ranks[key_and_number] = missing
 
@@ -153,7 +155,7 @@ class CallTable:
         """Returns the rank that a pending receive waits for, if that rank has not reached its send.
 
         A GPU executes the sends and receives of a group in order, and those of one batch together.
-        So the sender has reached the send if it is in the oldest batch that is pending on the
+        So the sender has reached its send if that send is in the oldest pending batch of the
         sender.
 
         Args:
@@ -206,7 +208,8 @@ class CallTable:
         if call.timeout_s is None:
             return False
 
-        # NCCL has a lower default, which the program has not chosen.
+        # A group with only the backend "nccl", and no "gloo" beside it, has a lower default, which
+        # the program has not chosen.
         may_be_default_of_nccl = (
             call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
         )
@@ -289,28 +292,36 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
         if differs or some_have_not_made_it:
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
-            return Mismatch(table.name(key), seq, calls, _lines_differ_since(table, key, seq))
+            first_from_other_lines = _first_call_from_different_lines(table, key, seq)
+            return Mismatch(table.name(key), seq, calls, lines_differ_since=first_from_other_lines)
 
     return None
 
 
-def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int | None:
-    """Finds the call from which on the ranks called a group's collectives from different lines.
+def _first_call_from_different_lines(table: CallTable, key: str, mismatched_seq: int) -> int | None:
+    """Finds where the ranks of a group took different paths through the program.
 
-    Ranks may take different paths through the program before their calls differ: an `all_reduce` in
-    the training loop and another one in an evaluation match by chance.
+    That may be some calls before the mismatch, as long as both paths happen to call the same
+    collectives. Here they differ since call 5, though only call 7 is a mismatch:
+
+        call    rank 0                    rank 1
+        4       all_reduce, train.py:10   all_reduce, train.py:10
+        5       all_reduce, train.py:10   all_reduce, eval.py:7
+        6       all_reduce, train.py:10   all_reduce, eval.py:9
+        7       all_reduce, train.py:10   barrier, eval.py:12
 
     Args:
         table: the calls of all ranks.
         key: the key of the group.
-        mismatched_seq: the number of the mismatched call.
+        mismatched_seq: the number of the mismatched call, 7 in the example.
 
     Returns:
-        The number of the call. From there up to the mismatch, the ranks were never all at the same
-        line. None if they made the call just before the mismatch from one line, or if the lines of
-        that call are not known.
+        The number of the first call from different lines, 5 in the example. None if the call just
+        before the mismatch was made from one line, or if its lines are not known.
     """
-    earliest = None
+    first_from_different_lines = None
+
+    # Go back from the mismatch to the last call that all ranks made from one line.
     seq = mismatched_seq - 1
     while seq in table.calls[key]:
         lines = {stacks.user_frame(call.frames) for call in table.calls[key][seq].values()}
@@ -318,6 +329,8 @@ def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int 
         all_are_at_one_line = len(lines) == 1
         if some_line_is_unknown or all_are_at_one_line:
             break
-        earliest = seq
+
+        first_from_different_lines = seq
         seq -= 1
-    return earliest
+
+    return first_from_different_lines

@@ -75,16 +75,18 @@ class Case:
     def roots(self) -> dict[int, Activity]:
         """The ranks that others wait for but that do not wait themselves.
 
-        If there are none, these are all ranks that do not wait.
+        If no other rank waits for such a rank, the result is all ranks that do not wait.
         """
         not_waiting = {}
-        awaited = {}
         for rank, activity in self.activities.items():
             if rank not in self.graph.waits_for:
                 not_waiting[rank] = activity
-                if rank in self.graph.awaited:
-                    awaited[rank] = activity
-        return awaited or not_waiting
+
+        not_waiting_but_awaited = {}
+        for rank, activity in not_waiting.items():
+            if rank in self.graph.awaited:
+                not_waiting_but_awaited[rank] = activity
+        return not_waiting_but_awaited or not_waiting
 
     def waiting_text(self, what: str, ranks: Collection[int]) -> str:
         """Writes who waits for whom: `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.
@@ -94,7 +96,10 @@ class Case:
             ranks: the awaited ranks.
         """
         subject = f"{format_ranks(ranks)} {conjugate(what, len(ranks))}"
-        waiting = self.graph.waits_for  # its keys are the ranks that wait
+
+        # The keys are all ranks that wait. Those that wait for another waiting rank are included,
+        # as they wait for the awaited ranks in the end.
+        waiting = self.graph.waits_for
         if not waiting:
             return f"{subject}, for {self.waited_s:.0f} s"
 
@@ -153,7 +158,8 @@ class Case:
         """
         state = activity.state
         if state.rank in self.graph.waits_for:
-            # Several calls of the rank may be pending. The one at the mismatch explains most.
+            # The rank may have several pending calls, of which `activity.call` is one. The call at
+            # the mismatch explains most.
             call = activity.call
             if mismatched_call is not None and may_wait_in(activity, mismatched_call):
                 call = mismatched_call
@@ -214,6 +220,7 @@ def _text_without_wait(activity: Activity) -> str:
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
 
+    # The program has chosen a short timeout for the group, which may end the wait.
     if activity.kind is Kind.LIMITED and activity.call is not None:
         call = _name_call(activity.call, activity.op)
         return f"waits in {call}, of a group with a timeout of its own"

@@ -69,7 +69,7 @@ def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
     if get_origin(kind) is tuple:
         return _build_tuple(arguments, values, numbered)
 
-    # The type is `X | None`, and the value is not None.
+    # The type is `X | None`, which every field writes in this order, and the value is not None.
     if type(None) in arguments:
         type_unless_none = arguments[0]
         return _build(type_unless_none, values, numbered)
@@ -93,5 +93,6 @@ def _build_tuple(
         item_type = arguments[0]
         return tuple(_build(item_type, value, numbered) for value in values)
 
+    # Items for which there is no type are left out.
     types_and_values = zip(arguments, values, strict=False)
     return tuple(_build(item_type, value, numbered) for item_type, value in types_and_values)

@@ -43,15 +43,18 @@ def deadlock(case: Case) -> Verdict | None:
     has_p2p = any(activity.waits_in_p2p for activity in waiting.values())
     if has_p2p:
         is_deadlock = _is_deadlock_of_sends(case, waiting)
-        # Idle processors show that no data is in transit, but only if no GPU sends by itself.
-        is_proven = case.nothing_in_transit and not _uses_gpu(waiting)
         advice = advice_on_p2p(waiting)
+
+        # A send or receive may look stuck while its data is still being transferred. That is only
+        # ruled out if all processors are idle, and if no GPU is used, which could send by itself.
+        is_proven = case.nothing_in_transit and not _uses_gpu(waiting)
     else:
         is_deadlock = _is_deadlock_of_collectives(waiting, mismatch)
-        # The recorded calls show which ranks have come to which collective. Unlike a send, a
-        # collective does not depend on anything that the records do not show.
-        is_proven = True
         advice = _advice(waiting, mismatch)
+
+        # The records show for each collective which ranks have called it. If a rank that waits
+        # elsewhere has not, the collective cannot complete, whatever is being transferred.
+        is_proven = True
 
     if not is_deadlock:
         return None
@@ -139,14 +142,15 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
 
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
-        (op,) = ops_at_mismatch  # all ranks called the same operation
+        (op,) = ops_at_mismatch  # there is one, as all ranks called the same operation
         return f"{op} with different sizes or types"
 
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
 
-    # The ranks call the same operation in different groups, and each group lacks some of its ranks.
+    # The ranks call the same operation, but in different groups. In each of the groups, some ranks
+    # are missing, as they wait in another one.
     return "collectives that the others never come to"
 
 
@@ -190,7 +194,7 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    sides = _sides_of_mismatch(mismatch)
+    sides = _sides_of_mismatch(mismatch)  # lists of ranks that made the same call, longest first
 
     # 1. All present members of the group made the same call. It differs only from a call of ranks
     # that have left the group, so no member is to blame.
@@ -341,7 +345,8 @@ def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
 
     Returns:
         True if this is so for all of the ranks; False if one of them has called an earlier
-        collective from its present line; None if the lines of earlier collectives are not known.
+        collective from its present line; None if a rank has no earlier collectives, or their lines
+        are not known.
     """
     for activity in activities:
         # The pending calls are those of the present step, and say nothing about earlier steps.

@@ -112,14 +112,13 @@ def record_error(error: BaseException, evidence: Evidence) -> None:
 
         write_in_place(evidence.error, json.dumps(asdict(record)))
 
-        torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
-        if not torch_file or record.type == "SystemExit":  # torch's decorator skips SystemExit too
-            return
-
-        # If the script uses the decorator, that has already written the file.
-        script_uses_decorator = os.path.exists(torch_file)
-        if not script_uses_decorator:
-            _write_for_torch(record, Path(torch_file))
+        # torch's decorator `record` writes a file too, for every exception but SystemExit. If the
+        # script does not use the decorator, the file is written here.
+        torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE, "")
+        if torch_file and record.type != "SystemExit":
+            was_written_by_decorator = os.path.exists(torch_file)
+            if not was_written_by_decorator:
+                _write_for_torch(record, Path(torch_file))
 
 
 def _write_for_torch(record: ErrorRecord, path: Path) -> None:
@@ -140,8 +139,8 @@ def readable_torch_file(path: Path) -> str:
         The path, or an empty string.
     """
     try:
-        # This reads the file in the same way as torch does: the message is a text, or a dictionary
-        # with the time.
+        # torch accepts a message that is a text, or a dictionary with the time as a number. All
+        # others raise an error here, as they do in torch.
         message = json.loads(path.read_text())["message"]
         if not isinstance(message, str):
             int(message["extraInfo"]["timestamp"])
@@ -163,7 +162,11 @@ def read_error(evidence: Evidence) -> ErrorRecord | None:
 
 
 def describe_error(error: BaseException) -> ErrorRecord:
-    """Describes an exception, with the present time; for a group, the first exception in it."""
+    """Describes an exception, with the present time; for a group, the first exception in it.
+
+    An error of Lockstep's also says whether it may pass if the ranks are started again, and which
+    rank has failed if this one was only told of the failure.
+    """
     groups, cause = _unpack_groups(error)
     chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in _chain(cause)]
     return ErrorRecord(
@@ -278,8 +281,9 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(earlier)
         error = earlier
         if isinstance(error, BaseExceptionGroup):
-            _, error = _unpack_groups(error)
-            chain.append(error)
+            _, first_exception = _unpack_groups(error)  # the first value is the groups around it
+            chain.append(first_exception)
+            error = first_exception
 
     return chain
 
@@ -369,7 +373,7 @@ def _headline_of_exit(error: SystemExit) -> str:
         argument = repr(_message(error).split("\n")[0])
 
     headline = f"sys.exit({argument})"
-    handled = _handled_error(error)
+    handled = _handled_error(error)  # the exception in whose `except` block the script has exited
     if handled is not None:
         headline += f" while handling {_headline(handled)}"
     return headline
@@ -411,12 +415,13 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
 
-    # Collect all frames, from the innermost to the outermost.
+    # Collect all frames that the exception may come from, the innermost first.
     # 1. If the exception comes from another process or thread, such as a DataLoader worker, its
-    #    message contains the traceback from there, with the outermost frame first.
+    #    message contains the traceback from there, which lists the outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
 
-    # 2. If the script caught an exception and then called `sys.exit`, that exception's frames.
+    # 2. If the script called `sys.exit` in an `except` block, the exception that it had caught
+    #    shows more than the exit does. So the frames of that exception come next.
     handled = _handled_error(error)
     if handled is not None:
         frames += _stack(handled.__traceback__)

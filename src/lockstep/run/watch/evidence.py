@@ -43,7 +43,7 @@ class Evidence:
     """The answer to the last request: torch's Flight Recorder and the stacks of all threads."""
     error: Path
     """The exception that has ended the rank."""
-    ask: Path
+    request_pipe: Path
     """A pipe that takes requests, one a line: `NUMBER` or `NUMBER lines`."""
 
     @classmethod
@@ -102,7 +102,7 @@ class EvidenceMemory:
             with contextlib.suppress(OSError):
                 (folder / name).symlink_to(path)
 
-    def keep(self) -> None:
+    def copy_to_folder(self) -> None:
         """Copies the files worth keeping to the rank's folder, which is recreated if it is gone.
 
         Raises:
@@ -110,7 +110,10 @@ class EvidenceMemory:
         """
         for name, descriptor in self._descriptors.items():
             path = self._folder / name
-            path.unlink(missing_ok=True)  # the link to the memory, which the file replaces
+
+            # Remove the link to the memory, which is freed soon. A file replaces it if it is worth
+            # keeping.
+            path.unlink(missing_ok=True)
             if name not in _FILES_WORTH_KEEPING:
                 continue
 

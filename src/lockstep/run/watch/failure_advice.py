@@ -95,7 +95,7 @@ _BY_SIGNAL: dict[int, str] = {
     signal.SIGXCPU: "the limit of processor time (ulimit -t) was reached",
     signal.SIGXFSZ: "the limit of a file's size (ulimit -f) was reached",
 }
-BY_KIND = {
+ADVICE_BY_KIND = {
     "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
     "oom": _MEMORY,
     "left": "every rank must take the same number of steps and come to the same collectives: look "
@@ -120,14 +120,14 @@ _NETWORK = (
 _LINE_THAT_MAKES_SEMAPHORE = "_multiprocessing.SemLock("
 
 
-def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, ...]:
+def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ...]:
     """Returns what the user can do about a rank's failure.
 
     Args:
         kind: the kind of failure, a `first_failure.FailureKind`.
         end: how the rank ended.
-        no_peer_was_lost: True if the rank's error says that it lost a peer, but no other rank had
-            ended before.
+        network_failed: True if the rank lost its connection to another rank, but no other rank had
+            ended before. So the network has failed, and not the other rank.
 
     Returns:
         A tuple with one text. It is empty if no advice is known, or if the error itself says what
@@ -147,14 +147,14 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
     if end.with_fork_server and end.oom:
         return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
 
-    if kind in BY_KIND:
-        return (BY_KIND[kind],)
+    if kind in ADVICE_BY_KIND:
+        return (ADVICE_BY_KIND[kind],)
 
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
             return (what_to_do,)
 
-    if no_peer_was_lost:  # the connection has failed by itself
+    if network_failed:
         return (_NETWORK,)
 
     if kind == "signal" and -end.code in _BY_SIGNAL:
@@ -171,6 +171,7 @@ def _error_text(end: ExitStatus) -> str:
     """
     error = end.error
     if error is None:
+        # `end.printed` is a traceback that was found in the output.
         lines_of_traceback: tuple[str, ...] = ()
         if end.printed is not None:
             lines_of_traceback = end.printed.text

@@ -82,7 +82,9 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
 
     subject = failure.subject  # the ranks or, without any, the host itself
-    has_several_hosts = "," in failure.host  # the names of merged failures: "a, b"
+
+    # A failure that was merged from those of several hosts has all their names: "a, b".
+    has_several_hosts = "," in failure.host
     if not failure.host or not failure.ranks:
         who = in_language(subject)
     elif has_several_hosts:
@@ -115,14 +117,16 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
     as they are.
     """
-    # Two lines are always Lockstep's: the heading of the rank's output, and the one about a signal
-    # after an exception.
+    # Two kinds of lines are always Lockstep's, and are recognized by their first words: the heading
+    # of the rank's output, and the line about a signal after an exception.
     if text.startswith(("its last lines:", "its process was then ")):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text
 
-    label, _, rest = text.strip().partition(" ")  # "found: the port is taken"
+    # The message of an error of Lockstep's has lines such as "found: the port is taken". The label
+    # "found:" and the rest are translated.
+    label, _, rest = text.strip().partition(" ")
     is_line_of_own_error = label in _LABELS_OF_ERRORS
     if not is_line_of_own_error:
         return text

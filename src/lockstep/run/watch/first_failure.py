@@ -30,7 +30,7 @@ from typing import Literal
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
-from lockstep.run.watch.failure_advice import BY_KIND, NOT_ENDED, advise
+from lockstep.run.watch.failure_advice import ADVICE_BY_KIND, NOT_ENDED, advise
 from lockstep.run.watch.lost_peer import LostPeer, find_lost_peer
 from lockstep.run.watch.repeated_failure import failure_key
 from lockstep.run.watch.verdict import Verdict
@@ -224,27 +224,26 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
         roots: one or more failures, in any order.
         followers: the ends of ranks that lost a peer because of one of these failures.
     """
-    first, *later_roots = _merge_similar_roots(roots)
-    together_with: list[str] = []
-    at_the_same_time: list[str] = []
-    may_pass = first.may_pass  # whether the ranks may be started again with success
-    consequences = _describe_followers(followers)
+    first, *later_roots = _merge_and_sort(roots)  # the earliest comes first
 
-    # A later root either happened too close to the first one to be put after it, or followed from
-    # it. A later Ctrl-C is neither, and is not mentioned.
+    # Some of the later roots happened so close to the first one that they may have come before it.
+    simultaneous_roots = []
+    consequences = _describe_followers(followers)
     for root in later_roots:
         if _cannot_be_ordered(first, root):
-            together_with.append(root.subject)
-            at_the_same_time.append(_describe_root(root, first.host))
-            may_pass = may_pass or root.may_pass
-        elif root.kind != "interrupted":
+            simultaneous_roots.append(root)
+        elif root.kind == "interrupted":
+            pass  # the user has pressed Ctrl-C after the failure, which is not mentioned
+        else:
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
 
+    # The ranks may be started again with success if that is so for one of these failures.
+    may_pass = first.may_pass or any(root.may_pass for root in simultaneous_roots)
     return replace(
         first,
-        together_with=tuple(together_with),
-        at_the_same_time=tuple(at_the_same_time),
+        together_with=tuple(root.subject for root in simultaneous_roots),  # "rank 1"
+        at_the_same_time=tuple(_describe_root(root, first.host) for root in simultaneous_roots),
         consequences=tuple(consequences),
         may_pass=may_pass,
     )
@@ -339,7 +338,7 @@ def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
     return later.time - first.time <= max_difference_s
 
 
-def _merge_similar_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
+def _merge_and_sort(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """Merges roots that differ only in numbers, such as a rank, an address or a size.
 
     A merged root has the time and the texts of the earliest one, and the ranks and hosts of all.
@@ -412,17 +411,17 @@ def _describe_not_ended(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
 def _root_of_unexplained(end: ExitStatus) -> FirstFailure:
     """Turns the end of a follower into a failure, since no other rank had failed before it."""
     # The rank that it was told of has gone on, so its own connection is not at fault.
-    return _root_of_exit(end, no_peer_was_lost=not _is_told_of_other_rank(end))
+    return _root_of_exit(end, network_failed=not _is_told_of_other_rank(end))
 
 
-def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFailure:
+def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFailure:
     """Turns the end of one rank into a failure, with its headline and advice.
 
     A rank that ended with exit code 0 failed too if others were still waiting for it.
 
     Args:
         end: how the rank ended.
-        no_peer_was_lost: True if the rank's error says that it lost a peer, but no other rank had
+        network_failed: True if the rank lost its connection to another rank, but no other rank had
             ended before.
     """
     error = end.error
@@ -461,7 +460,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         step=end.step,
         line=_user_line(end),
         details=details,
-        advice=advise(kind, end, no_peer_was_lost=no_peer_was_lost),
+        advice=advise(kind, end, network_failed=network_failed),
         is_from_lockstep=error is not None and error.from_lockstep,
         key=failure_key(end) if kind == "exception" else "",
         may_pass=error is None or kind != "exception" or error.may_pass,
@@ -475,41 +474,41 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     if end.code == 0:  # it left while others were waiting for it
         return EXIT_LOST_RANK
 
-    # The rank was ended by a signal. Its code is minus the number of the signal.
-    signal_number = -end.code
+    # From here on, the rank was ended by a signal. 1. It had raised no exception before.
     error = end.error
-    raised_exception = error is not None and error.type != "SystemExit"  # `sys.exit` is an exit
-    if error is None or not raised_exception:
+    if error is None or error.type == "SystemExit":  # `sys.exit` is no failure of its own
         return EXIT_LOST_RANK
 
-    # An exception had come before the signal. It would have ended the rank with this code.
+    # 2. It had raised an exception, and was killed while it was ending. Without the signal, Python
+    # would have ended it with the exit code of that exception, usually 1.
     if error.exit_code > 0:
         return error.exit_code
 
-    # The exception is KeyboardInterrupt, after which Python ends itself by SIGINT. A shell reports
-    # an end by a signal as 128 plus the number of the signal.
+    # 3. The exception is KeyboardInterrupt, which has no exit code: Python then ends itself by
+    # SIGINT. A shell reports an end by a signal as 128 plus its number: 130.
+    signal_number = -end.code
     return 128 + signal_number
 
 
-def _roots_without_error(ends: _Ends, first_loss: float) -> list[FirstFailure]:
+def _roots_without_error(ends: _Ends, first_peer_lost_at: float) -> list[FirstFailure]:
     """Returns the failures of ranks that reported no error, but were missing when others needed
     them: ranks that ended with exit code 0, and ranks that were stopped by a signal.
 
     Args:
         ends: how the ranks ended.
-        first_loss: when the first of them lost a peer.
+        first_peer_lost_at: when the first of them lost a peer.
     """
     roots = []
 
     # The end of a rank may be noticed some seconds after the others have lost it.
     for end in ends.ended_well:
-        if end.time <= first_loss + CAUSE_MAX_DELAY_S:
+        if end.time <= first_peer_lost_at + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
 
     # A stopped rank keeps the others waiting until they time out. Then Lockstep ends it.
     for end in ends.ended_by_lockstep:
         if end.stopped:
-            roots.append(_root_of_stopped_rank(end, first_loss))
+            roots.append(_root_of_stopped_rank(end, first_peer_lost_at))
     return roots
 
 
@@ -527,7 +526,7 @@ def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
         time=time,
         headline="was stopped by a signal or a debugger, and the others timed out waiting for it",
         step=end.step,
-        advice=(BY_KIND["stopped"],),
+        advice=(ADVICE_BY_KIND["stopped"],),
     )
 
 
@@ -543,17 +542,17 @@ def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") 
         host=host,
         time=time,
         headline=headline,
-        advice=(BY_KIND["node_lost"],),
+        advice=(ADVICE_BY_KIND["node_lost"],),
     )
 
 
 def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     """Turns the verdict on a hang into failures.
 
-    If the verdict says that some ranks left early, and these ranks ended with exit code 0, there is
+    If the verdict says that some ranks are gone, and these ranks ended with exit code 0, there is
     one failure for each of them. Otherwise the hang itself is the one failure.
     """
-    # 1. The ranks that left early are to blame, each by itself.
+    # 1. Ranks that ended without an error while others needed them, each by itself.
     if hang.kind in ("left", "lost"):
         failures_of_ranks_that_left = []
         for end in ends.ended_well:
@@ -565,15 +564,18 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
 
-    # 2. The hang itself is the failure. A verdict "left" or "lost" comes here if the ends of the
-    # ranks that it names are not known, or were not ends with exit code 0.
+    # 2. The hang itself. A verdict "left" or "lost" comes here if it is not known how the ranks
+    # that it names have ended, or if none of them ended with exit code 0.
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
+        exit_code = EXIT_DEADLOCK
     elif hang.kind == "left":
         kind = "left"
-    else:  # "lost": the others wait for a rank that has died, most likely of a signal
+        exit_code = EXIT_LOST_RANK
+    else:  # "lost": a rank has died. As it has reported no error, a signal has probably ended it.
         kind = "signal"
+        exit_code = EXIT_LOST_RANK
 
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
     failure = FirstFailure(
@@ -582,7 +584,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         host=hosts.pop() if len(hosts) == 1 else "",  # one failure cannot name several hosts
         time=hang.found_at,
         headline=hang.headline,
-        exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
+        exit_code=exit_code,
         hang=hang,
         advice=hang.advice,
     )
@@ -682,6 +684,6 @@ def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
     elif is_too_long or has_traceback:
         lines = []
 
-    if end.code < 0:
+    if end.code < 0:  # `end.how` is "killed by SIGKILL", for example
         lines.append(f"its process was then {end.how}")
     return tuple(lines)

@@ -105,8 +105,11 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
     A run with a single rank gets no such verdict.
     """
     alive = case.alive
-    a_rank_is_visible = bool(case.waiting)  # a rank is only known to wait if its stack was seen
-    if a_rank_is_visible or len(alive) < 2:
+    if len(alive) < 2:
+        return None
+
+    # That a rank waits is only known from its stack, so a waiting rank is visible.
+    if case.waiting:
         return None
 
     for activity in alive.values():
@@ -132,9 +135,12 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     While one rank computes, it is normal for others to be blocked. So this rule only applies if no
     rank computes.
     """
+    # If ranks wait for others, the rules that follow say for whom.
     ranks_wait_for_others = bool(case.waiting)
-    if ranks_wait_for_others or len(case.activities) < 2:
-        return None  # in the first case, the rules that follow say for whom these ranks wait
+    if ranks_wait_for_others:
+        return None
+    if len(case.activities) < 2:
+        return None
 
     # Ranks that are PERHAPS_WAITING, too, are blocked outside collectives: the graph has found no
     # other rank that they might wait for.
@@ -142,9 +148,9 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # Other ranks have ended, so these may be ending, too. A rank may hang in its exit: it holds
-        # Python's lock while it waits for a thread of torch that needs the lock. As nothing can
-        # answer without the lock, such a rank is SILENT.
+        # Other ranks have ended, so these may be ending, too, and hang in that: a rank that ends
+        # may hold Python's lock while it waits for a thread of torch, which needs the lock. Such a
+        # rank is SILENT, as it cannot answer the launcher without the lock.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -172,8 +178,8 @@ def _all_are_blocked(case: Case) -> Verdict | None:
 def _awaited_rank_is_gone(case: Case) -> Verdict | None:
     """Reports that ranks wait for a rank that has ended, has died, or was stopped by a signal.
 
-    If they wait for both kinds, the verdict names the ranks that have ended, since those can never
-    come back.
+    If some of the awaited ranks have ended and others are stopped, the verdict names those that
+    have ended, as they can never come back.
     """
     stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}
@@ -208,11 +214,12 @@ def _cannot_go_on(
 
     Args:
         case: what is known about the run.
-        ended: the ranks that others wait for and that have ended.
-        ended_or_stopped: the ranks that others wait for and that have ended or are stopped.
+        ended: of the ranks that others wait for, those that have ended.
+        ended_or_stopped: these, and those that are stopped by a signal.
     """
-    # It is not known of these ranks which other ranks they wait for. The graph assumes that they
-    # wait for every rank that does something else, so it proves nothing about them.
+    # 1. A rank is known to wait for one that has ended. It is not known of some waiting ranks which
+    # other ranks they wait for: the graph assumes that they wait for every rank that does something
+    # else, so it proves nothing about them.
     partners_unknown = case.graph.partners_unknown
 
     for rank, awaited in case.graph.waits_for.items():
@@ -220,19 +227,20 @@ def _cannot_go_on(
         if waits_for_ended_rank and rank not in partners_unknown:
             return True
 
-    # No rank is known to wait for one that has ended. The waiting ranks may be waiting for a rank
-    # that is still running.
+    # 2. No such wait is known, and some ranks are still running. The waiting ranks may be waiting
+    # for one of these.
     waiting = case.waiting
     running_ranks = case.activities.keys() - waiting.keys() - ended_or_stopped.keys()
     if running_ranks:
         return False
 
-    # Destroying a process group takes a while, and succeeds even if other ranks are gone.
-    all_destroy_their_group = all(
-        activity.op == "destroy_process_group" and rank in partners_unknown
-        for rank, activity in waiting.items()
-    )
-    return not all_destroy_their_group
+    # 3. No rank is running that they could wait for. They still go on if all of them are destroying
+    # their process group: that takes a while, but succeeds even if other ranks are gone.
+    for rank, activity in waiting.items():
+        destroys_group = activity.op == "destroy_process_group" and rank in partners_unknown
+        if not destroys_group:
+            return True
+    return False
 
 
 # The verdict for each kind of activity. What explains most comes first.
@@ -250,23 +258,25 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
 
 
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
-    """Reports that ranks wait for a rank that is still busy, or whose state cannot be seen.
+    """Reports that the run waits for ranks that may still go on, or whose state cannot be seen.
 
-    If they wait for several ranks that do different things, the verdict names those whose kind of
-    activity comes first in `_VERDICT_ON_AWAITED_RANK`.
+    If such ranks do different things, the verdict names those whose kind of activity comes first in
+    `_VERDICT_ON_AWAITED_RANK`.
     """
-    roots = case.roots
+    roots = case.roots  # the ranks that others wait for
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:
-            continue
+            continue  # look for ranks of the next kind
 
-        # A busy rank only matters if another rank waits, or if it waits itself: a LIMITED rank
-        # waits until a timeout, and one that MAY_COME until another of its threads frees it.
+        # Ranks of these two kinds wait too: if LIMITED, until the timeout of their group; if they
+        # MAY_COME, until another of their own threads makes a call. That is worth a verdict by
+        # itself. What ranks of all other kinds do is normal, unless others wait for them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
-        if case.waiting or wait_themselves:
+        if wait_themselves or case.waiting:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
+
     return None
 
 
@@ -279,6 +289,8 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
     if not waiting:
         return None
 
+    # `how_they_wait` completes the headline: "all ranks wait in recv, for each other", or "all
+    # ranks wait in all_reduce, which match on all".
     advice = None  # the usual advice for this kind of verdict
     if any(activity.waits_in_p2p for activity in waiting.values()):
         how_they_wait = "for each other"

@@ -58,7 +58,7 @@ class HeartbeatWriter:
 
     def __init__(self, path: Path) -> None:
         self.steps = 0
-        self._last_step = 0.0
+        self._last_step_at = 0.0
         main_thread = threading.main_thread().ident or 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.pwrite(descriptor, _LAYOUT.pack(_MAGIC, os.getpid(), main_thread, 0, 0.0, 0.0), 0)
@@ -74,10 +74,10 @@ class HeartbeatWriter:
             return
         self.steps += 1
         now = time.monotonic()
-        is_first_step = self._last_step == 0.0
-        took_s = 0.0 if is_first_step else now - self._last_step
+        is_first_step = self._last_step_at == 0.0
+        took_s = 0.0 if is_first_step else now - self._last_step_at
         _STEP_LAYOUT.pack_into(self._memory, _STEP_OFFSET, self.steps, now, took_s)
-        self._last_step = now
+        self._last_step_at = now
 
     def stop(self) -> None:
         """Stops counting, in a forked child whose steps are not the rank's."""

@@ -60,11 +60,11 @@ def detail_lines(verdict: Verdict, in_language: InLanguage = in_english) -> list
 
 
 def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
-    """Merges ranks that do the same into entries, so that as few as possible are left out.
+    """Merges ranks that do the same into entries, of which the caller shows `MAX_ENTRIES_SHOWN`.
 
-    Ranks are merged within one host, or over all hosts if there would be too many entries to show.
-    If there still are, entries with ranks at fault come first, then those with few ranks: the last
-    entries are not shown.
+    Ranks are merged within one host or, if that gives too many entries to show, over all hosts. If
+    that gives too many entries too, the most important ones come first: those with ranks at fault,
+    and then those with few ranks.
 
     Returns:
         The entries, each a list of rows.
@@ -124,23 +124,27 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
     """Writes which rank made which call, at the first call that differs.
 
     Ranks that made the same call at the same line are written together.
+
+    Args:
+        mismatch: the first call that differs.
+        in_language: translates a text.
     """
     ranks_by_call: dict[tuple[str, Frame | None], list[int]] = defaultdict(list)
     for rank, call in mismatch.calls:
         if call is None:
             text = "has not come to it"
-            line = None
+            frame = None
         else:
             text = describe(call)
-            line = user_frame(call.frames)
-        ranks_by_call[text, line].append(rank)
+            frame = user_frame(call.frames)  # with the line of the user's code
+        ranks_by_call[text, frame].append(rank)
 
     heading = f"first mismatch: call {mismatch.seq} of {mismatch.group}:"
     lines = [f"  {in_language(heading)}"]
-    for (text, line), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
+    for (text, frame), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
         lines.append(f"    {in_language(f'{format_ranks(ranks)}: {text}')}")
-        if line is not None:
-            lines.append(_source(line, indent=6))
+        if frame is not None:
+            lines.append(_source(frame, indent=6))
 
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since

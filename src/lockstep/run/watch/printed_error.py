@@ -51,9 +51,10 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     if heading_number is None:
         return None
 
-    # Another program may have put a prefix before each line, such as `[rank1]: `. The heading shows
-    # which.
-    prefix = _prefix_of_lines_after(lines[heading_number])
+    # Another program may have put a prefix before each line, such as `[rank1]: `. It is read from
+    # the heading.
+    heading_line = lines[heading_number]
+    prefix = _prefix_of_lines_after(heading_line)
     block = []  # the lines after the heading, without the prefix
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
@@ -96,6 +97,7 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         if heading is None:
             continue
 
+        # A heading inside a group follows a bar ("| "), that of a group itself a plus sign.
         is_group = heading["group"] is not None
         is_inside_group = in_group and heading["prefix"].endswith("| ")
 
@@ -144,7 +146,8 @@ def _remove_prefix(prefix: str, line: str) -> str:
     # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
     form = re.sub(r"\w", "0", prefix)
     form_of_line = re.sub(r"\w", "0", line[: len(prefix)])
-    if prefix.strip() and form_of_line == form:
+    is_only_indentation = not prefix.strip()
+    if form_of_line == form and not is_only_indentation:
         return line[len(prefix) :]
     return line
 
@@ -158,7 +161,8 @@ def _user_line(block: Sequence[str]) -> str | None:
     Returns:
         The line, or None if no line of the user's has a source file.
     """
-    # The file with a syntax error comes after the frames that import it.
+    # A syntax error names its file and line after all frames, the last of which has imported the
+    # file.
     matches = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
     syntax_errors = [match for match in matches if match is not None]
     if syntax_errors:

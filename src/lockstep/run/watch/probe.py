@@ -130,14 +130,17 @@ class Probe:
         faulthandler.enable(_open_to_append(self._evidence.crash))
 
         # When the interpreter shuts down, faulthandler restores the handler that was there before
-        # it. By default that would end the process at a late signal, so "ignore" is set first.
+        # it. Without a handler, a signal that comes later would end the process. So the signal is
+        # ignored before, and ignored again after that.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
 
         # This signal shows only the stack of the main thread, which handles it. Reading the frames
         # of another thread while it runs sooner or later ends in a segmentation fault (with Python
-        # 3.11, about once in some hundred times). With `chain=False` the handler is installed with
-        # SA_RESTART: an interrupted system call is restarted if the kernel can do that, see
-        # `process_status.harmless_stack_signal`.
+        # 3.11, about once in some hundred times).
+        #
+        # Because of `chain=False`, faulthandler installs its handler with the flag SA_RESTART. The
+        # kernel then restarts most of the system calls that the signal interrupts. On the others,
+        # see `process_status.harmless_stack_signal`.
         stacks = _open_to_append(self._evidence.stacks)
         faulthandler.register(MAIN_THREAD_SIGNAL, stacks, all_threads=False, chain=False)
 
@@ -164,13 +167,13 @@ class Probe:
         Without the thread, the launcher would ask the rank by a signal there, and the signal makes
         TCPStore count its timeout from the beginning again.
         """
-        path = self._evidence.ask
+        pipe_path = self._evidence.request_pipe
         try:
-            if not path.exists():
-                os.mkfifo(path, 0o600)
+            if not pipe_path.exists():
+                os.mkfifo(pipe_path, 0o600)
             # Open it for writing too, so that a read does not return an empty string when the
             # launcher closes its end.
-            self._request_pipe = os.open(path, os.O_RDWR)
+            self._request_pipe = os.open(pipe_path, os.O_RDWR)
         except OSError:  # the file system has no pipes; a signal still shows the main stack
             return
 
@@ -185,11 +188,12 @@ class Probe:
     def _answer_requests(self, pipe: int) -> None:
         """Answers requests until `stop_answering` is called. This is all that the thread does.
 
-        If several requests have arrived, only the last one is answered.
+        Each request is a line, `NUMBER` or `NUMBER lines`. If several have arrived, only the last
+        one is answered: of "7" and "8 lines", that is request 8, with the stacks of calls.
         """
-        # The kernel delivers a signal to any thread that does not block it. All other threads block
-        # this one: while it is handled, a system call of the thread may fail, which does no harm
-        # here.
+        # This signal makes a process show the stacks of all its threads. A system call of the
+        # thread that handles it may fail, which does no harm in this thread. So this is the only
+        # thread that does not block it.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
 
@@ -201,14 +205,12 @@ class Probe:
                 self._request_pipe = None
                 return
 
-            # Only the last complete line is of interest. What follows the last newline is empty,
-            # as the launcher writes a request at once. Only if requests had piled up until one was
-            # cut off here would that one be lost; the launcher asks again some seconds later.
+            # A last line without a newline is dropped. It is a request that was cut off, as more
+            # bytes were waiting than are read at once. The launcher asks again later.
             *complete_lines, _ = text.split("\n")
             if not complete_lines:
                 continue
 
-            # A request is `NUMBER` or `NUMBER lines`.
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
                 self._answer_request(number, with_call_stacks=option == "lines")
@@ -235,7 +237,8 @@ class Probe:
                 longer.
         """
         # The recorder asks CUDA whether calls have ended. That would use the first GPU in this
-        # thread, so the rank's own GPU is selected before.
+        # thread, so the rank's own GPU is selected before. In a rank that the script has spawned,
+        # there may be no LOCAL_RANK, so its index among the spawned ranks says which GPU.
         torch_compat.take_gpu(self._spawn_index)
 
         stacks = json.dumps(_stacks_of_other_threads())
@@ -246,7 +249,8 @@ class Probe:
         main_frame = sys._current_frames().get(main_thread)
         group_being_made = json.dumps(torch_compat.group_being_made(main_frame))
 
-        records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON text of a list
+        # The recorder returns a list as JSON text: "[{...}, {...}]".
+        records = torch_compat.flight_record(lines=with_call_stacks)
 
         # Lockstep's own collectives, in shared memory, have a record of their own. A rank that has
         # not imported their module makes none.
@@ -256,10 +260,7 @@ class Probe:
             if shared_memory is not None:
                 group, record = shared_memory.flight_record()
                 groups.append(group)
-                # The record is appended to the text of the list, as parsing megabytes of JSON takes
-                # too long.
-                records_without_bracket = records[:-1]
-                records = f"{records_without_bracket}, {json.dumps(record)}]"
+                records = _append_to_json_list(records, json.dumps(record))
 
         # The parts are JSON already. "request" must come first: of an old answer, the launcher
         # reads only this field.
@@ -272,6 +273,17 @@ class Probe:
 def _open_to_append(path: Path) -> int:
     """Opens a file for appending, until this process ends, and returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _append_to_json_list(list_text: str, item_text: str) -> str:
+    """Appends an item to a list, both as JSON text: `[1, 2]` and `3` -> `[1, 2, 3]`.
+
+    The list is not parsed, as that would take too long for megabytes of text.
+    """
+    if list_text == "[]":
+        return f"[{item_text}]"
+    without_bracket = list_text[:-1]
+    return f"{without_bracket}, {item_text}]"
 
 
 def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:

@@ -58,16 +58,17 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     calls: list[CollectiveCall] = []
     completed: dict[str, int] = {}  # the number of the last completed call, by the group's key
     for record in answer["records"]:
-        _read_record(record, calls, completed)
+        calls_of_record = _read_calls(record)
+        calls += [call for call, _ in calls_of_record]
+        completed.update(_read_status(record, calls_of_record))
     calls.sort(key=lambda call: call.time_s)
 
     stacks: dict[int, Stack] = {}
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
 
-    # If the main thread is not known, all stacks are treated as those of other threads. Before the
-    # answer, the rank may have written its main stack at a signal: `state.stack` is that one or
-    # None, and is kept.
+    # The stack of the main thread is taken from the answer, if the main thread is known. Otherwise
+    # the one that is already known is kept, which the rank may have written at a signal.
     main_stack = state.stack
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
@@ -90,79 +91,119 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     )
 
 
-def _read_record(
-    record: Mapping[str, Any], calls: list[CollectiveCall], completed: dict[str, int]
-) -> None:
-    """Reads one record: appends its calls to `calls`, and writes its status into `completed`.
+def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
+    """Reads the calls of one record, without those of groups that were destroyed.
 
-    Calls of groups that were destroyed are left out. The recorder keeps them, and the next group
-    that is created may have the same key and number its calls from 1 again. Only torch's group id
-    ("pg_id") distinguishes the two groups.
+    The recorder keeps calls of destroyed groups. The next group that is created may have the same
+    key and number its calls from 1 again. Only torch's group id ("pg_id") distinguishes the two.
+
+    Returns:
+        The calls by time, each with torch's id of its group.
     """
-    calls_with_group_id: list[tuple[CollectiveCall, str]] = []
+    calls: list[tuple[CollectiveCall, str]] = []
     for entry in record.get("entries") or ():
-        calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
-    calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
-    calls_with_group_id = _with_states_of_batches(calls_with_group_id)
+        calls.append((_read_call(entry), str(entry["pg_id"])))
+    calls.sort(key=lambda call_and_id: call_and_id[0].time_s)
 
-    # The group that made the latest call with a key is the one that exists now.
+    # Some entries are not calls of their own, but say in which state a batch of calls is.
+    calls = _with_states_of_batches(calls)
+
+    # Of the groups with the same key, the one that made the latest call is the one that exists now.
     present_group_ids: dict[str, str] = {}
-    for call, group_id in calls_with_group_id:
+    for call, group_id in calls:
         present_group_ids[call.key] = group_id
-    for call, group_id in calls_with_group_id:
-        if group_id == present_group_ids[call.key]:
-            calls.append(call)
 
-    # The status of a group is one number: that of its last completed call. A group of NCCL's has
-    # two countings, one for collectives and one for sends and receives, and the status does not say
-    # which one its number is from. Then it is not used; the calls have a state, too.
+    calls_of_present_groups = []
+    for call, group_id in calls:
+        if group_id == present_group_ids[call.key]:
+            calls_of_present_groups.append((call, group_id))
+    return calls_of_present_groups
+
+
+def _read_status(
+    record: Mapping[str, Any], calls_of_record: Sequence[tuple[CollectiveCall, str]]
+) -> dict[str, int]:
+    """Reads the number of the last completed call of each group from one record.
+
+    A group of NCCL's numbers its collectives from 1, and its sends and receives from 1 too. The
+    status does not say which of the two its number is. So the status of a group with sends or
+    receives is left out; each of its calls has a state that says whether it has completed.
+
+    Args:
+        record: the record.
+        calls_of_record: its calls, each with torch's id of its group.
+
+    Returns:
+        The numbers, by the groups' keys.
+    """
+    group_ids: dict[str, str] = {}
     keys_with_ambiguous_status = set()
-    for call in calls:
+    for call, group_id in calls_of_record:
+        group_ids[call.key] = group_id
         if call.p2p and call.backend == "nccl":
             keys_with_ambiguous_status.add(call.key)
 
+    completed = {}
     status_of_group = record.get("pg_status") or {}  # by torch's group id
-    for key, group_id in present_group_ids.items():
+    for key, group_id in group_ids.items():
         if group_id in status_of_group and key not in keys_with_ambiguous_status:
             completed[key] = int(status_of_group[group_id]["last_completed_collective"])
+    return completed
 
 
 def _with_states_of_batches(
-    calls_with_group_id: Sequence[tuple[CollectiveCall, str]],
+    calls: Sequence[tuple[CollectiveCall, str]],
 ) -> list[tuple[CollectiveCall, str]]:
     """Gives the sends and receives of each batch the state of their batch.
 
     For a batch of sends and receives (`batch_isend_irecv`), NCCL's recorder has one entry for each
-    of them, whose state never changes, followed by an entry `coalesced` for the batch, which has
-    the state. This last entry is left out of the result, as it carries the number of an earlier
-    collective:
+    of them, whose state never changes, and after these an entry `coalesced`, which has the state of
+    the batch. The entry `coalesced` is left out of the result:
 
-        send 7 scheduled, recv 7 scheduled, coalesced 3 completed
+        send 7 scheduled, recv 7 scheduled, coalesced completed
         -> send 7 completed, recv 7 completed
 
     Args:
-        calls_with_group_id: the calls of a record, each with torch's id of its group, by time.
+        calls: the calls of a record by time, each with torch's id of its group.
     """
     result: list[tuple[CollectiveCall, str]] = []
     indices_of_group: dict[tuple[str, str], list[int]] = {}  # the indices in `result`
 
-    for call, group_id in calls_with_group_id:
+    for call, group_id in calls:
         indices = indices_of_group.setdefault((call.key, group_id), [])
-        previous_call = result[indices[-1]][0] if indices else None
-
-        if call.op == BATCH_OP and previous_call is not None and previous_call.p2p:
-            # This is the entry of a batch. The sends and receives of the batch are the last calls
-            # of the group so far, and share one number.
-            for index in reversed(indices):
-                earlier_call, _ = result[index]
-                if not earlier_call.p2p or earlier_call.seq != previous_call.seq:
-                    break
-                result[index] = (replace(earlier_call, state=call.state), group_id)
+        batch = _last_batch(result, indices) if call.op == BATCH_OP else []
+        if batch:
+            for index in batch:
+                call_of_batch, _ = result[index]
+                result[index] = (replace(call_of_batch, state=call.state), group_id)
         else:
             indices.append(len(result))
             result.append((call, group_id))
 
     return result
+
+
+def _last_batch(calls: Sequence[tuple[CollectiveCall, str]], indices: Sequence[int]) -> list[int]:
+    """Finds the batch of sends and receives that a group has called last.
+
+    The calls of a batch share one number. For `send 6, all_reduce 3, send 7, recv 7`, the result is
+    the indices of `send 7` and `recv 7`.
+
+    Args:
+        calls: calls of several groups by time, each with torch's id of its group.
+        indices: the indices of this group's calls.
+
+    Returns:
+        The indices of the batch's calls; empty if the last call is no send or receive.
+    """
+    batch: list[int] = []
+    for index in reversed(indices):
+        call, _ = calls[index]
+        belongs_to_batch = call.p2p and (not batch or call.seq == calls[batch[0]][0].seq)
+        if not belongs_to_batch:
+            break
+        batch.append(index)
+    return batch
 
 
 def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
@@ -171,17 +212,22 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
     The fields are defined in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. Numbers may be
     strings, and `frames`, `thread_id` and `timeout_ms` may be missing.
     """
-    backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
+    # The name is "gloo:all_reduce" or "nccl:send 0->1", which is a send to the peer 1.
+    backend, _, op = entry["profiling_name"].rpartition(":")
     peer = None
-    between_ranks = SEND_OR_RECEIVE.fullmatch(op)  # "send 0->1"
-    if between_ranks is not None:
-        op = between_ranks["op"]
-        peer = int(between_ranks["peer"])
+    send_or_receive = SEND_OR_RECEIVE.fullmatch(op)
+    if send_or_receive is not None:
+        op = send_or_receive["op"]
+        peer = int(send_or_receive["peer"])
 
     is_p2p = bool(entry["is_p2p"])
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
     thread = str(entry.get("thread_id", ""))
-    timeout_ms = entry.get("timeout_ms")
+
+    # The recorder writes 0 if the timeout is not known.
+    timeout_s = None
+    if entry.get("timeout_ms"):
+        timeout_s = entry["timeout_ms"] / 1e3
 
     frames: Stack | None = None
     if entry.get("frames") is not None:
@@ -203,6 +249,6 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
         state=entry["state"],
         time_s=int(entry["time_created_ns"]) / 1e9,
         thread=int(thread) if thread.isdigit() else None,
-        timeout_s=timeout_ms / 1e3 if timeout_ms else None,
+        timeout_s=timeout_s,
         frames=frames,
     )

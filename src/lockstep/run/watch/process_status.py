@@ -83,8 +83,9 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
 
-    # A signal that the process does not handle would end it, and one that its main thread blocks
-    # would be handled by another thread. Both masks are written in hexadecimal.
+    # The process may be sent a stack signal if it handles both of them, as a signal that it does
+    # not handle would end it, and if its main thread does not block the one that shows its stack.
+    # The masks of signals are written in hexadecimal.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
     shows_stacks = (
@@ -112,7 +113,8 @@ def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
         running, is gone, or the kernel does not show the code.
     """
     try:
-        # While a thread has not begun to end, the process is running, and its code is still 0.
+        # If a thread has not begun to end, the process is still running. The kernel would show the
+        # exit code 0 for it, which is not its own.
         for thread in (root / str(pid) / "task").iterdir():
             flags = int(_stat_fields(thread / "stat")[_FLAGS])
             if not flags & _PF_EXITING:
@@ -127,8 +129,9 @@ def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
 def describe_state(pid: int, root: Path = _PROC) -> str:
     """Describes the state of a process: `state D (in the kernel, ..., in nfs_wait)`.
 
-    It is the state of the main thread, unless that has ended or another thread is in state D. Then
-    it is the state of that other thread, which keeps the process from ending.
+    A process has one state for each of its threads. The one that keeps the process from ending is
+    described: that of a thread in state D if there is one, and otherwise that of the main thread
+    or, if the main thread has ended (Z), of another thread that has not.
 
     Args:
         pid: number of the process.
@@ -142,6 +145,8 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
         for thread in threads:
             state_of_thread = _stat_fields(thread / "stat")[_STATE]
 
+            # The state so far is "Z" only if all threads so far have ended, as that of any other
+            # thread replaces it.
             is_first_thread = state == ""
             all_before_have_ended = state == "Z"
             if is_first_thread or all_before_have_ended or state_of_thread == "D":
@@ -192,7 +197,8 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
     Returns:
         The seconds, by process. Processes that are gone are left out. Without `/proc` it is empty.
     """
-    # Read all processes of the machine into three tables. The times are in clock ticks.
+    # Read all processes of the machine into three tables. The times are in clock ticks. A process
+    # that has ended since it was listed raises an OSError, and is in none of the tables.
     children: dict[int, list[int]] = defaultdict(list)
     own_ticks: dict[int, int] = {}
     ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
@@ -201,11 +207,13 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             fields = _stat_fields(path)
             pid = int(path.parent.name)
             parent = int(fields[_PARENT])
-            children[parent].append(pid)
-            own_ticks[pid] = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
-            ended_children_ticks[pid] = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
+            ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+            ticks_of_ended_children = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
                 fields[_ENDED_CHILDREN_SYSTEM_TICKS]
             )
+            children[parent].append(pid)
+            own_ticks[pid] = ticks
+            ended_children_ticks[pid] = ticks_of_ended_children
 
     # Follow the children of each process. Its own time does not count.
     cpu_s: dict[int, float] = {}
@@ -238,9 +246,9 @@ def harmless_stack_signal(
 
     Args:
         pid: number of the rank's process.
-        earlier_main_switches: `ProcessStatus.main_switches` as it was some tenths of a second ago.
-            If the number is still the same, the main thread has either computed or slept in the
-            meantime, without a change. None if it is not known.
+        earlier_main_switches: how often the main thread had given up its processor some tenths of a
+            second ago (`ProcessStatus.main_switches`); None if that is not known. If the number is
+            still the same, the main thread has computed all the time, or has slept all the time.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 

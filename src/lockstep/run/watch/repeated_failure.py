@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 
+from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus
 
 MAX_S_WITHOUT_STEP = 300.0
@@ -87,23 +88,13 @@ def failure_key(end: ExitStatus) -> str:
     if error is None or error.line is None or end.code <= 0 or step is None:
         return ""
 
-    types = [error.type]
-    for earlier in error.chain:  # "ValueError: no data"
-        earlier_type, _, _ = earlier.partition(":")
-        types.append(earlier_type)
-    if not _PROGRAM_ERRORS.issuperset(types):
+    # An error from a DataLoader worker is compared without the number of the worker:
+    # "ValueError: no data (in DataLoader worker process 0)" -> "ValueError: no data"
+    headline = _IN_WORKER.sub("", error.headline)
+    if not _comes_from_program(error, headline):
         return ""
 
-    # Search everything that is known about the exception, except the message of an error from a
-    # DataLoader worker: it always mentions the worker, which would be taken for another process.
-    headline = _IN_WORKER.sub("", error.headline)  # "ValueError: no data (in DataLoader ...)"
-    was_in_worker = headline != error.headline
-    texts = [headline, *error.chain]
-    if not was_in_worker:
-        texts.append(error.message)
-    if any(_OUTSIDE.search(text) for text in texts):
-        return ""
-
+    # The address of an object differs from attempt to attempt.
     headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
     return json.dumps({"step": step, "line": error.line, "headline": headline})
 
@@ -114,30 +105,57 @@ def step_of_key(key: str) -> int:
     return step
 
 
+def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
+    """Returns True if an error comes from the program itself, so that it does not pass.
+
+    An error may pass if it has another type, or if a text mentions a device, the network, memory or
+    another process: "RuntimeError: CUDA error: ..."
+
+    Args:
+        error: the error.
+        headline: its headline, without the number of a DataLoader worker.
+    """
+    types = [error.type]
+    for earlier in error.chain:  # "ValueError: no data"
+        earlier_type, _, _ = earlier.partition(":")
+        types.append(earlier_type)
+    if not _PROGRAM_ERRORS.issuperset(types):
+        return False
+
+    # The message of an error from a DataLoader worker begins with "Caught ValueError in DataLoader
+    # worker process 0". It is not searched, as this alone would mention another process.
+    texts = [headline, *error.chain]
+    is_from_worker = headline != error.headline
+    if not is_from_worker:
+        texts.append(error.message)
+    return not any(_OUTSIDE.search(text) for text in texts)
+
+
 def _step(end: ExitStatus) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
     Two counts are known: the steps of this attempt, by the heartbeat, and all steps of the training
-    (`ErrorRecord.trained_steps`), if the script called `lockstep.init`:
-
-        steps of the attempt        result
-        some                        the count of the training; None if it is 0 or not known
-        none, failed soon           the count of the training, up to which this attempt has resumed;
-                                    0 if it is not known, as the script then begins anew
-        none, ran for long          None: the attempt has done other work than training
-        not known                   None
+    (`ErrorRecord.trained_steps`), if the script called `lockstep.init`.
 
     Returns:
         The step, or None if it is not known.
     """
     steps_of_training = None if end.error is None else end.error.trained_steps
 
-    made_steps = end.step is not None
-    if made_steps:
-        # The count of the training is 0 if no prepared optimizer has made these steps.
+    # 1. The attempt has made some steps. If the count of the training is 0 all the same, an
+    # optimizer has made them that Lockstep does not know, so the real count is not known.
+    if end.step is not None:
         return None if steps_of_training == 0 else steps_of_training
 
+    # 2. It is not known whether the attempt has made steps.
+    if not end.made_no_step:
+        return None
+
+    # 3. The attempt has made no step, and ran for long. It has done other work than training.
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
-    if end.made_no_step and failed_soon:
-        return 0 if steps_of_training is None else steps_of_training
-    return None
+    if not failed_soon:
+        return None
+
+    # 4. The attempt failed soon, before its first step. It had resumed at the count of the training
+    # or, if there is no such count, it had begun anew.
+    return 0 if steps_of_training is None else steps_of_training

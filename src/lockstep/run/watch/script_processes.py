@@ -33,7 +33,7 @@ _PACKAGE_PARENT = str(Path(__file__).parents[3])
 
 
 def watch_script_processes(folder: Path) -> None:
-    """Makes all processes visible that this process will start by multiprocessing.
+    """Makes the launcher see all processes that this process will start by multiprocessing.
 
     A process of `mp.spawn` is a rank from its beginning. A `Process` becomes one when it opens a
     process group.
@@ -47,7 +47,7 @@ def watch_script_processes(folder: Path) -> None:
         """Replaces the method `Process.start`."""
         starter.start_process(process)
 
-    replace_start_processes(starter.start_spawned)
+    replace_start_processes(starter.start_spawned)  # of torch.multiprocessing, for `mp.spawn`
     BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
@@ -104,10 +104,11 @@ class _WatchedStarter:
 
         is_first_of_group = not multiprocessing.active_children()  # all earlier ones have ended
         if is_first_of_group:
+            # The size of the group is not known yet. `_run_process` appends it to the name.
             self._group_folder = self._folder / f"own_{next(self._numbers):06}"
 
-        # An attribute of the object takes precedence over the method, and the child is started with
-        # it.
+        # The child process calls `process.run`. While it is started, this attribute of the object
+        # hides the method, so that the child calls `_run_process`, which calls the method.
         process.run = partial(_run_process, self._group_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
         del process.run  # it refers to the process, and would keep it alive
@@ -167,10 +168,13 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    own_folder: Path | None = None  # set once this process has a probe
+    own_folder: Path | None = None  # `install_probe` sets it
 
     def install_probe(group: Any) -> None:
-        """Installs the probe when the program opens its default group."""
+        """Installs the probe when the program opens its default group.
+
+        The folder of this rank is then known: `own_000000_2/rank_1` for rank 1 of 2.
+        """
         nonlocal own_folder
         if probe.has_probe():  # since an earlier group
             return
@@ -181,8 +185,8 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
         folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # If another process has created the folder of this rank, the two are in different groups,
-        # each with such a rank.
+        # The folder may exist already. Then another process is rank 1, too, so the script's
+        # processes have opened several groups. This process gets no probe.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return

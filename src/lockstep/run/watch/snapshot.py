@@ -161,9 +161,12 @@ class RankState:
     def pending_calls(self) -> list[CollectiveCall]:
         """Returns the calls that are not known to have completed, the oldest first.
 
-        With Gloo there may be too many, as its record of the last completed call may lag behind.
+        With Gloo, some of them may have completed all the same, as its record of the last completed
+        call is updated late.
         """
-        completed = self.completed or {}  # None: no call is known to have completed
+        # The number of the last completed collective, by the key of its group. It is None if no
+        # call is known to have completed.
+        completed = self.completed or {}
         pending = []
         for call in self.calls or ():
             if call.state == "completed":
@@ -288,8 +291,12 @@ def to_json(snapshot: Snapshot) -> str:
     index_of_group: dict[Group, int] = {}
 
     def encode(value: Any) -> object:
-        """Returns what `json.dumps` writes for a dataclass: an index, or the fields by name."""
+        """Returns what `json.dumps` writes for a dataclass: an index, or the fields by name.
+
+        `json.dumps` calls this again for each field that is a dataclass.
+        """
         if isinstance(value, Frame):
+            # The index from before or, for a new frame, the next one.
             return index_of_frame.setdefault(value, len(index_of_frame))
         if isinstance(value, Group):
             return index_of_group.setdefault(value, len(index_of_group))
@@ -317,7 +324,7 @@ def from_json(text: str) -> Snapshot:
         ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
         groups.append(Group(name, description, ranks))
 
-    # Where a `Frame` or `Group` is expected, the data has its index in the table.
+    # Build the snapshot. Where it has a `Frame` or a `Group`, the data has its index in a table.
     return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
 
 
@@ -334,7 +341,8 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
     for rank in ranks:
         if ranges:
             last = ranges[-1]
-            # The second rank of a range determines its step.
+
+            # The second rank of a range determines its step: after [0], rank 2 makes it 2.
             step = rank - last.start if len(last) == 1 else last.step
             continues_last = step > 0 and rank == last[-1] + step
             if continues_last:

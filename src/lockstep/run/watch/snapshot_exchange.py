@@ -60,9 +60,9 @@ class SnapshotExchange:
         self._nodes = nodes
         self._take = take
         self._last_question = 0
-        self._answered_questions: dict[int, int] = {}
+        self._last_answered_number: dict[int, int] = {}
         """The number of the last question that this launcher has answered, by machine."""
-        self._led_until = 0.0
+        self._is_led_until = 0.0
         self.delay_s = 0.0 if node == 0 else _HEAD_START_S
         """How much later than the first launcher this one begins to ask."""
 
@@ -82,13 +82,14 @@ class SnapshotExchange:
 
         # If a launcher with a lower rank takes snapshots, that is enough to find a hang. But the
         # launcher that has found one asks in any case, for the stacks in its report.
-        is_led = time.monotonic() < self._led_until
+        is_led = time.monotonic() < self._is_led_until
         if is_led and not call_stacks:
             return None
         if not self._rendezvous.can_publish:
             return None
 
-        # The number tells answers to this question from late answers to an earlier one.
+        # The number tells answers to this question from late answers to an earlier one. "lines"
+        # asks for the stack of each recorded call.
         self._last_question += 1
         question = {"number": self._last_question, "lines": call_stacks}
         self._rendezvous.publish(_ASK_TOPIC, question)
@@ -124,17 +125,18 @@ class SnapshotExchange:
 
         lowest_asking_node = min(questions)
         if lowest_asking_node < self._node:  # that launcher leads now
-            self._led_until = time.monotonic() + _LED_FOR_S
+            self._is_led_until = time.monotonic() + _LED_FOR_S
 
         for node, question in questions.items():
-            self._answered_questions[node] = question["number"]
+            self._last_answered_number[node] = question["number"]
 
-        # One snapshot answers all questions. It includes the stacks of recorded calls if one of
-        # them asks for these, by the key "lines".
+        # One snapshot answers all questions. The key "lines" of a question says whether to include
+        # the stack of each recorded call.
         call_stacks = any(question["lines"] for question in questions.values())
         snapshot = self._take(call_stacks)
 
-        # Send fewer calls of each rank until the message is short enough.
+        # Send fewer calls of each rank until the message is short enough. If it is too long even
+        # with one call, there is no answer.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))
             if self._send_answers(questions, text):
@@ -145,7 +147,7 @@ class SnapshotExchange:
         questions = {}
         # `published` returns the last question of each machine, including this one.
         for node, question in self._rendezvous.published(_ASK_TOPIC).items():
-            is_new = question["number"] > self._answered_questions.get(node, 0)
+            is_new = question["number"] > self._last_answered_number.get(node, 0)
             if node != self._node and is_new:
                 questions[node] = question
         return questions

@@ -235,6 +235,8 @@ def find_wait(stack: Stack | None) -> Wait | None:
     if not stack:
         return None
 
+    # While a rank waits in shared memory, it checks now and then whether the other ranks still
+    # exist. If the stack shows such a check, cut it off, so that the stack begins in the wait.
     stack = _without_liveness_check(stack)
     innermost = stack[0]
     if _is_communication(innermost):
@@ -258,9 +260,16 @@ def _without_liveness_check(stack: Stack) -> Stack:
 def _called_op(stack: Stack) -> str:
     """Returns the operation that the user's code called, for a stack that is in a wait.
 
-    The innermost function is often only a part of it: `broadcast_object_list` waits in `broadcast`.
-    So the stack is followed outwards while its frames belong to the communication code, and the
-    outermost operation among them is returned.
+    The innermost function is often only a part of it. So the stack is followed outwards, until a
+    frame is neither communication code nor a wrapper around it, and the outermost operation is
+    returned. For `broadcast_object_list`, which waits in `broadcast`:
+
+        frame                                           operation so far
+        broadcast, in distributed_c10d.py               broadcast
+        wrapper, in c10d_logger.py                      broadcast
+        broadcast_object_list, in distributed_c10d.py   broadcast_object_list
+        wrapper, in c10d_logger.py                      broadcast_object_list
+        train, in train.py                              stop
 
     Returns:
         The name of a function; empty if the user did not call an operation, but `backward`, say.
@@ -275,18 +284,17 @@ def _called_op(stack: Stack) -> str:
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
 
     for frame in stack[1:]:
-        is_communication = _is_communication(frame)
+        if _is_communication(frame):
+            # Only these files contain the operations that users call. Other communication code,
+            # such as the meeting of the ranks in `rendezvous.py`, is a part of an operation.
+            if _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+                op = frame.function
+            continue
 
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        if not is_communication and not is_wrapper:
+        if not is_wrapper:
             break  # the user's code, or another part of torch, such as DDP
-
-        # Only these files contain the operations that users call. Other communication code, such as
-        # the meeting of the ranks in `rendezvous.py`, is a part of an operation.
-        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
-        if is_operation:
-            op = frame.function
 
     return "" if op.startswith("_") else op  # a private name means nothing to the user
 
@@ -307,9 +315,13 @@ def _is_communication(frame: Frame) -> bool:
     """Returns True if a frame is in a function of the communication code: one that, with all that
     it calls, does nothing but wait for other ranks.
     """
+    # In some files, all public functions wait for other ranks, apart from quick ones such as
+    # `get_rank`, which a stack hardly ever shows.
     if _is_in(frame, *_WAITING_FILES):
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
+
+    # In other files, only some functions do.
     for path, functions in _WAITING_FUNCTIONS.items():
         if _is_in(frame, path) and frame.function in functions:
             return True
@@ -333,7 +345,9 @@ def may_continue_alone(stack: Stack) -> bool:
     `torch.distributed`, in Python's `threading`, and in the idle workers of `concurrent.futures`.
     A thread with any other stack is assumed to be able to go on.
     """
-    if not stack:  # the thread is about to begin or to end, and has no code of the user's to run
+    # A thread without a stack is about to begin or to end. It has no code of the user's to run, so
+    # it does not continue.
+    if not stack:
         return False
 
     wait = find_wait(stack)

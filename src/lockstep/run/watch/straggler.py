@@ -106,7 +106,7 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         return []
 
     collectives = []
-    all_arrived_s = 0.0  # the time of the last arrival at any of the collectives so far
+    earlier_are_complete_s = 0.0  # when the last rank had come to all earlier collectives
     for _, calls in sorted(table.calls[key].items()):  # in the order in which they were called
         if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
@@ -119,10 +119,10 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         # collectives may overlap: ranks may come to this one while others still wait in an earlier
         # one. That time has been counted there, so here the wait begins when the earlier one was
         # complete.
-        wait_begin_s = max(second_last_arrival_s, all_arrived_s)
+        wait_begin_s = max(second_last_arrival_s, earlier_are_complete_s)
         wait_s = max(0.0, last_arrival_s - wait_begin_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
-        all_arrived_s = max(all_arrived_s, last_arrival_s)
+        earlier_are_complete_s = max(earlier_are_complete_s, last_arrival_s)
 
     return collectives
 
@@ -198,7 +198,7 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
     Args:
         window: collectives of one process group, the oldest first.
         rank: the rank that the others waited for.
-        window_s: the time from the first of these collectives to the last, in seconds.
+        window_s: the time from the first of these collectives to the last, in seconds; above 0.
 
     Returns:
         The seconds of waiting in each of the `NUM_WINDOW_PARTS` parts.
@@ -206,7 +206,8 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
     window_begin_s = window[0].begin_s
 
-    for collective in window[1:]:  # the wait in the first one belongs to the time before the window
+    # The window begins with the first collective, so the wait for its last rank is not counted.
+    for collective in window[1:]:
         if collective.last_rank == rank:
             part = int((collective.begin_s - window_begin_s) / window_s * NUM_WINDOW_PARTS)
             part = min(part, NUM_WINDOW_PARTS - 1)  # the very end belongs to the last part

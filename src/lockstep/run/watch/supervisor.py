@@ -114,7 +114,8 @@ class Supervisor:
         """
         quiet_s = self._read_heartbeats(now)
 
-        if self._first_snapshot is not None:  # the ranks are left alone until the second one
+        if self._first_snapshot is not None:
+            # Until it is time for the second snapshot, the ranks are left alone.
             if now - self._first_snapshot_at >= _BETWEEN_SNAPSHOTS_S:
                 self._judge(now, self._first_snapshot)
                 self._first_snapshot = None
@@ -129,11 +130,14 @@ class Supervisor:
         """Reads when each rank made its last step, and notes the latest step in `_moved_at`.
 
         A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
-        of its own steps if that is longer. With `after` = 10 s and steps of 5 s it may be quiet for
-        20 s, so 10 s are subtracted from the time for which it has been quiet.
+        of its own steps if that is longer. In the second case, the extra time is subtracted:
+
+            steps take    after    may be quiet for    has been quiet for    result
+            1 s           10 s     10 s                12 s                  12 s
+            5 s           10 s     20 s                12 s                  2 s
 
         Returns:
-            The longest of these times, to be compared with `HangRules.after`.
+            The longest result of all ranks, to be compared with `HangRules.after`.
         """
         longest_s = 0.0
         for process in self._processes:
@@ -194,11 +198,17 @@ class Supervisor:
         # From here on the run is left alone: either `on_hang` is "report", or the wait may end by
         # itself. A wait that may end is only reported once it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
-        may_be_reported = verdict.fatal or has_lasted
-        if may_be_reported and self._mark_reported_if_due(verdict, lasted_s=verdict.waited_s):
-            if verdict.fatal:
-                verdict = self._add_stacks_of_calls(verdict, earlier, later)
-            self._report(render(verdict), render(verdict, translate))
+        if not verdict.fatal and not has_lasted:
+            return
+
+        is_due = self._mark_reported_if_due(verdict, lasted_s=verdict.waited_s)
+        if not is_due:
+            return
+
+        # The stacks of calls are only worth stopping the ranks for if they cannot go on anyway.
+        if verdict.fatal:
+            verdict = self._add_stacks_of_calls(verdict, earlier, later)
+        self._report(render(verdict), render(verdict, translate))
 
     def _add_stacks_of_calls(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
         """Adds to a fatal verdict where earlier calls were made, and writes its report.
@@ -215,6 +225,8 @@ class Supervisor:
             # If the new verdict is of another kind, a rank has moved or ended meanwhile. Then the
             # first verdict stands.
             if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
+                # It was found when the first verdict was, which is compared with the times at which
+                # ranks have ended.
                 verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
                 later = snapshot_with_stacks
 
@@ -222,7 +234,7 @@ class Supervisor:
             write_report(self._folder, later, verdict)
         except OSError as error:  # the verdict must still be reported
             problem = f"hang.txt and hang.json cannot be written: {error.strerror}"
-            self._report(problem, translate(problem))
+            self._report(problem, translate(problem))  # in English for the journal, and translated
 
         return verdict
 
@@ -239,6 +251,7 @@ class Supervisor:
         Returns:
             True if the verdict must be reported. It is then marked as reported.
         """
+        # How long it had lasted at the last report; 0 if it has not been reported, so that it is.
         keys = self._keys_of_wait(verdict)
         last_reported_s = max(self._reported_s.get(key, 0.0) for key in keys)
         if lasted_s < _REPORT_AGAIN_FACTOR * last_reported_s:
@@ -249,19 +262,24 @@ class Supervisor:
         return True
 
     def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
-        """Returns two keys that identify a wait. Verdicts that share one of them are on the same
+        """Returns two keys of a wait. Two verdicts that have one of them in common are on the same
         wait.
 
-        The first key is shared if all ranks are at the same lines, though they may have moved in
-        between: in a loop, the same rank may be late again and again. The second one is shared if
-        no rank has moved in between, though some may be at other lines.
+        - The first key is the same if all ranks are at the same lines in both verdicts. Ranks may
+          have moved between the verdicts: in a loop, the same rank may be late again and again.
+        - The second key is the same if no rank has made a step between the verdicts. Some ranks may
+          be at other lines.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
 
-        # While no rank moves, the rank that the others wait for may be working and blocked in turn.
-        # Each verdict on it is then of another kind, but the wait is the same.
-        kind = "awaited" if verdict.kind in _KINDS_OF_AWAITED_RANKS else verdict.kind
+        # The rank that the others wait for may be "working" in one verdict, and "blocked" in the
+        # next one. That is still the same wait, so all kinds of verdicts on what an awaited rank
+        # does are replaced by one word.
+        kind: str = verdict.kind
+        if kind in _KINDS_OF_AWAITED_RANKS:
+            kind = "awaited"
+
         key_by_last_move = (kind, verdict.ranks, self._moved_at)
         return key_by_lines, key_by_last_move
 
@@ -286,8 +304,9 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # A wait is reported again once it has lasted four times as long. A straggler is not: with
-        # the same duration each time, it is reported once, unless the ranks are at other lines.
+        # A wait is reported again when it has lasted four times as long as at the last report. But
+        # one report of a straggler is enough. So each of its verdicts is given the same duration,
+        # 1 s, and only one with ranks at other lines is reported again.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict), render(verdict, translate))
 

@@ -72,8 +72,9 @@ def take_snapshot(
         if not incomplete or waited_s > timeout_s:
             break
 
-        # Each rank is sent one signal. While that could do harm, nothing is sent, and the next turn
-        # of the loop tries again.
+        # Each rank that has not answered is sent one signal, at which it shows its stack. If that
+        # could make a system call of the rank fail now, `send_signal_once` sends nothing, and the
+        # next turn of the loop tries again.
         if waited_s > signal_after_s:
             for request in incomplete:
                 request.send_signal_once()
@@ -110,7 +111,9 @@ class _Request:
 
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         self._cannot_react = has_ended or is_stopped or process_state == _ZOMBIE_STATE
-        self._shows_stacks = status is not None and status.shows_stacks and not self._cannot_react
+        self._handles_stack_signals = (
+            status is not None and status.shows_stacks and not self._cannot_react
+        )
         self._earlier_main_switches = None if status is None else status.main_switches
         """How often the main thread had given up its processor when the request was sent."""
         self._stacks_offset: int | None = None
@@ -140,9 +143,9 @@ class _Request:
             return answered
 
         # It is None for a rank that could not be asked, or whose answer could not be read. All that
-        # such a rank can give is a stack, if it handles the stack signal.
+        # such a rank can give is a stack, if it handles the stack signals.
         has_stack = self.state.stack is not None
-        return has_stack or not self._shows_stacks
+        return has_stack or not self._handles_stack_signals
 
     def send(self, call_stacks: bool) -> None:
         """Sends the request to the thread that answers in the rank, if the rank has one.
@@ -152,14 +155,14 @@ class _Request:
         Args:
             call_stacks: whether to ask for the stack of each recorded call too.
         """
-        # The heartbeat, from which the number of steps is read, is written by the probe, and the
-        # probe starts the thread that answers.
+        # If the number of steps is known, there is a heartbeat, so the rank has a probe. The probe
+        # has also started the thread that answers.
         has_answering_thread = self.state.steps is not None
         if self._cannot_react or not has_answering_thread:
             return
 
         try:
-            pipe = os.open(self._evidence.ask, os.O_WRONLY | os.O_NONBLOCK)
+            pipe = os.open(self._evidence.request_pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:  # the pipe is gone, or nobody reads it
             return
 
@@ -176,11 +179,13 @@ class _Request:
         possible, nothing is sent, and the caller tries again later.
         """
         was_sent_already = self._stacks_offset is not None
-        if not self._shows_stacks or was_sent_already:
+        if not self._handles_stack_signals or was_sent_already:
             return
 
         with contextlib.suppress(OSError):
             end_of_file = self._evidence.stacks.stat().st_size  # the new stacks will begin there
+
+            # `answered` is None if `send` found no thread that answers.
             has_answering_thread = self.state.answered is not None
 
             signal_number = harmless_stack_signal(
@@ -212,7 +217,7 @@ class _Request:
             text = file.read().decode(errors="replace")
 
         # The signal handler writes piece by piece. It is done if nothing has been added since the
-        # last look, 0.02 s ago.
+        # last look, 0.02 s ago. (At the first look, the length from before is -1.)
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)

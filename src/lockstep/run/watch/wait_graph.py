@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.run.watch import stacks
-from lockstep.run.watch.activity import Activity, Kind, place
+from lockstep.run.watch.activity import Activity, Kind, frames_to_user_line
 from lockstep.run.watch.call_table import CallTable, first_batch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 
@@ -80,9 +80,11 @@ class WaitGraph:
             table: the calls of all ranks.
             never_waiting: ranks that are treated as if they did not wait.
         """
-        # Among thousands of ranks, most wait for the same ranks. So the set is computed once for
-        # each key, which is equal for ranks that wait alike, and equal sets are stored only once.
+        # Among thousands of ranks, most wait for the same ranks, so they share one set, in two
+        # ways: 1. Ranks in the same wait have the same key, for which the set is computed once.
         awaited_by_key: dict[object, frozenset[int]] = {}
+
+        # 2. Ranks in different waits may wait for the same ranks. Of equal sets, the first is kept.
         unique_sets: dict[frozenset[int], frozenset[int]] = {}
 
         for rank, activity in activities.items():
@@ -98,8 +100,7 @@ class WaitGraph:
             key = _identify_wait(activity, calls, sender)
             if key not in awaited_by_key:
                 new_set = frozenset(_awaited_ranks(activity, activities, table))
-                equal_set = unique_sets.setdefault(new_set, new_set)  # one from before, if any
-                awaited_by_key[key] = equal_set
+                awaited_by_key[key] = unique_sets.setdefault(new_set, new_set)
             awaited = awaited_by_key[key]
 
             is_mismatched = any(table.is_mismatched(call) for call in calls)
@@ -107,8 +108,8 @@ class WaitGraph:
                 self.mismatched.add(rank)
 
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
-            # waiting if its call cannot complete, or if another rank has not made this call yet.
-            # (The awaited ranks may include the rank itself, as ranks share the sets.)
+            # waiting if its call cannot complete, or if another rank has not made this call yet. (A
+            # set that several ranks share may contain this rank, which does not wait for itself.)
             is_certain = activity.kind is Kind.WAITING
             if is_certain or is_mismatched or _has_other_rank(awaited, rank):
                 self.waits_for[rank] = awaited
@@ -128,6 +129,7 @@ class WaitGraph:
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
+            # A set that several ranks share may contain the rank itself, which does not count.
             still_awaited = remaining_awaited[self.waits_for[rank]]
             if not _has_other_rank(still_awaited, rank):
                 free_ranks.add(rank)
@@ -140,7 +142,8 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
     A rank that is `PERHAPS_WAITING` is blocked in a line of the user's code after it called a
     collective. It may wait for that collective or for anything else, so it is not called deadlocked
     unless its call is mismatched. If such ranks seem deadlocked, the graph is built again as if
-    they did not wait: others may still wait for them, but they wait for nobody.
+    they did not wait: others may still wait for them, but they wait for nobody. Once is enough, as
+    the second graph has fewer waits, and so no deadlocked ranks that the first one did not have.
     """
     graph = WaitGraph(activities, table)
     doubtful_ranks = set()
@@ -189,6 +192,8 @@ def _identify_wait(
 ) -> object:
     """Returns a key that is equal for all ranks that wait for the same ranks.
 
+    The keys are of different types, so that those of different kinds of waits are never equal.
+
     Args:
         activity: what a waiting rank does.
         calls: the collectives that it waits in; empty if they are not known.
@@ -231,8 +236,8 @@ def _awaited_ranks(
     if sender is not None:
         return {sender}
 
-    # It waits for one rank, which may be any of them. The set includes the rank itself, so that it
-    # can be shared by all such ranks.
+    # In a send or receive with an unknown partner, it waits for one rank, which may be any of them.
+    # The result includes the rank itself, as the caller uses it for all ranks in such a wait.
     if activity.waits_in_p2p:
         return set(activities)
 
@@ -286,7 +291,8 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """
     if activity.kind is not Kind.WORKING:
         return activity
-    if place(earlier) != place(activity.state):  # its Python code has gone on meanwhile
+    has_moved = frames_to_user_line(earlier) != frames_to_user_line(activity.state)
+    if has_moved:
         return activity
 
     # Collectives.
@@ -342,6 +348,7 @@ def recognize_possible_progress(
       make it: for example a thread that saves a checkpoint, and then calls a collective. The
       activity then shows the stack of this thread.
     """
+    # The ranks that could free a deadlocked rank by making a call.
     graph = WaitGraph(activities, table)
     helpful_ranks = _ranks_whose_call_would_help(activities, graph, table)
 
@@ -376,8 +383,9 @@ def _ranks_whose_call_would_help(
         graph: which rank waits for which.
         table: the calls of all ranks.
     """
-    # 1. Where the call is known, the ranks that have not made it may help. Each call is looked up
-    # once, even if many ranks wait in it.
+    # 1. Some deadlocked ranks wait in a known call, so their partners are known. The ranks that
+    # have not made the call yet may help. Each call is looked up once, even if many ranks wait in
+    # it.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
         for call in _completable_calls(activities[rank], table):
@@ -387,15 +395,20 @@ def _ranks_whose_call_would_help(
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
 
-    # 2. Where it is not known, the ranks that the waiting rank is assumed to wait for.
+    # 2. The call of the others is not known. All ranks that they are assumed to wait for may help.
     return helpful_ranks | _assumed_partners(graph)
 
 
 def _assumed_partners(graph: WaitGraph) -> set[int]:
     """Returns the ranks that deadlocked ranks with unknown partners are assumed to wait for.
 
-    This is the union of `graph.waits_for[rank] - {rank}` over these ranks. As thousands of ranks
-    may share one set, each set is looked at once, together with all ranks that wait for it.
+    A rank does not wait for itself, even if the set that it shares with others contains it:
+
+        rank 0 waits for {0, 1, 2}          -> {1, 2}
+        ranks 0 and 1 wait for {0, 1, 2}    -> {0, 1, 2}, as each waits for the other
+
+    As thousands of ranks may share one set, each set is looked at once, together with all ranks
+    that wait for it.
     """
     ranks_by_awaited_set: dict[frozenset[int], list[int]] = defaultdict(list)
     for rank in graph.deadlocked & graph.partners_unknown:
@@ -406,7 +419,6 @@ def _assumed_partners(graph: WaitGraph) -> set[int]:
         if len(waiting_ranks) == 1:
             partners |= awaited - set(waiting_ranks)
         else:
-            # Each of several ranks leaves out only itself, so together they wait for the whole set.
             partners |= awaited
     return partners
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def begin() -> None:
-    """Removes the traces of `exec_hook`, and waits for torch to be imported."""
+    """Removes what `exec_hook` has added to the environment, and makes the import of torch install
+    the probe.
+    """
+    # `exec_hook` has put the folder of this file in front of PYTHONPATH.
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != folder]
 
@@ -34,9 +37,11 @@ def begin() -> None:
         values = json.loads(executed)
         is_rank = values["pid"] == os.getpid()  # otherwise it is a child of the rank
         if is_rank:
-            sys.meta_path.insert(0, AfterTorch(values["packages"]))
+            folder_of_lockstep = values["packages"]
+            sys.meta_path.insert(0, AfterTorch(folder_of_lockstep))
 
-    # Python imports one module of this name, and has found this one first.
+    # At its start, Python imports the first module that is called `sitecustomize`. This file was
+    # the first one, so a `sitecustomize` of the user's must be imported here.
     import_users_sitecustomize()
 
 
@@ -77,6 +82,7 @@ class AfterTorch:
         if spec is None or spec.loader is None:
             return spec
 
+        # Python will call `loader.exec_module` to run torch's code.
         loader: Any = spec.loader
         original_exec_module = loader.exec_module
 
