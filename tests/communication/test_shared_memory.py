@@ -103,7 +103,7 @@ def test_it_is_the_naive_reduction(
     scale = 1.0 / size if mean and dtype.is_floating_point else 1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "CHUNK_BYTES", chunk)
-        patch.setattr(shared_memory, "ALL_TO_ALL_BYTES", by_all)
+        patch.setattr(shared_memory, "MAX_BYTES_READ_BY_ALL", by_all)
         patch.setattr(shared_memory, "MAX_RANKS_OF_FLAT_BARRIER", few)
         with in_threads(size) as each:
 
@@ -285,6 +285,7 @@ def test_calls_that_differ_are_an_error_on_all_ranks(calls: dict[str, Any]) -> N
 
 def killed(victim: int, few: int) -> None:
     shared_memory.MAX_RANKS_OF_FLAT_BARRIER = few
+    shared_memory.MAX_RANKS_CHECKED_AT_ONCE = few
     with lockstep.init(device="cpu") as world:
         world.barrier()
         if world.rank == victim:
@@ -304,6 +305,7 @@ def test_the_end_of_a_rank_is_noticed(victim: int, few: int) -> None:
 def waiting_for_the_first(victim: int) -> None:
     """Barriers go by rank 0, which is killed as it waits; or it hears of rank 2, and lives on."""
     shared_memory.MAX_RANKS_OF_FLAT_BARRIER = 1
+    shared_memory.MAX_RANKS_CHECKED_AT_ONCE = 1
     with lockstep.init(device="cpu") as world:
         world.barrier()
         shared = routing.shared_memory()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lockstep.communication.summation_tree import (
     Node,
+    count_merges,
     largest_nodes,
-    merges_after_pushes,
     plan_sums,
 )
 
@@ -74,4 +74,4 @@ def test_a_range_has_few_nodes() -> None:
 
 def test_only_nodes_below_the_root_are_counted() -> None:
     leaves = [Node(leaf, leaf + 1) for leaf in range(4)]
-    assert merges_after_pushes(Node(2, 4), leaves) == [0, 1]
+    assert count_merges(leaves, into=[Node(2, 4)]) == (0, 1)

@@ -55,7 +55,7 @@ def compare_with_naive_sums(machine_sizes: tuple[int, ...], slot_bytes: int | No
     """Makes random sums in all ways; returns how many were compared."""
     if slot_bytes is not None:  # so that tensors go in many pieces
         shared_memory.CHUNK_BYTES = slot_bytes
-        shared_memory.ALL_TO_ALL_BYTES = 64
+        shared_memory.MAX_BYTES_READ_BY_ALL = 64
     as_on_machines(machine_sizes)
     num_compared = 0
     with lockstep.init(measure_link=False) as world:

@@ -156,15 +156,17 @@ def read_samples(
         with preserve_rng_state():
             return list(reader)
 
-    context = source.options["multiprocessing_context"] or multiprocessing
-    if context.get_start_method() != "fork":  # starting a worker would take seconds
+    # A context of the `multiprocessing` module, as DataLoader stores it; None for the default one.
+    context = source.options["multiprocessing_context"]
+    start_method = (context or multiprocessing).get_start_method()
+    if start_method != "fork":  # starting a worker would take seconds
         return []
 
     worker: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,
         num_workers=1,
-        multiprocessing_context=source.options["multiprocessing_context"],
+        multiprocessing_context=context,
         worker_init_fn=source.options["worker_init_fn"],
         generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
     )

@@ -79,7 +79,7 @@ class _OpenPass:
         self.plan = plan
         self.next_position = start
         """The position of the global batch that should come next."""
-        self.order_checksum = 0
+        self.crc_of_order = 0
         """A CRC-32 of the planned samples, which depends on their order."""
         self.planned = _Tally()
         """The tally of the planned samples, over all ranks."""
@@ -104,14 +104,18 @@ class _OpenPass:
         """
         self._delivered_samples.append(samples)
 
-        # The samples of a global batch that comes twice are counted as delivered twice, but as
-        # planned only once. The tallies then differ, which the comparison of the ranks detects.
-        if micro_batch.last and position == self.next_position:
-            self._planned_samples.append(global_batch)
-            self.next_position += 1
-            self._num_planned_samples += len(global_batch)
-            if self._num_planned_samples >= SAMPLES_TALLIED_AT_ONCE:
-                self.tally_samples()
+        # A global batch counts as planned when its last micro-batch comes, and only if it is the
+        # next one of the plan. If one comes twice, or one is skipped, what follows is delivered but
+        # not planned. The tallies then differ, which the comparison of the ranks detects.
+        is_next_of_plan = micro_batch.last and position == self.next_position
+        if not is_next_of_plan:
+            return
+
+        self._planned_samples.append(global_batch)
+        self.next_position += 1
+        self._num_planned_samples += len(global_batch)
+        if self._num_planned_samples >= SAMPLES_TALLIED_AT_ONCE:
+            self.tally_samples()
 
     def tally_samples(self) -> None:
         """Adds the collected samples to the tallies and drops them."""
@@ -120,7 +124,8 @@ class _OpenPass:
         delivered = np.concatenate([_NO_SAMPLES, *self._delivered_samples])
         self.planned.add(tally(planned))
         self.delivered.add(tally(delivered))
-        self.order_checksum = zlib.crc32(planned.data, self.order_checksum)
+        # This continues the CRC-32 of all samples that were planned before.
+        self.crc_of_order = zlib.crc32(planned.data, self.crc_of_order)
 
         self._planned_samples = []
         self._delivered_samples = []
@@ -153,7 +158,7 @@ class Coverage:
         """The tally of the samples that this rank was handed in these passes."""
         self._open_pass: _OpenPass | None = None
         """The latest pass. If it began inside another pass, the outer one is not compared."""
-        self._orders_checksum = 0
+        self._crc_of_all_orders = 0
         """A CRC-32 of the orders in these passes."""
         self._last_order: tuple[int, int] | None = None
         """The epoch of the last pass with a custom order, and the CRC-32 of that order."""
@@ -175,10 +180,10 @@ class Coverage:
         # Lockstep's own order is another one in each epoch. Only the order of the user's sampler,
         # which is a `CustomPlan`, can be the same again.
         if self._warns_of_repetition and isinstance(plan, CustomPlan):
-            order_checksum = zlib.crc32(np.ascontiguousarray(plan.order).data)
-            if self._last_order == (epoch - 1, order_checksum):
+            crc_of_order = zlib.crc32(np.ascontiguousarray(plan.order).data)
+            if self._last_order == (epoch - 1, crc_of_order):
                 self._warn_of_repetition(epoch, plan.order)
-            self._last_order = (epoch, order_checksum)
+            self._last_order = (epoch, crc_of_order)
 
     def add(
         self,
@@ -200,8 +205,8 @@ class Coverage:
         if global_batch is None:
             return
 
-        # If another pass over this loader began inside this one, only the inner pass is checked:
-        # `_open_pass` then has another epoch, or is None after the end of the inner pass.
+        # Only the pass that began last is checked. If it began inside the loop of this pass, it has
+        # another epoch number; once it has ended, there is no open pass any more.
         open_pass = self._open_pass
         if open_pass is None or open_pass.epoch != epoch:
             return
@@ -218,16 +223,17 @@ class Coverage:
         self._open_pass = None
         ended_pass.tally_samples()
 
-        # A global batch that never came is missing in both tallies, which would look right. So the
-        # planned tally gets the number of samples in the whole plan. Its checksum needs no such
-        # correction: different numbers are enough to detect the mistake.
+        # `ended_pass.planned` has only the global batches that came. If one never came, it is
+        # missing there as it is in `ended_pass.delivered`, and the two would agree. So the number
+        # of planned samples is taken from the plan itself. The checksum still lacks the missing
+        # samples, but the numbers already differ, and that is enough to detect the mistake.
         num_planned = ended_pass.plan.num_samples_from(ended_pass.start)
         self._planned.add(_Tally(num_planned, ended_pass.planned.checksum))
         self._delivered.add(ended_pass.delivered)
 
-        # Passes that are compared together have one common checksum of their orders.
-        order_checksum = ended_pass.order_checksum.to_bytes(4, "little")
-        self._orders_checksum = zlib.crc32(order_checksum, self._orders_checksum)
+        # Several passes may be compared together. Their orders have one CRC-32.
+        bytes_of_crc = ended_pass.crc_of_order.to_bytes(4, "little")
+        self._crc_of_all_orders = zlib.crc32(bytes_of_crc, self._crc_of_all_orders)
 
         self._num_passes += 1
         self._steps_since_comparison += len(ended_pass.plan) - ended_pass.start
@@ -253,13 +259,15 @@ class Coverage:
 
         planned = self._planned
         delivered = self._delivered
-        order = [self._orders_checksum, planned.count, planned.checksum]
+        crc_of_all_orders = self._crc_of_all_orders
         # The values to compare are in the variables above, so the tallies can start again at 0.
         self._forget_compared_passes()
 
-        # Each rank reports the checksums of its order, and the tally of what it was handed.
-        reports = collectives.exchange((order, astuple(delivered)))
-        _check_same_orders([order_on_rank for order_on_rank, _ in reports])
+        # The order of the samples and the plan must be equal on all ranks. What was delivered is
+        # another part of the plan on each rank.
+        must_be_equal = [crc_of_all_orders, planned.count, planned.checksum]
+        reports = collectives.exchange((must_be_equal, astuple(delivered)))
+        _check_same_orders([equal_on_ranks for equal_on_ranks, _ in reports])
 
         # All stages of a pipeline get the same samples, so only the ranks of the first stage are
         # added up. These come first.
@@ -289,7 +297,7 @@ class Coverage:
         """Sets the tallies back to 0, for the passes of the next comparison."""
         self._planned = _Tally()
         self._delivered = _Tally()
-        self._orders_checksum = 0
+        self._crc_of_all_orders = 0
         self._comparison_is_due = False
         self._steps_since_comparison = 0
 
@@ -318,16 +326,18 @@ class Coverage:
         )
 
 
-def _check_same_orders(orders: list[list[int]]) -> None:
-    """Raises RanksDifferError if ranks have read the samples in different orders.
+def _check_same_orders(plans_of_ranks: list[list[int]]) -> None:
+    """Raises RanksDifferError if ranks have planned other samples, or in different orders.
 
     Args:
-        orders: for each rank a list of three numbers: the checksum of its orders, the number of
-            planned samples, and the checksum of these samples.
+        plans_of_ranks: for each rank a list of three numbers: the checksum of its order, the number
+            of planned samples, and the checksum of these samples.
     """
-    if all(order == orders[0] for order in orders):
+    if all(plan == plans_of_ranks[0] for plan in plans_of_ranks):
         return
-    shown = [f"rank {rank}: order {order[0]:08x}" for rank, order in enumerate(orders)]
+
+    # The message shows the checksum of the order, which also differs if the samples do.
+    shown = [f"rank {rank}: order {plan[0]:08x}" for rank, plan in enumerate(plans_of_ranks)]
     raise RanksDifferError(
         "a sampler that gives every rank the same order",
         ", ".join(shown),

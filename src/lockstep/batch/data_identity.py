@@ -40,12 +40,12 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     if not isinstance(hugging_face, str):
         hugging_face = None
 
-    samples = _read_repeatable_parts(source, seed)
-    return Fingerprint(subset_checksums, hugging_face, samples)
+    digests_of_samples = _read_repeatable_parts(source, seed)
+    return Fingerprint(subset_checksums, hugging_face, digests_of_samples)
 
 
 def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
-    """Reads some samples twice, and returns the parts that are the same in both readings.
+    """Reads some samples twice, and returns digests of the parts that are equal in both readings.
 
     The *parts* of a sample are its components, such as an image and a label; each has a name and a
     digest. A part that differs was drawn at random, so it cannot identify the sample.
@@ -62,18 +62,20 @@ def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
     indices_twice: list[int] = []
     for index in indices:
         indices_twice += [index, index]
+    # If time runs out, `read_samples` returns digests of fewer samples than it was asked for.
     digests = read_samples(source, seed, indices_twice, file_names=True)
     first_readings = digests[0::2]
     second_readings = digests[1::2]
+    indices_read = indices[: len(second_readings)]
 
-    # Find the parts that differ between the two readings of a sample. There are fewer readings than
-    # indices if time ran out. The digest of a sample that cannot be read is None.
+    # Find the parts that differ between the two readings of a sample.
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
-    for index, first, second in zip(indices, first_readings, second_readings, strict=False):
-        if first is not None and second is not None:
-            parts_by_index[index] = parts_of(first)
-            random_parts |= _unequal_parts(parts_of(first), parts_of(second))
+    for index, first, second in zip(indices_read, first_readings, second_readings, strict=False):
+        if first is None or second is None:  # the sample cannot be read
+            continue
+        parts_by_index[index] = parts_of(first)
+        random_parts |= _unequal_parts(parts_of(first), parts_of(second))
 
     # A part that is random in one sample is left out of all samples: in some of them, two random
     # values may have been equal by chance.
@@ -91,8 +93,9 @@ def _spread_indices(length: int) -> list[int]:
 
     last = length - 1
     for number in range(NUM_SAMPLES):
-        # The places are 0, 13, 26, 7, 20, ...: each number from 0 to 31 once. Place 0 is the first
-        # sample of the dataset, and place 31 the last one.
+        # The places are 0, 13, 26, 7, 20, ...: each number from 0 to 31 once, in jumps. So if time
+        # runs out after a few samples, these are already spread over the whole dataset. Place 0 is
+        # the first sample of the dataset, and place 31 the last one.
         place = number * STRIDE % NUM_SAMPLES
         index = last * place // (NUM_SAMPLES - 1)
         if index not in indices:  # in a short dataset several places may be the same sample

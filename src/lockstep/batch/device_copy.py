@@ -65,15 +65,16 @@ def _copy_one_ahead(
     with _Copier(device) as copier:
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
-            # Start to copy this batch, then let the caller use the previous one.
-            wait_for_started_copy = copier.start(batch)
+            # Start to pin and copy this batch, then let the caller use the previous one.
+            wait_until_pinned = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
                 yield previous_description, copier.finish(previous_copy)
 
             # Wait until this batch is pinned before the next one is read, because the next one may
-            # reuse its memory.
-            previous = description, wait_for_started_copy()
+            # reuse its memory. The copy to the GPU has then been started, and goes on.
+            started_copy = wait_until_pinned()
+            previous = description, started_copy
 
         if previous is not None:
             previous_description, previous_copy = previous
@@ -84,7 +85,7 @@ class _StartedCopy(NamedTuple):
     """A batch that is being copied to the GPU, or waits to be copied when it is needed."""
 
     batch: Any
-    copied: torch.cuda.Event | None
+    copied_event: torch.cuda.Event | None
     """Reached when the batch is on the device; None if the batch is still in host memory."""
 
 
@@ -133,21 +134,21 @@ class _Copier:
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
         """Pins a batch, and starts to copy it to the GPU if it has only dense tensors."""
-        batch = pin(batch)
-        if not all_dense(batch):
-            return _StartedCopy(batch, copied=None)
+        pinned = pin(batch)
+        if not all_dense(pinned):
+            return _StartedCopy(pinned, copied_event=None)  # `finish` copies it
 
         with torch.cuda.stream(self._copy_stream):
-            batch_on_device = move(batch, self._device)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(self._copy_stream)
-        return _StartedCopy(batch_on_device, copied)
+            batch_on_device = move(pinned, self._device)
+        copied_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied_event.record(self._copy_stream)
+        return _StartedCopy(batch_on_device, copied_event)
 
     def finish(self, started: _StartedCopy) -> Any:
         """Returns the batch on the device; work on the current stream waits for the copy."""
-        if started.copied is None:
+        if started.copied_event is None:
             return move(started.batch, self._device)
-        torch.cuda.current_stream(self._device).wait_event(started.copied)
+        torch.cuda.current_stream(self._device).wait_event(started.copied_event)
         return map_tensors(started.batch, self._mark_as_used)
 
     def _mark_as_used(self, tensor: Tensor) -> Tensor:

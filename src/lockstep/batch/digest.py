@@ -37,7 +37,7 @@ def batch_digests(samples: Sequence[Any]) -> list[Any]:
     for sample in islice(samples, SAMPLES_COMPARED):
         try:
             digests.append(digest(sample, MAX_NUMBERS_IN_BATCH))
-        except Exception:  # a user's class that only looks like a list or an array
+        except Exception:  # the sample is of a class of the user's, which may raise anything
             digests.append(None)
     return digests
 
@@ -67,11 +67,12 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         return _digest_array(np.asarray(value), max_numbers)
 
     if isinstance(value, str):
-        file_name = value.replace("\\", "/").rpartition("/")[2]
-        is_path = file_name != value
+        # A path, `images/7.png` -> `7.png`. A text without a slash is left as it is.
+        text_without_folders = value.replace("\\", "/").rpartition("/")[2]
+        is_path = text_without_folders != value
         if is_path and not file_names:  # all paths have the same digest
             return "path"
-        return zlib.crc32(file_name.encode())
+        return zlib.crc32(text_without_folders.encode())
 
     if isinstance(value, bytes):
         return zlib.crc32(value)

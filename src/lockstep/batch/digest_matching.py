@@ -63,9 +63,14 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
     first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]
-        # A part that is equal in all samples would also be equal in other samples.
-        tells_samples_apart = len(pairs) == 1 or not all_digests_match(values_before)
-        if tells_samples_apart and _part_is_unchanged(name, pairs):
+
+        # A part with the same value in all samples proves nothing: it would have this value in
+        # other samples too. With a single sample this cannot be known, and any part counts.
+        is_single_sample = len(pairs) == 1
+        if not is_single_sample and all_digests_match(values_before):
+            continue
+
+        if _part_is_unchanged(name, pairs):
             return Match.CHANGED
 
     return Match.OTHER
@@ -130,6 +135,7 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
 
     parts: dict[str, Any] = {}
     for place, item in enumerate(digest):
+        # An item that begins with a text, such as `["label", 3]`, is a key and its value.
         if _is_pair_of_mapping(item):
             key, value = item
             parts |= parts_of(value, f"{name}[{key!r}]")

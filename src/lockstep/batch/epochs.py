@@ -43,7 +43,8 @@ class Epochs:
             except GeneratorExit:
                 # The loop was left with `break`. Another loop will continue with this epoch if it
                 # is not done, and otherwise with the next one.
-                self.present = self.next
+                epoch_to_continue_with = self.next
+                self.present = epoch_to_continue_with
                 self._passes_before_epoch = None  # no loop runs any more
                 raise
 
@@ -62,11 +63,13 @@ class Epochs:
         It also records which loaders were trained on in the previous epoch. The new epoch is done
         only after each of them has been trained on again.
         """
-        passes_before_previous = self._passes_before_epoch or {}  # empty before the first epoch
+        # `_passes_before_epoch` was recorded at the beginning of the previous epoch, so loaders
+        # that have made more passes by now were trained on in that epoch. Before the first epoch
+        # nothing was recorded. Nor was a loader that was prepared during the previous epoch.
+        passes_before_previous_epoch = self._passes_before_epoch or {}
         self._loaders_of_previous_epoch = []
-        for loader in self._loaders:
-            num_passes_before = passes_before_previous.get(loader)
-            if num_passes_before is not None and loader.num_training_passes > num_passes_before:
+        for loader, num_passes_before in passes_before_previous_epoch.items():
+            if loader.num_training_passes > num_passes_before:
                 self._loaders_of_previous_epoch.append(loader)
 
         self._passes_before_epoch = {loader: loader.num_training_passes for loader in self._loaders}

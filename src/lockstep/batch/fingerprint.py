@@ -84,21 +84,22 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     compared = sorted(before.samples.keys() & now.samples.keys())  # indices that both have read
     samples_before: list[Parts] = []
     samples_now: list[Parts] = []
-
-    differing: list[str] = []  # indices, as text
     for index in compared:
         parts_before, parts_now = _parts_to_compare(before.samples[index], now.samples[index])
         samples_before.append(parts_before)
         samples_now.append(parts_now)
-        if not samples_match(parts_before, parts_now):
-            differing.append(str(index))
 
-    # Each sample was compared by itself above, for the message. Only all samples together show
-    # whether they are the same (SAME), the same with some part changed, such as augmented images
-    # beside equal labels (CHANGED), or other samples (OTHER).
+    # All samples together show whether they are the same (SAME), the same with some part changed,
+    # such as augmented images beside equal labels (CHANGED), or other samples (OTHER).
     match = match_parts(samples_before, samples_now)
     if match is Match.SAME:
         return None
+
+    # The message also says which samples differ, each compared by itself.
+    differing: list[str] = []  # indices, as text
+    for index, parts_before, parts_now in zip(compared, samples_before, samples_now, strict=True):
+        if not samples_match(parts_before, parts_now):
+            differing.append(str(index))
 
     # Equal fingerprints of Hugging Face mean equal data, even if samples are read differently.
     hugging_face_says_same = (
@@ -114,20 +115,26 @@ def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, P
     """Returns the parts of two readings of a sample that are compared, with the same names in both.
 
     Args:
-        sample_before: the parts of the sample in the earlier reading.
-        sample_now: the parts of the sample in the later reading.
+        sample_before: the parts of the sample in the earlier reading, by name.
+        sample_now: the parts of the sample in the later reading, by name.
     """
-    # A part that is missing in one reading may have been left out there because it was random. So
-    # only the parts that both readings have are compared.
-    names = sample_before.keys() & sample_now.keys()
+    # First case: all parts of the earlier reading were random and left out. Nothing is compared.
+    if not sample_before:
+        return {}, {}
 
-    # Without common parts these are different samples. All parts are compared then: each is None in
-    # one of the readings, so that they differ. If the earlier reading has no parts at all, because
-    # all of them are random, nothing can be compared, and no parts are returned.
-    has_common_parts = bool(names)
-    if sample_before and not has_common_parts:
-        names = sample_before.keys() | sample_now.keys()
+    # Second case: the readings have common parts. A part that is missing in one of them may have
+    # been left out there because it was random, so only the common parts are compared.
+    common_names = sample_before.keys() & sample_now.keys()
+    if common_names:
+        names = sorted(common_names)
+        return _parts_named(names, sample_before), _parts_named(names, sample_now)
 
-    parts_before = {name: sample_before.get(name) for name in sorted(names)}
-    parts_now = {name: sample_now.get(name) for name in sorted(names)}
-    return parts_before, parts_now
+    # Third case: no common parts, so these are different samples. All parts are compared: each of
+    # them is None in one of the readings, so they differ.
+    names = sorted(sample_before.keys() | sample_now.keys())
+    return _parts_named(names, sample_before), _parts_named(names, sample_now)
+
+
+def _parts_named(names: Sequence[str], sample: Parts) -> Parts:
+    """Returns the parts with these names; None for a part that the sample does not have."""
+    return {name: sample.get(name) for name in names}

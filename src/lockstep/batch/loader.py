@@ -234,10 +234,9 @@ class Loader:
         if not training_pass.ended:
             return True
 
-        # `stepped` is True once an optimizer has stepped for the latest global batch, and
-        # `untrained` holds the batches on which the loop has not called backward yet.
-        all_batches_are_trained = training_pass.stepped and not training_pass.untrained
-        return not all_batches_are_trained
+        # The loader is exhausted. The loop still trains if it holds batches on which it has not
+        # called backward yet, or if the optimizer has yet to step for the latest global batch.
+        return bool(training_pass.untrained) or not training_pass.stepped
 
     @cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -278,11 +277,13 @@ class Loader:
 
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
-        if self._plan.request.is_open:  # autotuning has not divided a global batch yet
+        waits_for_autotuning = self._plan.request.is_open
+        if waits_for_autotuning:
             how += "; how to divide it is measured in the first that is trained on"
         if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
 
+        # Thousands are separated by a space: `128 of 60 000`.
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
@@ -350,8 +351,9 @@ class Loader:
         call = f"set_epoch({epoch!r}) of a prepared loader"
         check_whole_number(call, epoch, 0, UsageError)
 
-        # Between epochs, `self.epoch` is the next epoch. During a training pass it is the epoch of
-        # that pass, and the number of epochs that have begun is the next epoch.
+        # Epochs are numbered from 0, so the number of epochs that have begun is also the number of
+        # the next one. In epoch 2, for example, `self.epoch` is 2 and `_epochs_begun` is 3; between
+        # epochs both are the next one. A script may announce either of them.
         is_current_or_next = epoch == self.epoch or epoch == self._epochs_begun
         is_another_epoch = not is_current_or_next
         if is_another_epoch and self._is_training:
@@ -391,13 +393,15 @@ class Loader:
             step = self.start
         else:
             # Within an epoch, which was counted when it began. If the optimizer has stepped for the
-            # current global batch, the position is the next one. It steps after the last
-            # micro-batch. `stepped` alone would be True during an earlier micro-batch of the next
-            # global batch as well.
+            # current global batch, the position is the next one.
             epoch = self._epochs_begun - 1
             step = self._position
-            global_batch_is_trained = training_pass.micro_batch.last and training_pass.stepped
-            if global_batch_is_trained:
+
+            # `stepped` is set when the optimizer steps, in the last micro-batch, and reset when the
+            # first micro-batch of the next global batch is trained. If the loop has left that one
+            # out, `stepped` is still about the previous global batch, which is no reason to go on.
+            is_in_last_micro_batch = training_pass.micro_batch.last
+            if is_in_last_micro_batch and training_pass.stepped:
                 step += 1
 
         state: dict[str, Any] = {
@@ -439,8 +443,9 @@ class Loader:
         self.start = state["step"]
         self._is_resumed = True
         self._training_pass = None
-        # Older versions had one counter for training passes and evaluations, which the state calls
-        # "epoch". Then both counters continue from it.
+
+        # Checkpoints of older versions have no "evaluations": there "epoch" counted training passes
+        # and evaluations together. Then both counters continue from it.
         self._evaluations_begun = state.get("evaluations", state["epoch"])
 
         self._custom_plan = None
@@ -458,6 +463,9 @@ class Loader:
             "seed": self.seed,
             "shuffle": int(self.source.shuffle),
         }
+
+        # Only large datasets are shuffled by Lockstep's own algorithm, which may have another
+        # version some day.
         if self.source.shuffle and is_shuffled_in_slices(self.source.length):
             identity["version of the order"] = SHUFFLE_VERSION
         return identity
@@ -499,6 +507,8 @@ class Loader:
         if not trains_replicas:
             self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
 
+        # `plan` is the order of the samples; `self._plan` divides its global batches into
+        # micro-batches. It returns them in segments: groups that are planned and read together.
         segments = self._plan.plan_training(plan, start, self._step.number)
         on_device = self._read_segments(epoch, segments)
         if self._plan.check_devices is not None:
@@ -641,16 +651,16 @@ class Loader:
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
 
-        # If the loop has finished all earlier batches, training on this one begins inside of
-        # `hand_out`, which calls `on_begin`. Extensions then get the batch.
+        # The step calls `on_begin` when training on the batch begins. If the loop has finished all
+        # earlier batches, that is now, inside of `hand_out`, and extensions get the batch too.
         handed_out = _HandedOut(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, handed_out)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
 
-        # Otherwise `on_begin` is called later, without the batch: the step detects that the script
-        # has dropped a batch by the release of its tensors, so `handed_out`, which the step holds
-        # on to, must not keep them alive.
+        # Otherwise it is later. Until then the step keeps `on_begin`, and with it `handed_out`.
+        # This must not keep the batch alive: the step sees by the release of its tensors that the
+        # script has dropped the batch. So extensions then get none.
         handed_out.batch = ()
 
     def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
@@ -682,9 +692,12 @@ class Loader:
             )
 
         # The loader's position is that of its latest pass. If another pass has begun since the
-        # batch was handed out, the position stays where it is.
+        # batch was handed out, the position stays where it is. If the pass of this batch has ended
+        # (`_training_pass` is None), the loop still trains on batches that it had fetched ahead, so
+        # the pass is in progress again.
         training_pass = handed_out.training_pass
-        if self._training_pass is training_pass or self._training_pass is None:
+        another_pass_has_begun = self._training_pass not in (None, training_pass)
+        if not another_pass_has_begun:
             self._training_pass = training_pass
             self._position = position
 
@@ -719,8 +732,9 @@ class Loader:
             epoch: number of the epoch.
             planned: the micro-batch before which the results are compared.
         """
-        # A loop that fetches batches ahead asks for this micro-batch before it has computed the
-        # results to compare. The comparison of this global batch is then left out.
+        # All results are there if the loop has called backward for every micro-batch that it was
+        # handed. A loop that fetches batches ahead still holds some when it asks for this one. The
+        # comparison of this global batch is then left out.
         if self._has_untrained_batches:
             return
 
@@ -750,6 +764,9 @@ class Loader:
         )
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
+            # Read the samples again. As in any micro-batch, the collate function may have dropped
+            # some of them, so their rows are counted: this gives the micro-batch with its actual
+            # number of rows, and its batch.
             collated_batch = self._fetch[epoch, repeat.indices]
             counted = weighing.count_rows(repeat, collated_batch)
 
@@ -820,20 +837,20 @@ class Loader:
         A micro-batch in which this rank has no samples comes with a batch of one sample; see
         `_make_empty_batch`. One sample of the first batch is kept for that purpose.
         """
-        # The plan is read twice: by the loader workers, which prefetch and so are ahead, and by the
-        # loop below.
+        # The plan is iterated twice: by the loader workers, which prefetch batches and so are
+        # ahead, and by the loop below.
         planned, planned_for_workers = tee(planned)
 
         def batches_to_read() -> Iterator[tuple[int, Indices]]:
             """Yields the epoch and the sample indices of each batch that has samples."""
             for item in planned_for_workers:
-                if item.micro_batch.local_rows > 0:
+                if len(item.indices) > 0:
                     yield epoch, item.indices
 
         batches = self._workers.read(self._fetch, batches_to_read())
 
         for item in planned:
-            num_samples = item.micro_batch.local_rows
+            num_samples = len(item.indices)
             if num_samples > 0:
                 batch = next(batches)
                 self._keep_one_sample(batch, num_samples)
@@ -864,15 +881,17 @@ class Loader:
             rows=self._rows,
             make_empty_batch=lambda: self._make_empty_batch(epoch),
         )
-        # `counted.collated` is what the collate function returned. `counted.batch` is the same,
-        # except if the collate function has dropped all samples of this rank: then it is an empty
-        # batch, with which this rank can take part in a forward pass that needs all ranks.
-        for planned, batch in read:
-            counted = weighing.count_rows(planned, batch)
+        for planned, collated in read:
+            counted = weighing.count_rows(planned, collated)
+
+            # If the collate function has dropped all samples of this rank, it has returned None or
+            # a batch without rows. `counted.batch` is an empty batch that a model can process. It
+            # is only needed if this rank must take part in the forward pass, because the model
+            # needs all ranks. Otherwise the loop gets what the collate function returned.
             if self._evaluates_together:
                 yield counted.planned, counted.batch
             else:
-                yield counted.planned, counted.collated
+                yield counted.planned, collated
 
     def _keep_one_sample(self, batch: Any, num_samples: int) -> None:
         """Keeps a sample of the first batch that is read, as the template of empty batches.
@@ -896,28 +915,28 @@ class Loader:
             self._one_sample_batch = cut_to_rows(batch, num_samples, keep=1)
         except DataError as error:
             # If no rank needs an empty batch in this pass, no template is needed either.
-            if self._needs_empty_batches:
-                raise DataError(
-                    error.was_set,
-                    "some rank gets no samples of a short batch in this pass, and an empty batch "
-                    "of this type cannot be made",
-                    error.do,
-                ) from error
+            if not self._needs_empty_batches:
+                return
+
+            raise DataError(
+                error.was_set,
+                "some rank gets no samples of a short batch in this pass, and an empty batch "
+                "of this type cannot be made",
+                error.do,  # the advice of the first error
+            ) from error
 
     def _make_empty_batch(self, epoch: int) -> Any:
-        """Returns a batch for a micro-batch in which this rank has no samples.
+        """Returns a batch of one sample, for a micro-batch in which this rank has no samples.
 
-        The batch still has one sample. When the batch is handed to the user's loop,
-        `_without_samples` cuts it to zero rows.
+        When the batch is handed to the user's loop, `_without_samples` cuts it to zero rows.
 
         Args:
             epoch: number of the epoch.
         """
         if self._one_sample_batch is None:
-            # A collate function of the user's may drop the first sample, so it gets several. Only
-            # batches of such a function have a counter of rows.
-            has_default_collate = self._rows is None
-            num_samples = 1 if has_default_collate else self.batch_size
+            # A collate function of the user's may drop the first sample, so it gets several.
+            has_own_collate = self.source.collate is not default_collate
+            num_samples = self.batch_size if has_own_collate else 1
             first_batch = self._read_first(epoch, num_samples)
             self._one_sample_batch = cut_to_rows(first_batch, num_samples, keep=1)
 

@@ -169,14 +169,16 @@ class MicroBatchPlan:
         Args:
             count: number of samples in the global batch.
         """
+        # The user's batch sampler makes global batches of any size.
         if self.sizes_vary:
             return self._num_micro_batches(count)
 
-        micro_batches_of_full = self._num_micro_batches(self.batch_size)
+        # Otherwise all global batches are full except the last one, which may be short.
+        num_of_full_batch = self._num_micro_batches(self.batch_size)
         is_short = count < self.batch_size
         if is_short and self.virtual_ranks is None:
-            return self._num_micro_batches_of_short(count, micro_batches_of_full)
-        return micro_batches_of_full
+            return self._num_micro_batches_of_short(count, num_of_full_batch)
+        return num_of_full_batch
 
     def _num_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches are needed for `count` samples.
@@ -189,11 +191,13 @@ class MicroBatchPlan:
         if self.virtual_ranks.train_copies:
             return self._num_micro_batches_of_replica(count, self.virtual_ranks.count)
 
-        # All virtual ranks train one model, and each is processed by a single rank. The minimum may
-        # be larger than the number of samples: `split_over_virtual_ranks` then makes one
-        # micro-batch for each sample.
+        # All virtual ranks train one model. A single rank processes all samples of a virtual rank,
+        # so the part is not divided any further: it has one share.
         largest_part = ceil_div(count, self.virtual_ranks.count)
         needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
+
+        # This may be more than the virtual rank has samples, e.g. 4 micro-batches for 3 samples.
+        # `split_over_virtual_ranks` then makes one micro-batch for each sample.
         return max(needed, self.min_micro_batches)
 
     def _num_micro_batches_of_ranks(self, count: int) -> int:
@@ -217,12 +221,13 @@ class MicroBatchPlan:
         largest_part = ceil_div(count, num_replicas)
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
 
-        # Each micro-batch of the smallest replica must have a sample, too.
+        # The user may have asked for a minimum number of micro-batches. It is lowered to the number
+        # of samples of the smallest replica, so that each of its micro-batches has a sample.
         smallest_part = count // num_replicas
         minimum = min(self.min_micro_batches, smallest_part)
         return max(needed, minimum)
 
-    def _num_micro_batches_of_short(self, count: int, micro_batches_of_full: int) -> int:
+    def _num_micro_batches_of_short(self, count: int, num_of_full_batch: int) -> int:
         """Returns the number of micro-batches of the short global batch at the end of an epoch.
 
         Its micro-batches are about as large as those of a full global batch, so there are fewer of
@@ -234,9 +239,9 @@ class MicroBatchPlan:
 
         Args:
             count: number of samples in the short global batch.
-            micro_batches_of_full: number of micro-batches in a full global batch.
+            num_of_full_batch: number of micro-batches in a full global batch.
         """
-        in_proportion = ceil_div(micro_batches_of_full * count, self.batch_size)
+        in_proportion = ceil_div(num_of_full_batch * count, self.batch_size)
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(in_proportion, needed)
 
@@ -258,9 +263,9 @@ class MicroBatchPlan:
             DataError: some replica would have no samples, and so no gradient for its step.
         """
         virtual_ranks = self.virtual_ranks
-        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        if virtual_ranks is None or not trains_replicas:
-            return
+        if virtual_ranks is None or not virtual_ranks.train_copies:
+            return  # there are no replicas: it is not a training under DiLoCo
+
         if smallest < virtual_ranks.count:
             raise DataError(
                 f"a global batch of {smallest} samples for {virtual_ranks.count} replicas",
@@ -327,6 +332,8 @@ class MicroBatchPlan:
             start: number of the first global batch to plan.
             steps_before: number of optimizer steps that the run has made before this pass.
         """
+        # A template is a micro-batch of any global batch with a certain number of samples.
+        # `_planned` adds which samples they are in one global batch.
         templates_by_size = self._templates_by_size(plan, start)
 
         for position, global_batch in enumerate(plan.batches(start), start):
@@ -379,16 +386,15 @@ class MicroBatchPlan:
 
         templates = []
         for index, micro_batch in enumerate(micro_batches):
-            # A piece is padding on a rank that has no samples left for this micro-batch.
-            on_all_ranks = not any(
-                pieces_of_rank[index].piece.is_padding for pieces_of_rank in checked.pieces_of_ranks
-            )
+            # Does some rank have no samples left for this micro-batch? Its piece is then padding.
+            pieces_at_index = [pieces_of_rank[index] for pieces_of_rank in checked.pieces_of_ranks]
+            some_rank_has_none = any(checked.piece.is_padding for checked in pieces_at_index)
 
             piece = pieces[index].piece
             template = _MicroBatchTemplate(
                 micro_batch=replace(micro_batch, checks_devices=True),
                 samples=slice(piece.begin, piece.end),
-                on_all_ranks=on_all_ranks,
+                on_all_ranks=not some_rank_has_none,
                 compare_before=index == checked.compare_before,
             )
             templates.append(template)
@@ -406,12 +412,14 @@ class MicroBatchPlan:
             global_batch: the indices of all samples of the global batch.
             virtual_rank: number of the virtual rank.
         """
+        # A `CheckedPiece` consists of a piece (some consecutive samples of a virtual rank) and of
+        # marks that say whether it is repeated and compared.
         count = len(global_batch)
-        pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
-        micro_batches = self._micro_batches_of_pieces(pieces, count)
+        checked_pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
+        micro_batches = self._micro_batches_of_pieces(checked_pieces, count)
 
         planned = []
-        for checked_piece, micro_batch in zip(pieces, micro_batches, strict=True):
+        for checked_piece, micro_batch in zip(checked_pieces, micro_batches, strict=True):
             piece = checked_piece.piece
             # Repeats are inserted in the middle of the global batch, so they are neither the first
             # nor the last micro-batch of an optimizer step.
@@ -458,22 +466,20 @@ class MicroBatchPlan:
     def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
         """Yields the one or two segments of a global batch on which autotuning measures.
 
-        While the training loop processes the first segment, which is a single micro-batch,
-        autotuning measures shares, or the micro-batch size, or both (`request`).
+        The first segment is a single micro-batch. While the training loop processes it, autotuning
+        measures shares, or the micro-batch size, or both. The second segment is the rest of the
+        global batch, divided by what was measured. For example, with 64 samples on 2 ranks:
+
+        1. The measured micro-batch has 4 samples: 2 on each rank.
+        2. Rank 1 turns out to be three times as fast. `self.shares` becomes `(1, 3)`.
+        3. The other 60 samples are divided into 15 on rank 0 and 45 on rank 1.
 
         Args:
             position: number of the global batch in the epoch.
             batch: the indices of all samples of the global batch.
         """
         count = len(batch)
-
-        # As long as the micro-batch size is unknown, a planned micro-batch might not fit into the
-        # memory. The first micro-batch then only has a few samples.
-        size_is_known = not self.request.micro_batch_size_is_open
-        keeps_plan = size_is_known and self.request.must_keep_plan()
-        first_split = first_micro_batch(
-            count, self.shares, self.split(count), self.micro_batch_size, whole=keeps_plan
-        )
+        first_split = self._split_for_measurement(count)
         if first_split is None:  # the batch is too short for a measurement
             yield Segment(self._plan_parts(position, batch, self.split(count)))
             return
@@ -485,19 +491,44 @@ class MicroBatchPlan:
         num_measured = int(ends_of_parts.max())
         measured = self._plan_parts(position, batch, first_split)
 
-        # The loader needs the rest of the global batch already now if it has to know the weight of
-        # all its samples. This division of the rest, with the shares before the measurement, is
-        # provisional.
-        split_before_measurement = self._split_rest(count, num_measured)
-        provisional_rest = self._plan_parts(position, batch, split_before_measurement)
+        # The rest is also planned before the measurement, with the present shares. Nobody trains on
+        # this plan; the loader reads it if it has to know the weight of the whole global batch.
+        provisional_rest = self._plan_rest(position, batch, num_measured)
+
+        # The measurement takes place while the loop processes the segment, inside of `yield`. It
+        # ends with `profile`, which sets `self.shares` and `self.micro_batch_size`.
         with self.request.profile(self, measured[0].micro_batch.local_rows):
             yield Segment(measured, rest_of_global_batch=provisional_rest)
 
-        # When the loop has processed the first segment, `self.shares` and `self.micro_batch_size`
-        # are the measured ones. The rest is divided again with them.
+        # The rest is planned again, now with the measured shares and micro-batch size.
         if num_measured < count:
-            split_after_measurement = self._split_rest(count, num_measured)
-            yield Segment(self._plan_parts(position, batch, split_after_measurement))
+            yield Segment(self._plan_rest(position, batch, num_measured))
+
+    def _split_for_measurement(self, count: int) -> Indices | None:
+        """Returns the micro-batch on which autotuning measures, shape `(1, ranks, 2)`.
+
+        Returns None if the global batch is too short for a measurement.
+
+        Args:
+            count: number of samples in the global batch.
+        """
+        # As long as the micro-batch size is unknown, a planned micro-batch might not fit into the
+        # memory, so only a few samples are measured. If the size is known, and the model must be
+        # called with micro-batches as they are planned, the first of these is measured.
+        size_is_known = not self.request.micro_batch_size_is_open
+        measures_planned_one = size_is_known and self.request.must_keep_plan()
+        return first_micro_batch(
+            count, self.shares, self.split(count), self.micro_batch_size, whole=measures_planned_one
+        )
+
+    def _plan_rest(
+        self, position: int, batch: Indices, num_measured: int
+    ) -> list[PlannedMicroBatch]:
+        """Plans the micro-batches of a global batch after its first `num_measured` samples.
+
+        They are divided with the present shares and micro-batch size.
+        """
+        return self._plan_parts(position, batch, self._split_rest(len(batch), num_measured))
 
     def _split_rest(self, count: int, num_done: int) -> Indices:
         """Divides the samples of a global batch that remain after its first `num_done` samples.
@@ -507,12 +538,13 @@ class MicroBatchPlan:
             the global batch. The shape is `(micro-batches, ranks, 2)`; it has no micro-batches if
             no samples remain.
         """
-        planned_split = self.split(count)
+        planned_split = self.split(count)  # shape (micro-batches, ranks, 2)
         if num_done == count:
             return planned_split[:0]  # no micro-batches
 
-        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. Rank 0
-        # has the first part of a micro-batch, so its part begins where the micro-batch begins.
+        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. A
+        # micro-batch begins where the part of its first rank does: `[all micro-batches, rank 0,
+        # begin of the part]`.
         first_samples = planned_split[:, 0, 0]
         plan_can_continue = bool((first_samples == num_done).any())
         if plan_can_continue:
@@ -548,6 +580,8 @@ class MicroBatchPlan:
         rank = self.data_parallel.rank
         sizes = split_sizes(split)  # shape (micro-batches, ranks)
 
+        # The optimizer steps after the last micro-batch of the global batch, so it must be known
+        # whether `split` has that one, and whether it has the first one.
         begin_of_split = int(split[0, 0, 0])  # first micro-batch, rank 0
         end_of_split = int(split[-1, -1, 1])  # last micro-batch, last rank
         micro_batches = self.make_micro_batches(
@@ -557,9 +591,9 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
 
-        # With virtual ranks, another rank may have more micro-batches than this one. The last rows
-        # of `bounds_of_rank` are then unused.
-        bounds_of_rank = split[:, rank].tolist()
+        # Under DiLoCo a rank may process fewer replicas than others. Then it has fewer
+        # micro-batches than `split` has rows, and the last rows are not used.
+        bounds_of_rank = split[:, rank].tolist()  # for each micro-batch, where it begins and ends
         templates = []
         for index, micro_batch in enumerate(micro_batches):
             begin, end = bounds_of_rank[index]
@@ -571,23 +605,29 @@ class MicroBatchPlan:
     def make_micro_batches(
         self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
     ) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a global batch, or of some consecutive ones of it.
+        """Makes this rank's micro-batches from the sizes of their parts.
 
         Args:
-            sizes: number of samples in each part, shape `(micro-batches, ranks)`. With virtual
-                ranks it must cover the whole global batch. If these train one model, it is not
-                used, because `count` already determines how the global batch is divided.
+            sizes: number of samples in each part, shape `(micro-batches, ranks)`.
             count: number of samples in the whole global batch.
             has_first: True if `sizes` begins with the first micro-batch of the global batch.
             has_last: True if `sizes` ends with the last micro-batch of the global batch.
         """
         rank = self.data_parallel.rank
+
+        # Without virtual ranks, `sizes` may be only some consecutive micro-batches of the global
+        # batch, for example those after a measurement.
         if self.virtual_ranks is None:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
+
+        # Under DiLoCo `sizes` covers the whole global batch. A rank that processes fewer replicas
+        # than others has fewer micro-batches than `sizes` has rows.
         if self.virtual_ranks.train_copies:
             return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
-        # `CheckedPiece` can mark a piece as repeated or compared; without marks it is an ordinary
-        # piece.
+
+        # If virtual ranks train one model, `sizes` covers the whole global batch too, but is not
+        # needed: the number of samples determines the pieces of the virtual ranks. None of these is
+        # marked as repeated or compared.
         pieces = [CheckedPiece(piece) for piece in self._pieces_of_ranks(count)[rank]]
         return self._micro_batches_of_pieces(pieces, count)
 
@@ -635,10 +675,11 @@ def make_micro_batches(
     has_first: bool = True,
     has_last: bool = True,
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches of a global batch, or of some consecutive ones of it.
+    """Makes a rank's micro-batches of a global batch from the sizes of their parts.
 
     Args:
-        sizes: number of samples in each part, shape `(micro-batches, ranks)`.
+        sizes: number of samples in each part, shape `(micro-batches, ranks)`. These may be only
+            some consecutive micro-batches of the global batch.
         rank: the rank whose micro-batches are returned.
         count: number of samples in the whole global batch.
         has_first: True if `sizes` begins with the first micro-batch of the global batch.
@@ -650,12 +691,12 @@ def make_micro_batches(
     # the ranks is already right, and the loss needs no factor.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
-    plain = is_whole and count > 0 and sizes_are_equal
+    needs_no_factor = is_whole and count > 0 and sizes_are_equal
 
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
         # n * ranks / N, as the module's docstring explains
-        scale = 1.0 if plain else local_rows * num_ranks / max(1, count)
+        scale = 1.0 if needs_no_factor else local_rows * num_ranks / max(1, count)
         micro_batch = MicroBatch(
             global_samples=count,
             local_rows=local_rows,
@@ -663,7 +704,7 @@ def make_micro_batches(
             last=has_last and index == num_micro_batches - 1,
             num_micro_batches=num_micro_batches,
             scale=scale,
-            plain=plain,
+            plain=needs_no_factor,
         )
         micro_batches.append(micro_batch)
     return micro_batches

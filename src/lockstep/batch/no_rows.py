@@ -91,7 +91,8 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    # There are no samples here to take rows from; `placeholder_of` then finds or makes up the row.
+    # Each tensor without rows gets one row. No samples are at hand to take it from, so it is the
+    # sample that the tensor is a view of, or made up.
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
@@ -141,9 +142,9 @@ class Placeholder:
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._lengths_in_result: set[int] = {1}
-        """The lengths that a placeholder may have in the first dimension of a result. A function
-        may flatten the first dimensions, so these are the products of the first sizes of a row."""
+        self._possible_lengths: set[int] = {1}
+        """The lengths that one placeholder may have in the first dimension of a result. A function
+        may flatten the first dimensions, so a row of shape (1, 3, 4) may have length 1, 3 or 12."""
         self._empty_dimensions: set[int] = set()
         """The dimensions in which some argument has size 0, and so a placeholder size 1."""
 
@@ -154,8 +155,8 @@ class Placeholder:
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        Records which dimension was empty, and which lengths the row may have in a result, so that
-        `cut_off` can find it there.
+        It records which dimension was empty, and how long the row may be in a result, so that
+        `cut_off` finds the row there.
         """
         if not has_no_rows(tensor):
             return tensor
@@ -163,10 +164,11 @@ class Placeholder:
         self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
 
-        # A function may flatten the first dimensions of the row. Of a row of shape (1, 3, 4), the
-        # first dimension then has length 1, 3 (`flatten(0, 1)`) or 12 (`flatten()`).
+        # A function may flatten the first dimensions of the row. The first dimension of a row of
+        # shape (1, 3, 4) then has length 1 * 3 = 3 (`flatten(0, 1)`) or 1 * 3 * 4 = 12
+        # (`flatten()`).
         for num_flattened in range(1, row.dim() + 1):
-            self._lengths_in_result.add(row.shape[:num_flattened].numel())
+            self._possible_lengths.add(row.shape[:num_flattened].numel())
 
         # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
         # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
@@ -183,15 +185,19 @@ class Placeholder:
         return without_rows
 
     def _dimension_of_rows(self, result: Tensor) -> int | None:
-        """Returns the dimension in which a result has the placeholder's rows, or None."""
-        # If an argument had no rows in its first dimension, these are looked for in the first
-        # dimension of the result. A function may have made several rows of the placeholder, as
-        # `x.flatten(0, 1)` does.
-        if 0 in self._empty_dimensions and result.dim() > 0:
-            if result.shape[0] in self._lengths_in_result:
-                return 0
+        """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        # Otherwise the placeholder still has size 1, in the same dimension as in an argument.
+        For an argument of shape (0, 3, 4), the placeholder has the shape (1, 3, 4). In a result of
+        shape (1, 10), or in `x.flatten(0, 1)` of shape (3, 4), its rows are in dimension 0. A
+        result of shape (7,) has no such rows.
+        """
+        # First case: an argument was empty in its first dimension, and the first dimension of the
+        # result is as long as a placeholder may be, as it is or flattened.
+        was_empty_in_first = 0 in self._empty_dimensions
+        if was_empty_in_first and result.dim() > 0 and result.shape[0] in self._possible_lengths:
+            return 0
+
+        # Second case: the placeholder still has size 1, in the same dimension as in an argument.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension
@@ -212,13 +218,10 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     """
     shape = [max(1, size) for size in tensor.shape]
 
-    # First choice: the sample of which the tensor is a view. Its memory holds the row if the offset
-    # of the row's last element, offset + sum of (size - 1) * stride, lies within the storage.
-    last_element = tensor.storage_offset()
-    for size, stride in zip(shape, tensor.stride(), strict=True):
-        last_element += (size - 1) * stride
+    # First choice: the sample of which the tensor is a view. The tensor's memory then holds the
+    # whole row, so the row's last element lies within the storage.
     num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if last_element < num_stored:
+    if _offset_of_last_element(tensor, shape) < num_stored:
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
 
@@ -238,6 +241,17 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     # infinite.
     count = torch.Size(shape).numel()
     return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
+
+
+def _offset_of_last_element(tensor: Tensor, shape: list[int]) -> int:
+    """Returns where the last element would be in the storage if the tensor had another shape.
+
+    With offset 5, strides (4, 1) and the shape (1, 4) it is `5 + 0 * 4 + 3 * 1 = 8`.
+    """
+    offset = int(tensor.storage_offset())
+    for size, stride in zip(shape, tensor.stride(), strict=True):
+        offset += (size - 1) * stride
+    return offset
 
 
 class _AddRow(torch.autograd.Function):
@@ -267,9 +281,10 @@ class _CutRows(torch.autograd.Function):
         shape = list(tensor.shape)
         shape[dimension] = 0
 
-        # The result keeps the memory, so that `placeholder_of` finds the row there if a later
-        # function refuses the result. `tensor[:0]` would keep it too, but autograd would know that
-        # it is a view. Autograd forbids in-place changes of a view that such a function returns.
+        # The result uses the memory of the tensor, so that `placeholder_of` finds the row there if
+        # a later function refuses the result. `tensor[:0]` would use it too, but it would be a
+        # view, and autograd lets nobody change a view in place that an autograd function returned.
+        # So it is a new tensor that is set to the same memory.
         without_rows = tensor.new_empty(0)
         without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
         return without_rows

@@ -224,7 +224,8 @@ def split_batch(
     # 2 samples of rank 0 and 1 sample of rank 1.
     rank_of_sample = _deal_out_samples(part_sizes(count, shares))
 
-    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
+    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch. With 7
+    # samples and 2 micro-batches the bounds are [0, 4, 7].
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
@@ -265,18 +266,21 @@ def _deal_out_samples(sizes: Sequence[int]) -> Indices:
     Returns:
         The rank of each sample, shape `(samples,)`.
     """
-    # Place the samples of each rank at equal distances between 0 and 1, then read off the ranks
-    # from left to right.
+    # Place the samples of each rank at equal distances between 0 and 1: those of a rank with 4
+    # samples at 1/8, 3/8, 5/8 and 7/8, those of a rank with 2 samples at 1/4 and 3/4.
     no_positions = np.empty(0)  # np.concatenate needs at least one array
     positions = [no_positions]
     for size in sizes:
         if size > 0:
             centers_of_equal_intervals = (np.arange(size) + 0.5) / size
             positions.append(centers_of_equal_intervals)
-    order = np.argsort(np.concatenate(positions), kind="stable")
+    positions_rank_by_rank = np.concatenate(positions)
+    ranks_rank_by_rank = np.repeat(np.arange(len(sizes)), sizes)  # e.g. [0, 0, 0, 0, 1, 1]
 
-    rank_of_position = np.repeat(np.arange(len(sizes)), sizes)
-    return rank_of_position[order]
+    # Then read off the ranks from left to right. At the same position, the lower rank comes first,
+    # because the sort is stable.
+    order = np.argsort(positions_rank_by_rank, kind="stable")
+    return ranks_rank_by_rank[order]
 
 
 class VirtualRankPiece(NamedTuple):
@@ -333,14 +337,16 @@ def split_over_virtual_ranks(
         pieces_of_ranks.append(pieces)
 
     # Pad all lists to the same length, at least 1, with empty pieces that stand where the rank's
-    # samples end.
+    # samples end. They are given to the rank's last virtual rank. A first rank with the share 0 has
+    # none, and its padding is given to virtual rank 0.
     longest_list = max(len(pieces) for pieces in pieces_of_ranks)
     max_pieces = max(1, longest_list)
     for rank, pieces in enumerate(pieces_of_ranks):
         end_of_virtual_ranks = bounds_of_ranks[rank + 1]
         end_of_samples = begins[end_of_virtual_ranks]
+        last_virtual_rank = max(0, end_of_virtual_ranks - 1)
         padding = VirtualRankPiece(
-            virtual_rank=max(0, end_of_virtual_ranks - 1),
+            virtual_rank=last_virtual_rank,
             piece_number=0,
             num_pieces=1,
             begin=end_of_samples,
@@ -390,14 +396,20 @@ def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tupl
 
 
 def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
-    """Returns the begin and end of each piece, as an array of shape `(pieces, ranks, 2)`."""
+    """Returns the begin and end of each piece, as an array of shape `(pieces, ranks, 2)`.
+
+    Args:
+        pieces_of_ranks: the pieces of each rank. All ranks have the same number of them.
+    """
     num_pieces = len(pieces_of_ranks[0])
-    split = np.empty((num_pieces, len(pieces_of_ranks), 2), dtype=np.int64)
+    num_ranks = len(pieces_of_ranks)
+    begins_and_ends = np.empty((num_pieces, num_ranks, 2), dtype=np.int64)
     for rank, pieces in enumerate(pieces_of_ranks):
         for index, piece in enumerate(pieces):
-            split[index, rank] = piece.begin, piece.end
-    split.setflags(write=False)
-    return split
+            begins_and_ends[index, rank] = piece.begin, piece.end
+
+    begins_and_ends.setflags(write=False)  # the result is cached, and callers share it
+    return begins_and_ends
 
 
 def _split_over_replicas(
@@ -407,7 +419,13 @@ def _split_over_replicas(
 
     The samples of a replica do not depend on the number of ranks. If there are fewer ranks than
     replicas, a rank processes several replicas one after the other. If there are more, several
-    neighbouring ranks process one replica together.
+    neighbouring ranks process one replica together. For 12 samples in 3 replicas of 4, and 1
+    micro-batch for each part, the result is
+
+    - on 2 ranks `[[[0, 4], [8, 12]], [[4, 8], [0, 0]]]`: rank 0 first processes the replica of the
+      samples 0 to 3, then that of 4 to 7; rank 1 has one replica, and nothing in the second row.
+    - on 6 ranks `[[[0, 2], [2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]]`: ranks 0 and 1 process the
+      first replica together.
 
     Args:
         count: number of samples in the global batch.
@@ -432,17 +450,20 @@ def _split_over_replicas(
     # A rank that processes fewer replicas than another one has no samples in its last micro-batches
     # (0, 0).
     split = np.zeros((max_replicas_per_rank * num_pieces, num_ranks, 2), dtype=np.int64)
+
+    # Go over the groups of ranks that process the same replicas: a group is a single rank, unless
+    # there are more ranks than replicas.
     for first_rank in range(0, num_ranks, ranks_per_replica):
-        # Fill in the columns of the ranks that process the same replicas.
-        columns = slice(first_rank, first_rank + ranks_per_replica)
+        ranks_of_group = slice(first_rank, first_rank + ranks_per_replica)
         replicas = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
         for index, replica in enumerate(replicas):
-            # The pieces of a rank's replicas lie one below the other.
-            rows = slice(index * num_pieces, (index + 1) * num_pieces)
+            # First come the micro-batches of the group's first replica, then those of the second.
+            micro_batches_of_replica = slice(index * num_pieces, (index + 1) * num_pieces)
 
-            # Both sides have the shape (pieces of a replica, ranks of a replica, 2).
-            split_of_replica = split_batch(sizes[replica], (1,) * ranks_per_replica, num_pieces)
-            split[rows, columns] = begins[replica] + split_of_replica
+            # Divide the replica's samples, counted from its own first sample, over the group.
+            equal_shares = (1,) * ranks_per_replica
+            split_of_replica = split_batch(sizes[replica], equal_shares, num_pieces)
+            split[micro_batches_of_replica, ranks_of_group] = begins[replica] + split_of_replica
 
     split.setflags(write=False)  # the result is cached, and callers share it
     return split
@@ -497,10 +518,10 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
         return 1
     check_micro_batch_size(largest)
 
-    # With equal shares this number is enough. With unequal shares it may take more, so the search
-    # goes up from there.
-    number_with_equal_shares = math.ceil(batch_size / (largest * len(shares)))
-    for number in range(max(1, number_with_equal_shares), batch_size + 1):
+    # A micro-batch has at most `largest` samples on each rank, so at least this number is needed.
+    # With equal shares it is enough. With unequal shares it may take more: the search goes up.
+    least_number = math.ceil(batch_size / (largest * len(shares)))
+    for number in range(max(1, least_number), batch_size + 1):
         sizes = split_sizes(split_batch(batch_size, shares, number))
         if int(sizes.max()) <= largest:
             return number

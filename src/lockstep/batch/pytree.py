@@ -40,14 +40,15 @@ def map_tensors(
     Args:
         batch: the pytree, which is not modified.
         change: function that is called with each tensor.
-        opaque: function that is called with each opaque leaf. With None, an opaque object that is
-            also a container, such as a `PackedSequence`, is treated as a container.
+        opaque: function that is called with each opaque object and returns what takes its place; by
+            default opaque objects stay as they are. None to look inside of opaque objects that are
+            containers, such as a `PackedSequence`, and change the tensors in them.
     """
     if isinstance(batch, Tensor):
         return change(batch)
 
-    walk_opaque = opaque is None
-    children = children_of(batch, opaque_too=walk_opaque)
+    looks_inside_opaque = opaque is None
+    children = children_of(batch, opaque_too=looks_inside_opaque)
     if children is not None:  # it is a container
         changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
         return _rebuild(batch, changed)
@@ -181,12 +182,10 @@ def cut_to_rows(
     if children is None:  # a leaf that is no array, e.g. one text
         return batch
 
-    # First case: a list or tuple with one item for each sample. A list of texts or numbers always
-    # counts as one, e.g. the file names of the samples.
-    has_one_item_per_sample = is_list_of_plain_data(batch)
-    if isinstance(batch, list | tuple) and not has_one_item_per_sample:
-        has_one_item_per_sample = has_item_per_sample(batch, num_samples)
-    if has_one_item_per_sample:
+    # First case: a list or tuple with one item for each sample, of which the first ones are kept.
+    # This is a list of plain data, such as file names, or any sequence that looks like it.
+    is_sequence = isinstance(batch, list | tuple)
+    if is_list_of_plain_data(batch) or (is_sequence and has_item_per_sample(batch, num_samples)):
         first_children = dict(list(children.items())[:keep])
         return _rebuild(batch, first_children)
 
@@ -314,33 +313,41 @@ def _is_structured(item: Any) -> bool:
 def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """Returns True if a sequence has one item for each sample, and not one for each field.
 
-    With two samples, `[image, image]` has one item for each sample. `(images, labels)` has one for
-    each field: its tensors have two rows.
+    A sequence does not say which of the two it is, so these rules are tried in order. The examples
+    are for 2 samples:
+
+    1. `[a, b, c]` has 3 items: False.
+    2. `(images, {"label": labels})` has items of different structures: fields, so False.
+    3. `([image, image], [mask, mask])` has an item that has one item for each sample itself: so
+       its items are fields, images and masks: False.
+    4. `[image, image]` with images of shape `(3, 8, 8)`: a field would have 2 rows, one for each
+       sample, but these tensors have 3. So the items are samples: True.
+    5. `(images, masks)` with two rows in each tensor: fields, so False.
 
     Args:
         sequence: a list or a tuple.
         count: number of samples. If it is not known (None), the result is False.
     """
+    # Rule 1.
     if len(sequence) != count:
         return False
 
-    # Samples have the same structure, so items of different structures are fields.
+    # Rule 2. Samples have the same structure, so items of different structures are fields.
     kinds = {_kind_of_item(item) for item in sequence}
     if len(kinds) > 1:
         return False
 
-    # If an item has a value for each sample, the items are fields.
+    # Rule 3.
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
             return False
 
-    # If the items are fields, each tensor has one row for each sample. So a single tensor with
-    # another number of rows shows that the items are samples. Without such a tensor, the items are
-    # taken for fields.
+    # Rule 4. A single tensor with another number of rows is enough.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True
 
+    # Rule 5.
     return False
 
 
@@ -439,10 +446,10 @@ def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
     A shallow copy of any other mapping may share its items with the batch, so its class is called
     instead.
     """
-    # Some classes set `self.__dict__ = self`, so that keys are attributes. Their copies would share
-    # the items of the batch.
-    attributes_are_items = getattr(batch, "__dict__", None) is batch
-    if isinstance(batch, dict | UserDict) and not attributes_are_items:
+    # Some classes set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. A copy of
+    # such an object would keep the batch itself as its `__dict__`.
+    is_its_own_dict = getattr(batch, "__dict__", None) is batch
+    if isinstance(batch, dict | UserDict) and not is_its_own_dict:
         rebuilt: Any = copy.copy(batch)
         for key, value in children.items():
             rebuilt[key] = value

@@ -48,6 +48,15 @@ def add_repeats(
 ) -> CheckedGlobalBatch:
     """Adds repeated virtual ranks to the micro-batches of a global batch.
 
+    With 2 ranks and 4 virtual ranks of one micro-batch each, rank 0 computes the virtual ranks 0
+    and 1, and rank 1 computes 2 and 3. The first check adds a repeat to each rank:
+
+        rank 0: 0, repeat of 2, 1
+        rank 1: 2, repeat of 0, 3
+
+    The ranks compare their results of 0 and of 2 before the third micro-batch (`compare_before` is
+    2).
+
     Args:
         pieces_of_ranks: the micro-batches of each rank, see `plan.split_over_virtual_ranks`. There
             are at least two ranks.
@@ -59,39 +68,45 @@ def add_repeats(
     num_pieces_before = _num_pieces_before_repeats(pieces_of_ranks)
 
     # Rank r repeats a virtual rank of rank r + 1, in the next check one of rank r + 2, and so on.
-    # When it has checked all other ranks, a round is over, and each of these presents its next
-    # virtual rank. With 3 ranks, the checks 0 and 1 are round 0, and the checks 2 and 3 round 1.
+    # When it has checked all other ranks, a round is over. With 3 ranks, the checks 0 and 1 are
+    # round 0, and the checks 2 and 3 round 1.
     distance_to_owner = 1 + check_number % (num_ranks - 1)
     round_number = check_number // (num_ranks - 1)
-    presented_virtual_ranks = []
+
+    # In each round, each rank has another one of its virtual ranks checked: one of those that it
+    # has completed when the repeats begin.
+    checked_virtual_ranks = []
     for pieces in pieces_of_ranks:
         completed = completed_virtual_ranks(pieces, num_pieces_before)
-        presented_virtual_ranks.append(_choose_in_turn(completed, round_number))
+        checked_virtual_ranks.append(_choose_in_turn(completed, round_number))
 
+    # The micro-batches that each rank repeats.
     repeats_of_ranks = []
     for rank in range(num_ranks):
         owner = (rank + distance_to_owner) % num_ranks
-        presented = presented_virtual_ranks[owner]
-        repeats_of_ranks.append(_repeats_of(pieces_of_ranks[owner], presented))
+        repeats_of_ranks.append(_repeats_of(pieces_of_ranks[owner], checked_virtual_ranks[owner]))
+    num_repeats = max(len(repeats) for repeats in repeats_of_ranks)
 
     # Each rank processes the first micro-batches of its own, then its repeats, then the rest of its
     # own. All ranks must have the same number of micro-batches, so a rank that repeats fewer than
     # others fills the gap with micro-batches whose results are not used.
-    num_repeats = max(len(repeats) for repeats in repeats_of_ranks)
-    checked_of_ranks = []
+    pieces_with_repeats = []
     for rank, pieces in enumerate(pieces_of_ranks):
-        own = _mark_compared(pieces, presented_virtual_ranks[rank])
+        own = _mark_compared(pieces, checked_virtual_ranks[rank])
         own_before = own[:num_pieces_before]
         own_after = own[num_pieces_before:]
 
         repeats = repeats_of_ranks[rank]
         unused = _unused_piece(pieces)
         filling = [unused] * (num_repeats - len(repeats))
-        if not own_after:  # the comparison comes before a micro-batch, so one must follow
-            own_after = [unused]
-        checked_of_ranks.append([*own_before, *repeats, *filling, *own_after])
 
-    return CheckedGlobalBatch(checked_of_ranks, compare_before=num_pieces_before + num_repeats)
+        # The ranks compare just before a micro-batch. If none of their own is left, an unused one
+        # is added, so that they can compare before it.
+        if not own_after:
+            own_after = [unused]
+        pieces_with_repeats.append([*own_before, *repeats, *filling, *own_after])
+
+    return CheckedGlobalBatch(pieces_with_repeats, compare_before=num_pieces_before + num_repeats)
 
 
 def _choose_in_turn(virtual_ranks: Sequence[int], round_number: int) -> int | None:
@@ -173,14 +188,14 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
     """
     with_samples = [piece for piece in pieces if not piece.is_padding]
     if not with_samples:
-        # All pieces of this rank are padding. Padding has no samples, so its result is never used
-        # and it need not be marked as a repeat.
+        # All pieces of this rank are padding. Padding has no samples, so its gradient is zero, and
+        # computing it once more changes nothing.
         padding = pieces[-1]
         return CheckedPiece(padding)
 
-    # A piece with samples has already been counted, so it is marked as a repeat, whose result is
-    # ignored. It is also made the only piece of its virtual rank (number 0 of 1): the virtual rank
-    # begins and ends with it, and does not wait for further pieces.
+    # The rank also computes this piece at its usual place. There its gradient is used, so here it
+    # is marked as a repeat, whose gradient is ignored. It is made the only piece of its virtual
+    # rank (number 0 of 1): the virtual rank begins and ends with it, and does not wait for others.
     only_piece = with_samples[-1]._replace(piece_number=0, num_pieces=1)
     return CheckedPiece(only_piece, is_repeat=True)
 
@@ -188,7 +203,10 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
 def pieces_of_virtual_rank(
     pieces_of_ranks: Sequence[Sequence[VirtualRankPiece]], number: int
 ) -> list[CheckedPiece]:
-    """Returns the micro-batches of a virtual rank, which every rank computes again.
+    """Returns the micro-batches of a virtual rank, to be computed again by every rank.
+
+    This is done if two ranks disagree about the virtual rank: the majority of all ranks then shows
+    which of the two is wrong.
 
     Args:
         pieces_of_ranks: the micro-batches of each rank.

@@ -126,6 +126,8 @@ class RowCounter:
         if self._warned:
             return
 
+        # Without a number of rows, the loss of each rank's part is weighed by the number of its
+        # samples.
         self._warned = True
         warn(
             "a collate function whose batches do not show how many rows they have",
@@ -149,9 +151,12 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
         batch: the batch, or a part of it.
         planned: number of samples that were passed to the collate function.
     """
+    # The shape of a tensor is given by its first two dimensions.
     if isinstance(batch, Tensor | np.ndarray):
-        if batch.ndim:
-            yield Shape(batch.shape[0], batch.shape[1] if batch.ndim > 1 else None)
+        if batch.ndim >= 2:
+            yield Shape(batch.shape[0], batch.shape[1])
+        elif batch.ndim == 1:
+            yield Shape(batch.shape[0], None)
         return
 
     children = children_of(batch)
@@ -164,12 +169,14 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             return
 
         if _looks_like_samples(batch, planned):
-            # Items of different lengths must be samples, such as sentences: the tensors of two
-            # fields, such as images and labels, have the same number of rows. Items of equal length
-            # may be either.
-            lengths = _tensor_lengths(batch)
-            may_be_fields = len(lengths) == 1
-            yield UNKNOWN_SHAPE if may_be_fields else Shape(len(batch), None)
+            # Fields, such as images and labels, have one row for each sample, so their tensors are
+            # equally long. Tensors of different lengths must be samples, such as sentences. If they
+            # are equally long, they may be either.
+            are_equally_long = len(_tensor_lengths(batch)) == 1
+            if are_equally_long:
+                yield UNKNOWN_SHAPE
+            else:
+                yield Shape(len(batch), None)
             return
 
     # The children are the fields of the batch.

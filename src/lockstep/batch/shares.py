@@ -192,9 +192,13 @@ def choose_shares_by_times(
         SettingError: the limits are too low for the batch.
     """
     if are_equally_fast(times):
+        # Equal shares, unless the limits do not allow them: they take the place of the current
+        # ones, which are kept if no others are better.
         equal_seconds = [1.0] * len(times)
         equal_shares = (1,) * len(times)
-        return choose_shares(equal_seconds, equal_shares, batch_size, limits)
+        return choose_shares(
+            equal_seconds, present=equal_shares, batch_size=batch_size, limits=limits
+        )
     shortest = [min(times_of_rank) for times_of_rank in times]
     return choose_shares(shortest, present, batch_size, limits)
 
@@ -212,10 +216,14 @@ def confirm_shares(
             they do not fit into memory.
         last: the shares that were chosen after the last measurement. They may be untried.
     """
-    # If the last shares had been tried already, they were chosen a second time: the search has
-    # converged. Otherwise it was given up before that, and the fastest shares are taken.
+    # After each measurement the search chooses the shares to try next. If it chooses shares that
+    # were tried before (they are in `seconds`), it has converged. Otherwise it was given up, and
+    # the fastest of the shares that were tried are taken.
     has_converged = last in seconds
-    best = last if has_converged else min(seconds, key=seconds.__getitem__)
+    if has_converged:
+        best = last
+    else:
+        best = min(seconds, key=seconds.__getitem__)
 
     # If none of the shares that were tried fit into memory, the last ones may.
     if seconds[best] == math.inf:
@@ -317,7 +325,7 @@ def _candidates(
     """Returns the shares to choose from.
 
     They are the current shares, then shares near the ideal proportion, from small to large numbers,
-    and last the shares that use all room.
+    and last the shares with which every rank takes as many samples as it can.
 
     Args:
         ideal: number of samples of each rank with which all ranks need the same time.
@@ -332,7 +340,7 @@ def _candidates(
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
 
-    # Shares in the proportion of the room always fit, even if none of the others do.
+    # Shares in the proportion of `room` always fit, even if none of the others do.
     candidates.append(parse_shares(room, num_ranks))
     return candidates
 
@@ -389,13 +397,14 @@ def _rounded_division(ideal: Sequence[float], total: int) -> list[int]:
     """Returns whole numbers, one for each rank, nearly in the proportion of `ideal`.
 
     Their sum is `total`, or more because each of them is at least 1. For example, 1.0 : 2.6 and a
-    total of 4 give `[1, 3]`.
+    total of 4 give `[1, 3]`: exactly they would be 1.11 and 2.89, rounded down 1 and 2, and the
+    missing 1 is added to the second.
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
 
-    # What was lost by rounding down is given, one by one, to the rank that is furthest below its
-    # exact number. If small numbers were raised to 1, the sum may have reached `total` already.
+    # Rounding down has made the sum too small. Add 1 to the number that is furthest below its exact
+    # value, as often as needed. If small numbers were raised to 1, the sum may be large enough.
     for _ in range(total - int(numbers.sum())):
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1

@@ -194,6 +194,7 @@ class IterableSource(Source):
         Raises:
             LengthUnknownError: the dataset has no length.
         """
+        # A stream may have a `__len__` that returns the number of its samples.
         try:
             return len(self.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -375,7 +376,7 @@ def make_source(
         "options": {name: getattr(loader, name) for name in LOADER_OPTIONS},
     }
     if is_iterable:
-        _check_workers_may_read_whole(dataset, loader.num_workers)
+        _check_mosaic_has_one_worker(dataset, loader.num_workers)
         return IterableSource(transform=transform, shard=shard, **fields)
     fields.update(_order_fields(loader, shuffle))
     return Source(**fields)
@@ -447,14 +448,16 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
             size = max(1, ceil_div(_length(loader.dataset), num_batches))
         return {"batch_sampler": batch_sampler, "batch_size": size}
 
-    # Torch's SequentialSampler and RandomSampler usually yield each sample once. Lockstep's own
-    # order, which it can resume anywhere, then takes their place. It cannot if they were created
-    # with replacement=True, with num_samples=, or for another dataset.
+    # Torch's SequentialSampler and RandomSampler usually yield each sample once. Then Lockstep's
+    # own order, which it can resume anywhere, takes their place. There are three exceptions: a
+    # RandomSampler with replacement=True, one with num_samples= (its length is then another than
+    # that of its data), and a sampler for another dataset.
     is_sequential = type(sampler) is torch_data.SequentialSampler
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if is_sequential or is_random:
-        reads_whole_dataset = len(sampler) == len(sampler.data_source) == _length(loader.dataset)
-        if reads_whole_dataset:
+        yields_each_once = len(sampler) == len(sampler.data_source)
+        is_for_this_dataset = len(sampler.data_source) == _length(loader.dataset)
+        if yields_each_once and is_for_this_dataset:
             return {"shuffle": shuffle or is_random}
 
     return {"sampler": sampler}
@@ -489,6 +492,7 @@ def _make_torch_loader(
                 f"give a DataLoader instead: DataLoader(dataset, ..., {name}=...)",
             )
         if name not in LOADER_OPTIONS:
+            # A misspelt name may also be meant for an argument of `World.loader` itself.
             known = (*LOADER_OPTIONS, *ARGUMENTS_OF_LOADER)
             similar = difflib.get_close_matches(name, known, n=1)
             advice = f"use one of {', '.join(LOADER_OPTIONS)}"
@@ -551,13 +555,13 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
         )
 
 
-def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
+def _check_mosaic_has_one_worker(dataset: Any, num_workers: int) -> None:
     """Raises DataError if MosaicML's StreamingDataset is used with several loader workers.
 
     A StreamingDataset splits the samples over the loader workers of all ranks and lets the workers
     wait for each other at a barrier in shared memory. Lockstep lets every worker read everything
-    that its rank reads. Each worker would then believe to be the only one, and the barrier would
-    open too early or never.
+    that its rank reads, and hides the other workers from the dataset. Each worker would wait at the
+    barrier as if it were the only one, so the barrier would open too early or never.
     """
     if num_workers < 2 or not _has_mosaic_stream(dataset):
         return
@@ -619,6 +623,7 @@ def _check_map_style(dataset: object, *, transform: object, shard: object) -> No
         UsageError: `transform` or `shard` is given.
         DataError: the dataset has no `__getitem__` or no length.
     """
+    # Of a map-style dataset each rank reads only its own samples, so nothing needs to be split.
     if transform is not None or shard is not None:
         raise UsageError(
             "transform= or shard= for a map-style dataset",

@@ -81,8 +81,9 @@ class IterableLoader(Loader):
     def _check_options(self) -> None:
         """Raises SettingError for options that a stream split over the ranks cannot have."""
         is_split = self.source.shard is not None
+        waits_for_autotuning = self._plan.request.is_open
 
-        if is_split and self._plan.request.is_open:
+        if is_split and waits_for_autotuning:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are measured on a global batch that every rank has read as a whole",
@@ -173,8 +174,9 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # If `shard` is a function, rank 0 of n ranks reads the samples 0, n, 2 n, ... Only the
-        # first of them is the same for any number of ranks.
+        # If `shard` is a function, rank 0 of n ranks reads the samples 0, n, 2 n, ... With another
+        # number of ranks it reads other samples, except for sample 0, so only this one can be
+        # compared.
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -200,7 +202,7 @@ class IterableLoader(Loader):
             CheckpointError: the samples differ; raised on all ranks.
         """
         samples_in_checkpoint = self._first_samples_in_checkpoint
-        if samples_in_checkpoint is None:  # not resumed, or an epoch's start was resumed
+        if samples_in_checkpoint is None:  # only a run that resumed inside an epoch has them
             return
 
         # The checkpoint contains what rank 0 read. If the stream is split, the other ranks read
@@ -256,12 +258,15 @@ class IterableLoader(Loader):
 
             micro_batches = self._read_from(epoch, position, training)
 
+            # In an evaluation, a collate function of the user's may have made other numbers of rows
+            # than there are samples; means over samples need the actual numbers.
+            if not training:
+                micro_batches = self._count_rows(epoch, micro_batches)
+
             # In training, each micro-batch needs a factor for its loss. The plan has computed it
             # from the numbers of samples, unless the user weighs batches by their contents.
             weighing = self._weighing(epoch)
-            if not training:
-                micro_batches = self._count_rows(epoch, micro_batches)
-            elif not weighing.is_planned:
+            if training and not weighing.is_planned:
                 micro_batches = scale_by_weight(
                     micro_batches,
                     weighing,
@@ -279,9 +284,9 @@ class IterableLoader(Loader):
     ) -> Generator[ReadMicroBatch, None, bool]:
         """Yields the micro-batches of a global batch on which autotuning measures the devices.
 
-        The measurements decide which part of the global batch each rank gets, so every rank reads
-        all of its samples. `_read_segments` plans the micro-batches, and calls `_read_planned` for
-        each, which picks its samples from `_autotuning_samples`.
+        The measurements decide which part of the global batch each rank gets, so every rank first
+        reads all of its samples and keeps them in `_autotuning_samples`. A planned micro-batch then
+        only says which sample numbers it has; `_read_planned` takes these from the kept samples.
 
         Returns:
             True if the pass ends before this global batch, because the stream has no more samples,
@@ -295,6 +300,8 @@ class IterableLoader(Loader):
         self._autotuning_samples = samples
         self._first_autotuning_number = position * self.batch_size
         sample_numbers = self._first_autotuning_number + np.arange(len(samples), dtype=np.int64)
+
+        # `_read_segments` calls `_read_planned` for each micro-batch.
         segments = self._plan.plan_autotuning(position, sample_numbers)
         yield from self._read_segments(epoch, segments)
 
@@ -312,17 +319,19 @@ class IterableLoader(Loader):
             planned: this rank's micro-batches; `indices` holds the numbers of their samples in the
                 stream.
         """
-        for micro_batch in planned:
+        # The kept samples begin with the sample of this number in the stream.
+        first_number = self._first_autotuning_number
+
+        for item in planned:
             samples = []
-            for number in micro_batch.indices.tolist():
-                place = number - self._first_autotuning_number
-                samples.append(self._autotuning_samples[place])
+            for number in item.indices.tolist():
+                samples.append(self._autotuning_samples[number - first_number])
 
             if samples:
-                batch = self._iterable.collate(epoch, samples, micro_batch.indices)
+                batch = self._iterable.collate(epoch, samples, item.indices)
             else:
                 batch = self._make_empty_autotuning_batch(epoch)
-            yield micro_batch, batch
+            yield item, batch
 
     def _make_empty_autotuning_batch(self, epoch: int) -> Any:
         """Makes a batch without samples, for a rank that has no part of a micro-batch.
@@ -331,6 +340,9 @@ class IterableLoader(Loader):
         sample of the global batch, although another rank processes that sample.
         """
         number_of_first_sample = np.array([self._first_autotuning_number])
+
+        # The collate function may draw random numbers. This extra call must not change those that
+        # the training draws.
         with preserve_rng_state():
             batch = self._iterable.collate(
                 epoch, self._autotuning_samples[:1], number_of_first_sample
@@ -343,47 +355,70 @@ class IterableLoader(Loader):
     def _read_from(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
         """Yields this rank's micro-batches from a global batch to the end of the stream.
 
-        In an evaluation, a rank skips micro-batches in which it has no samples. While the user
-        processes a batch that another rank may skip, collectives are refused, because they would
-        wait forever.
-
         Args:
             epoch: number of the epoch.
             start: position of the first global batch to read.
             training: True for a training pass, False for an evaluation.
         """
+        micro_batches = self._read_divided(epoch, start, training)
         no_rank_skips = training or self._evaluates_together
+        if no_rank_skips:
+            return micro_batches
+        return self._skip_without_samples(micro_batches)
+
+    def _read_divided(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
+        """Yields this rank's micro-batches, including those in which it has no samples.
+
+        The arguments are those of `_read_from`.
+        """
+        for rank_batch in self._read_counted(epoch, start, training):
+            micro_batches = self._divide(epoch, rank_batch)
+            if not training:
+                yield from micro_batches
+                continue
+
+            self._plan.check_every_replica_has_samples(int(rank_batch.samples_of_ranks.sum()))
+
+            # With `check_devices`, the states of the devices are compared after some of the steps.
+            # Micro-batches of these steps are marked.
+            steps_before = self._steps_before_pass + rank_batch.position
+            is_checked = self._plan.check_number(steps_before) is not None
+            for planned, batch in micro_batches:
+                if is_checked:
+                    micro_batch = replace(planned.micro_batch, checks_devices=True)
+                    planned = planned._replace(micro_batch=micro_batch)
+                yield planned, batch
+
+    def _skip_without_samples(
+        self, micro_batches: Iterator[ReadMicroBatch]
+    ) -> Iterator[ReadMicroBatch]:
+        """Yields the micro-batches of an evaluation in which this rank has samples.
+
+        A collective in the user's loop would wait forever for a rank that skips the micro-batch. So
+        as long as the loop processes a batch that another rank may skip, collectives are refused.
+
+        Args:
+            micro_batches: this rank's micro-batches of the pass.
+        """
         # `_run_pass` restores this value when the pass has ended.
         blocked_before = self._collectives.blocked_reason
 
-        for rank_batch in self._read_counted(epoch, start, training):
-            if training:
-                self._plan.check_every_replica_has_samples(int(rank_batch.samples_of_ranks.sum()))
+        # A rank knows how many samples the others have only if every rank reads the whole stream.
+        knows_counts_of_all = self.source.shard is None
 
-            # With `check_devices`, the states of the devices are compared after some of the steps.
-            steps_before = self._steps_before_pass + rank_batch.position
-            is_checked = self._plan.check_number(steps_before) is not None
+        for planned, batch in micro_batches:
+            this_rank_skips = planned.micro_batch.local_rows == 0
+            if this_rank_skips:
+                continue
 
-            for planned, batch in self._divide(epoch, rank_batch):
-                if training and is_checked:
-                    micro_batch = replace(planned.micro_batch, checks_devices=True)
-                    planned = planned._replace(micro_batch=micro_batch)
-
-                if no_rank_skips:
-                    yield planned, batch
-                    continue
-
-                this_rank_skips = planned.micro_batch.local_rows == 0
-                if this_rank_skips:
-                    continue
-
-                # Only if every rank reads the whole stream does this rank know what others have.
-                knows_counts_of_all = self.source.shard is None
-                if knows_counts_of_all and planned.on_all_ranks:
-                    self._collectives.blocked_reason = blocked_before
-                else:
-                    self._collectives.blocked_reason = SOME_RANKS_SKIP
-                yield planned, batch
+            # If another rank may skip this micro-batch, refuse collectives; otherwise allow them
+            # again, unless they were refused before this pass.
+            no_rank_skips = knows_counts_of_all and planned.on_all_ranks
+            if no_rank_skips:
+                self._collectives.blocked_reason = blocked_before
+            else:
+                self._collectives.blocked_reason = SOME_RANKS_SKIP
+            yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
         """Divides this rank's part of a global batch into micro-batches and yields them.
@@ -401,16 +436,15 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[indices], global_samples)
 
-        # Both lists are in the order in which this rank processes its micro-batches. Under DiLoCo
-        # a rank may process fewer replicas than another one. Its micro-batches then end earlier,
-        # and the last entries of `indices`, in which it has no samples, are not used.
-        for index, micro_batch in zip(indices, micro_batches, strict=False):
+        # `make_micro_batches` may return fewer micro-batches than there are rows in `sizes`.
+        indices_of_this_rank = indices[: len(micro_batches)]
+        for index, micro_batch in zip(indices_of_this_rank, micro_batches, strict=True):
             if micro_batch.local_rows:
                 batch = rank_batch.batches[index]
                 self._keep_one_sample(batch, micro_batch.local_rows)
             else:
-                # This rank has no samples here. It gets an empty batch, which `_make_empty_batch`
-                # makes from the sample that was kept.
+                # This rank has no samples here, and gets an empty batch. `_make_empty_batch` makes
+                # it from a sample that was kept, now or earlier.
                 if rank_batch.one_sample_batch is not None:
                     self._keep_one_sample(rank_batch.one_sample_batch, num_samples=1)
                 batch = self._make_empty_batch(epoch)
@@ -534,15 +568,16 @@ class IterableLoader(Loader):
         rank = self._collectives.data_parallel.rank
         world_size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
-        counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
 
-        # `samples_of_ranks` shares the memory of the tensor that the all-gather writes to. In a
-        # pipeline all stages read the same data, so only the ranks of the first stage are counted;
-        # these have the lowest numbers.
+        # The all-gather writes the count of each process to a row of `counts_of_all`, shape (1,).
+        counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
+        work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
+
+        # `samples_of_ranks` becomes a view of the same memory. In a pipeline all stages read the
+        # same data, so only the processes of the first stage are counted; these have the lowest
+        # numbers.
         num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
         rank_batch.samples_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
-
-        work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work
 
     def _read_global_batches(self, epoch: int, start: int) -> Generator[RankBatch, None, None]:
@@ -557,13 +592,16 @@ class IterableLoader(Loader):
         # Without workers, this process goes on with its own iterator of the stream, from which it
         # may already have read global batches for autotuning. Each loader worker reads the stream
         # from the beginning with an iterator of its own.
-        global_batches = self._iterable
+        stream = self._iterable
         has_workers = self.source.options["num_workers"] > 0
         if has_workers:
-            global_batches = self._iterable.fresh()
+            stream = self._iterable.fresh()
 
+        # The workers, or this process, get a request for each global batch and return their parts
+        # in the same order.
+        requests = self._batch_keys(epoch, start)
         comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
-        with closing(self._workers.read(global_batches, self._batch_keys(epoch, start))) as read:
+        with closing(self._workers.read(stream, requests)) as read:
             for rank_batch in read:
                 comparison.check(
                     rank_batch.worker, rank_batch.digests, rank_batch.num_samples_in_all
@@ -598,6 +636,7 @@ class IterableLoader(Loader):
         Raises:
             DataError: the stream has no samples for this rank.
         """
+        # Reading may draw random numbers. It must not change those that the training draws.
         with preserve_rng_state():
             batch = self._iterable.read_first(epoch, count)
 

@@ -125,11 +125,12 @@ def _check_other_samples(
         digests_by_rank: for each rank, the digests of the samples that it has read.
     """
     for digests in digests_by_rank:
-        # Samples that are all equal prove nothing: a stream of zeros is the same on all ranks. The
-        # same is true if the rank has no samples.
+        # If all samples of this rank are equal, they prove nothing: a stream of zeros is the same
+        # on all ranks. The same is true if the rank has no samples.
         if all_digests_match(digests):
             continue
 
+        # Compare all samples of this rank with all samples of each rank, itself included.
         ranks_with_same = []
         for rank, other in enumerate(digests_by_rank):
             if digests_match(digests, other):
@@ -172,9 +173,14 @@ def _check_ends(epoch: int, found_by_rank: Sequence[Any]) -> None:
         found_by_rank: for each rank, the number of samples if its stream has ended, and otherwise
             the digests of the samples that it has read.
     """
+    # On no rank: then all elements are digests, which `_check_same_samples` compares.
     some_ended = any(isinstance(found, int) for found in found_by_rank)
+    if not some_ended:
+        return
+
+    # On all ranks, after the same number of samples.
     all_equal = all(found == found_by_rank[0] for found in found_by_rank)
-    if not some_ended or all_equal:
+    if all_equal:
         return
 
     ends = []
@@ -249,7 +255,8 @@ class WorkerComparison:
             self._first_reading[position] = (worker, digests)
             return
 
-        # It is no error if samples differ only in something random, such as the crop of an image.
+        # `Match.OTHER` means that these are other samples. It is no error if the same samples
+        # differ in something random, such as the crop of an image (`Match.CHANGED`).
         other_worker, other_digests = self._first_reading[position]
         if match_samples(other_digests, digests) is Match.OTHER:
             self._raise_error(f"worker {worker} and worker {other_worker}, global batch {position}")
@@ -267,7 +274,7 @@ class WorkerComparison:
 
         other_worker, other_num_samples = self._first_end
         if other_num_samples != num_samples:
-            self._raise_error(
+            self._raise_error(  # "it" is the stream, which the message names before
                 f"it gave worker {worker} {num_samples} samples, and worker {other_worker} "
                 f"{other_num_samples}"
             )

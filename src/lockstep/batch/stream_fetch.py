@@ -202,17 +202,22 @@ class IterableFetch(Dataset[Any]):
         """Reads a whole global batch, and determines which of its samples belong to this rank."""
         samples = self.read_whole(key.epoch, key.position, key.pass_begin)
 
-        # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2).
-        split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
-        sizes = split_sizes(split)  # shape (micro-batches, ranks)
-        samples_of_ranks = sizes.sum(axis=0)  # over all micro-batches, shape (ranks,)
-        bounds_of_this_rank = split[:, self._data_parallel.rank]  # shape (micro-batches, 2)
+        # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2). For 8
+        # samples, 2 micro-batches and 2 ranks: [[[0, 2], [2, 4]], [[4, 6], [6, 8]]].
+        begins_and_ends = split_batch(
+            len(samples), key.shares, key.num_micro_batches, key.virtual_ranks
+        )
+        # For each micro-batch, this rank's begin and end. On rank 1: [[2, 4], [6, 8]].
+        bounds_of_this_rank = begins_and_ends[:, self._data_parallel.rank]
+
+        # All samples have been read, so these planned sizes are also the actual ones.
+        sizes = split_sizes(begins_and_ends)  # shape (micro-batches, ranks): [[2, 2], [2, 2]]
+        samples_of_ranks = sizes.sum(axis=0)  # shape (ranks,): [4, 4]
 
         return _ReadPart(
             samples=samples,
             first_number=key.position * self._source.batch_size,
             stride=1,
-            # All samples have been read, so the plan is made for exactly these.
             planned_sizes=sizes,
             samples_of_ranks=samples_of_ranks,
             bounds=bounds_of_this_rank.tolist(),
@@ -247,6 +252,7 @@ class IterableFetch(Dataset[Any]):
             # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
+            # After a short global batch, this rank is asked for another one and then has none.
             ended=not samples,
         )
 
@@ -286,24 +292,31 @@ class IterableFetch(Dataset[Any]):
     def _divide_part(
         self, samples: list[Any], *, first_number: int, planned_sizes: Indices, ended: bool
     ) -> _ReadPart:
-        """Divides this rank's samples of a global batch into micro-batches.
+        """Divides this rank's samples of a global batch into micro-batches, in their order.
+
+        At the end of the dataset there may be fewer samples than planned. Then the last
+        micro-batches become short or empty: 5 samples for the planned sizes 4 and 4 are divided
+        into 4 and 1.
 
         Args:
-            samples: the samples of this rank. At the end of the dataset there are fewer than
-                planned, and the last micro-batches become short or empty.
-            first_number: number of the first sample. The numbers of the next samples grow by the
-                number of ranks.
-            planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
+            samples: the samples of this rank.
+            first_number: number of the first sample. If it is 1, on 2 ranks, the samples have the
+                numbers 1, 3, 5, ...; the other rank has 0, 2, 4, ...
+            planned_sizes: planned number of samples of each rank in each micro-batch, shape
+                `(micro-batches, ranks)`.
             ended: True if the dataset has no more samples for this rank.
         """
         rank = self._data_parallel.rank
 
-        # Micro-batch i consists of samples[bounds[i] : bounds[i + 1]].
-        planned_bounds = np.cumsum([0, *planned_sizes[:, rank]])
+        # Micro-batch i consists of samples[bounds[i] : bounds[i + 1]]. In the example above the
+        # planned bounds are [0, 4, 8], and the bounds are [0, 4, 5].
+        planned_sizes_of_this_rank = planned_sizes[:, rank]
+        planned_bounds = np.cumsum([0, *planned_sizes_of_this_rank])
         bounds = np.minimum(planned_bounds, len(samples))
-        begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # shape (micro-batches, 2)
+        begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # e.g. [[0, 4], [4, 5]]
 
-        # The real numbers of other ranks are not known here, so theirs are the planned ones.
+        # How many samples each rank has in all micro-batches. How many the others have read is not
+        # known here, so the planned numbers stand for them.
         samples_of_ranks = planned_sizes.sum(axis=0)
         samples_of_ranks[rank] = len(samples)
 
@@ -332,15 +345,22 @@ class IterableFetch(Dataset[Any]):
         if dataset_splits_itself:
             return split_sizes(split_batch(batch_size, key.shares, key.num_micro_batches))
 
-        # Otherwise `shard` is a function that gives each rank every n-th sample of the epoch.
-        # Micro-batch i consists of the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
+        # Otherwise `shard` is a function that gives each rank every n-th sample of the epoch. First
+        # cut the global batch into micro-batches: micro-batch i has the samples bounds[i] to
+        # bounds[i + 1] - 1 of the epoch. For the first global batch of 5 samples, in 2
+        # micro-batches, the bounds are [0, 3, 5]. They are rounded up, so that the first
+        # micro-batch is the larger one, as in `split_batch`.
         edges = np.arange(key.num_micro_batches + 1)
-        bounds = key.position * batch_size + ceil_div(batch_size * edges, key.num_micro_batches)
+        begin_of_batch = key.position * batch_size
+        bounds = begin_of_batch + ceil_div(batch_size * edges, key.num_micro_batches)
 
         # Of n ranks, rank r has the samples r, r + n, r + 2 n, ... So ceil((bound - r) / n) of its
-        # samples lie before a bound. This array has the shape (micro-batches + 1, ranks).
+        # samples lie before a bound. With 2 ranks, rank 0 has the samples 0, 2, 4, of which 0, 2
+        # and 3 lie before the bounds; rank 1 has 1, 3, of which 0, 1 and 2 lie before them.
         ranks = np.arange(num_ranks)
         samples_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
+
+        # The difference is what lies between two bounds: [[2, 1], [1, 1]] in the example.
         return np.diff(samples_before_bound, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
@@ -350,7 +370,7 @@ class IterableFetch(Dataset[Any]):
             epoch: number of the epoch.
             position: position of the global batch in the epoch.
             pass_begin: position of the first global batch of the pass, which is above 0 in a
-                resumed epoch. It decides of which global batches digests are kept.
+                resumed epoch. It decides for which global batches digests are kept.
         """
         # Every rank reads all samples, so on this rank, too, each global batch has `batch_size` of
         # them.
@@ -366,17 +386,19 @@ class IterableFetch(Dataset[Any]):
 
     def read_first(self, epoch: int, count: int) -> Any:
         """Returns a batch of the first `count` samples of the dataset, or None if it has none."""
-        # A copy reads them, so that a pass which is in progress keeps its place.
+        # A copy with a reader of its own reads them, so that a pass which is in progress keeps its
+        # place.
         copy_at_beginning = self.fresh()
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
 
-        # Some datasets return the same iterator each time. Then the copy has just restarted the
-        # iterator of the pass in progress. Without its reader, that pass opens the dataset again at
-        # its next read, and reads forward to its place.
-        new_reader = copy_at_beginning._reader
-        if self._reader is not None and new_reader is not None:
-            is_same_iterator = new_reader.samples is self._reader.samples
-            if is_same_iterator:
+        # But some datasets return the same iterator each time, `iter(dataset) is dataset`. Then the
+        # copy has moved the iterator of the pass in progress. Drop this pass's reader: at its next
+        # read the pass opens the dataset again, and reads forward to its place.
+        present_reader = self._reader
+        reader_of_copy = copy_at_beginning._reader
+        if present_reader is not None and reader_of_copy is not None:
+            iterator_was_moved = reader_of_copy.samples is present_reader.samples
+            if iterator_was_moved:
                 self._reader = None
 
         if not samples:
@@ -404,9 +426,13 @@ class IterableFetch(Dataset[Any]):
             return call_collate(self._source.collate, samples)
 
         with preserve_rng_state():
-            if transform is None:  # but the collate function may draw random numbers
+            # Without a transform, only the collate function may draw random numbers. They are those
+            # of the first sample.
+            if transform is None:
                 seed_sample(self._seed, epoch, int(numbers[0]))
                 return call_collate(self._source.collate, samples)
+
+            # Otherwise the collate function goes on with the random numbers of the last sample.
             transformed = []
             for sample, number in zip(samples, numbers.tolist(), strict=True):
                 seed_sample(self._seed, epoch, number)
@@ -430,7 +456,8 @@ class IterableFetch(Dataset[Any]):
 
         Args:
             epoch: number of the epoch.
-            first: number of the first sample, as counted on this rank.
+            first: number of the first sample. If the dataset splits itself over the ranks, samples
+                are counted on this rank only, otherwise over the whole epoch.
             stride: difference between the numbers of neighbouring samples.
             count: number of samples to read.
             pass_begin: position of the first global batch of the pass, from which digests are kept.
@@ -474,7 +501,8 @@ class IterableFetch(Dataset[Any]):
             return True
 
         # A function `shard(start, step)` opens the dataset at any sample, which is faster than
-        # reading up to it.
+        # reading up to it. If the reader has reached the end of the dataset, the later sample does
+        # not exist, and there is nothing to open.
         is_before_sample = reader.next_number < first
         can_start_anywhere = callable(self._source.shard)
         return is_before_sample and can_start_anywhere and not reader.ended
@@ -516,8 +544,10 @@ class IterableFetch(Dataset[Any]):
     def _read_beginning(self, key: GlobalBatchKey) -> None:
         """Keeps the digests of the epoch's first samples for the next `RankBatch`.
 
-        If the dataset cannot skip samples, nothing needs to be done: it is read from its beginning
-        anyway, and `_read_up_to` keeps the digests.
+        A run that resumes in the middle of an epoch compares them with those of the checkpoint, to
+        see whether the dataset still has the same samples. If the dataset cannot skip samples,
+        nothing needs to be done here: it is read from its beginning anyway, and `_read_up_to` keeps
+        the digests.
 
         Args:
             key: the global batch to read, which is usually in the middle of the epoch.
@@ -538,7 +568,7 @@ class IterableFetch(Dataset[Any]):
     @property
     def _can_skip(self) -> bool:
         """True if a pass can begin in the middle of the dataset without reading up to there."""
-        if callable(self._source.shard):
+        if callable(self._source.shard):  # the function can be asked for any sample
             return True
 
         # A dataset of the `datasets` library (it has `set_epoch`) must be read from its beginning:
@@ -571,8 +601,8 @@ class IterableFetch(Dataset[Any]):
         """
         dataset: Any = self.dataset
         shard = self._source.shard
-        # The dataset draws from random streams of its own while it is read. With
-        # `sample_rng=False` nothing is exchanged.
+        # While the dataset is read, it draws from random streams of its own in place of the usual
+        # ones. With `sample_rng=False` it draws from the usual ones.
         enter_random_state: Any = nullcontext
         if self._sample_rng:
             enter_random_state = PassRandomState(self._seed, epoch).entered

@@ -61,6 +61,7 @@ class PassRandomState:
 
         A second call puts both back.
         """
+        # For NumPy the generator itself is exchanged, for the others the states are.
         global_states = _RandomStates(
             torch.get_rng_state(),
             np.random.get_bit_generator(),  # type: ignore[attr-defined]

@@ -72,11 +72,13 @@ class UnpreparedLoaders:
                 self._ended(ended_pass)
             return
 
-        # Remember which dataset the user's loop now reads as a whole. If it trains on this dataset,
-        # that is most likely a mistake, since every rank reads the same samples. Any other sampler
-        # may have chosen a part of the dataset for this rank.
+        # If the user's loop trains on a dataset that it reads as a whole, that is most likely a
+        # mistake, since every rank reads the same samples. So remember the dataset. With a sampler
+        # of the user's, this rank may read only its part of the dataset, which is no mistake.
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
+
+        # Add the batch to what the pass has read before.
         read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))
         read_now = checksum(batch)
         self._open_passes[iterator] = ReadPass(
@@ -90,6 +92,10 @@ def checksum(batch: Any) -> ReadPass:
 
     Only dense tensors on the CPU are used. The number of samples is the length of the first one, or
     0 if there is none.
+
+    Returns:
+        The number and the sum, as if the batch were a whole pass. Those of a pass are the sums of
+        those of its batches.
     """
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:

@@ -83,6 +83,7 @@ class Weighing:
 
         has_other_rows = num_rows != num_samples
         if has_other_rows:
+            # The collate function may have dropped samples, or made several rows of one.
             num_dropped = max(0, num_samples - num_rows)
             corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
             planned = planned._replace(micro_batch=corrected)
@@ -147,6 +148,11 @@ def scale_by_weight(
 ) -> Iterator[ReadMicroBatch]:
     """Replaces the planned scale of each micro-batch by the one that follows from its weight.
 
+    The scales of a global batch depend on its weight over all ranks, which an all-reduce computes.
+    So that nobody waits for it, one global batch is read ahead: global batch 0 is read, and its
+    all-reduce started; global batch 1 is read; then the all-reduce of 0 is done, and the
+    micro-batches of 0 are yielded.
+
     Args:
         read: the micro-batches, in order.
         weighing: determines the weight of a batch.
@@ -159,7 +165,7 @@ def scale_by_weight(
     Raises:
         RanksDifferError: another rank is at another global batch.
     """
-    weight_sum: _WeightSum | None = None  # the all-reduce that is in progress
+    all_reduce: _WeightAllReduce | None = None  # the one that is in progress
     global_batch: list[ReadMicroBatch] = []
 
     for planned, batch in read:
@@ -170,24 +176,28 @@ def scale_by_weight(
 
         # Wait for the previous all-reduce before starting the next one. If a rank has left its
         # loop, the next one would be matched with an unrelated collective of that rank.
-        previous_global_batch = [] if weight_sum is None else weight_sum.wait()
-        weight_sum = _WeightSum(
+        scaled_previous_batch: list[ReadMicroBatch] = []
+        if all_reduce is not None:
+            scaled_previous_batch = all_reduce.wait_for_scaled()
+
+        all_reduce = _WeightAllReduce(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
         global_batch = []
         weight_before = 0.0
-        yield from previous_global_batch
+        yield from scaled_previous_batch
 
-        # A single process needs no all-reduce, so there is no reason to read ahead.
+        # A single process needs no all-reduce, so it does not read ahead.
         if collectives.single_process:
-            yield from weight_sum.wait()
-            weight_sum = None
+            yield from all_reduce.wait_for_scaled()
+            all_reduce = None
 
-    if weight_sum is not None:
-        yield from weight_sum.wait()
+    # The last global batch.
+    if all_reduce is not None:
+        yield from all_reduce.wait_for_scaled()
 
 
-class _WeightSum:
+class _WeightAllReduce:
     """An all-reduce of the weight of one global batch, which the constructor starts.
 
     Args:
@@ -231,15 +241,15 @@ class _WeightSum:
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
 
-        # All of these are summed over the ranks. `wait` unpacks them in the same order.
+        # All of these are summed over the ranks. `wait_for_scaled` unpacks them in the same order.
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
         self._work = None
         if not collectives.single_process:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
-    def wait(self) -> list[ReadMicroBatch]:
-        """Waits for the sum, and returns the micro-batches with their exact scales.
+    def wait_for_scaled(self) -> list[ReadMicroBatch]:
+        """Waits for the all-reduce, and returns the micro-batches with their exact scales.
 
         Raises:
             RanksDifferError: another rank is at another global batch.
@@ -257,11 +267,12 @@ class _WeightSum:
         ) = self._sums.tolist()
         self._check_same_global_batch(sum_of_epochs, sum_of_positions)
 
+        # The user's function has weighed the batches.
         row_counter = self._weighing.rows
         if self._weighing.weight is not None or row_counter is None:
             return self._scaled(weights)
 
-        # Without a function of the user's, batches are weighed by their rows.
+        # Without such a function, batches are weighed by their rows.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if num_ranks_with_unknown_rows > 0:
@@ -283,7 +294,9 @@ class _WeightSum:
             sum_of_positions: the sum over all ranks of the position of their global batch.
         """
         # If all ranks have the same number, the sum is `size` times the number of this rank. If
-        # they have different numbers, that fails on at least one rank, which ends the run.
+        # they have different numbers, the two are unequal on at least one rank, and its error ends
+        # the run. With the numbers 3 and 4, for example, the sum is 7, which is neither 2 * 3 nor
+        # 2 * 4.
         topology = self._collectives.topology
         same_epoch = sum_of_epochs == topology.size * self._epoch
         same_position = sum_of_positions == topology.size * self._position
@@ -307,28 +320,33 @@ class _WeightSum:
         virtual_ranks = self._virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
 
-        # The gradients are divided by this number when their mean is taken, so each loss is
-        # multiplied by it. It is `ranks` in the formula.
+        # The number of gradients whose mean the optimizer gets: `ranks` in the formula. Taking the
+        # mean divides by this number, so each loss is multiplied by it.
         num_averaged_gradients = self._num_averaged_gradients()
         total_of_global_batch = sum(weights)
         is_one_micro_batch = self._is_one_micro_batch()
 
         scaled = []
         for counted in self._counted:
-            # `W` in the formula. Under DiLoCo each replica takes a mean of its own.
-            total = total_of_global_batch
+            # `W` in the formula: the total weight over which the mean loss is taken. Under DiLoCo
+            # each replica takes a mean of its own.
+            total_weight = total_of_global_batch
             if trains_replicas:
-                total = weights[_index_of_weight(counted)]
+                replica = _index_of_weight(counted)
+                total_weight = weights[replica]
 
             # If nothing has a weight, there is nothing to train on, and every loss counts 0.
+            has_weight = total_weight > 0
             scale = 0.0
-            if total > 0:
-                scale = counted.weight * num_averaged_gradients / total
+            if has_weight:
+                scale = counted.weight * num_averaged_gradients / total_weight
 
-            # A micro-batch that is the whole global batch has scale 1, and a plain
-            # `loss.backward()` is right. This is not so if it has scale 0.
-            is_plain = is_one_micro_batch and total > 0
-            micro_batch = replace(counted.planned.micro_batch, scale=scale, plain=is_plain)
+            # `plain` says that `loss.backward()` without a factor is right. This is so if the
+            # micro-batch is the whole global batch, because its scale is then 1 (or 0, if it has no
+            # weight).
+            micro_batch = replace(
+                counted.planned.micro_batch, scale=scale, plain=is_one_micro_batch and has_weight
+            )
 
             # A rank without rows gets an empty batch. If no rank has any rows, each gets the result
             # of its collate function, as a single device would.
@@ -337,7 +355,7 @@ class _WeightSum:
         return scaled
 
     def _num_averaged_gradients(self) -> int:
-        """Returns the number of gradients of which the optimizer gets the mean."""
+        """Returns how many gradients are averaged before the optimizer steps."""
         num_ranks = self._collectives.data_parallel.size
         virtual_ranks = self._virtual_ranks
 

@@ -57,8 +57,8 @@ class Workers:
             return
         keys = chain([first_key], keys)
 
-        # Use new workers for this pass only. If the workers are persistent, this happens for a pass
-        # inside another one, such as an evaluation, which finds them busy.
+        # Use new workers for this pass only, if the user has not asked for persistent ones, or if
+        # these are busy: this may be an evaluation inside of a training pass that uses them.
         if self._persistent_are_busy or not self._options["persistent_workers"]:
             options = {**self._options, "persistent_workers": False}
             yield from self._start(fetch, keys, options)
@@ -85,6 +85,8 @@ class Workers:
         """Returns a DataLoader whose workers read the keys."""
         # Without a generator, torch would draw the workers' seed from the global random stream.
         generator = torch.Generator().manual_seed(mix_seed(self._seed, _WORKER_SEED))
+
+        # With `batch_size=None`, a worker returns `fetch[key]` for each key from the sampler.
         return DataLoader(
             fetch,
             batch_size=None,

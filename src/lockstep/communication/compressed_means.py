@@ -185,17 +185,18 @@ def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     All parameters of a unit have the same dtype and device. The units are in about the order in
     which a backward pass computes their gradients.
     """
-    trained = list(parameters)
+    parameters = list(parameters)
 
-    # A unit is full when it has `unit_bytes`, a quarter of all bytes within the limits.
-    total_bytes = sum(parameter.nbytes for parameter in trained)
+    # A unit is full when it has this number of bytes: with equal units there would be `NUM_UNITS`
+    # of them, but none is smaller or larger than the limits.
+    total_bytes = sum(parameter.nbytes for parameter in parameters)
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
     # Parameters are grouped by their *kind*, the dtype and the device. Each parameter is added to
     # the last unit of its kind.
     units_of_kind: dict[Any, list[list[Tensor]]] = {}
     bytes_of_last_unit: dict[Any, int] = {}
-    for parameter in reversed(trained):  # a backward pass reaches the last layers first
+    for parameter in reversed(parameters):  # a backward pass reaches the last layers first
         kind = (parameter.dtype, parameter.device)
         if kind not in units_of_kind:
             units_of_kind[kind] = [[]]

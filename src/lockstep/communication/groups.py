@@ -36,10 +36,10 @@ def open_groups(
     own_rank = dist.get_rank()
     group: dist.ProcessGroup
     if cpu_tensors_only:
-        # Each rank opens only its own group. If all ranks opened all groups, as below, a run with
-        # NCCL would hang (pytorch#145376): the ranks that are not in a new group split the default
-        # NCCL communicator, and wait for the members of the group. But the members of a Gloo group
-        # never take part in that split.
+        # Each rank opens only its own group, without the others (`use_local_synchronization`). If
+        # all ranks opened all groups, as below, a run with NCCL would hang (pytorch#145376). In
+        # such a run, a rank that opens a group of other ranks waits for these, because NCCL splits
+        # its communicator among all ranks. The members of a Gloo group never take part in that.
         own_ranks = next(ranks for ranks in ranks_of_groups if own_rank in ranks)
         group = dist.new_group(
             list(own_ranks),

@@ -60,7 +60,8 @@ def measure(
         # All ranks use the same time, so that all take the same decisions below.
         seconds = agree(shift(nbytes))
 
-        # Take the shortest of three tries, because other work on the machine may disturb one.
+        # Other work on the machine may disturb a try. So a message that does not take long is sent
+        # twice more, and the shortest of the three times is used.
         for _ in range(2):
             if seconds < MAX_REPEATED_MESSAGE_S:
                 seconds = min(seconds, agree(shift(nbytes)))

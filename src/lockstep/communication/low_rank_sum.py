@@ -50,7 +50,7 @@ class LowRankSum:
         """Views of `values` that are sent as narrow matrices."""
         self._num_columns: list[int] = []
         """For each matrix, the number of columns of its narrow matrices."""
-        self._uncompressed_parts: list[Tensor] = []
+        self._small_parts: list[Tensor] = []
         """Views of `values` that are always sent as they are, because they are too small."""
 
         for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
@@ -63,7 +63,7 @@ class LowRankSum:
                 self._matrices.append(matrix)
                 self._num_columns.append(num_columns)
             else:
-                self._uncompressed_parts.append(part)
+                self._small_parts.append(part)
 
         self._right_sizes: list[int] = []
         """For each matrix, the number of elements in its Q."""
@@ -103,7 +103,7 @@ class LowRankSum:
             self._wait_for_sum = routing.start_all_reduce(self.values)
             return
 
-        # M += residual
+        # M += residual. The matrices are views of `values`, so this changes `values`.
         for matrix, residual in zip(self._matrices, self._residuals(), strict=True):
             matrix += residual
 
@@ -113,7 +113,7 @@ class LowRankSum:
             self._lefts.append(matrix @ right)
 
         # One message holds the P of all matrices, then the tensors that are sent as they are.
-        parts = [*self._lefts, *self._uncompressed_parts]
+        parts = [*self._lefts, *self._small_parts]
         self._message = torch.cat([part.view(-1) for part in parts])
         self._wait_for_sum = routing.start_all_reduce(self._message)
 
@@ -125,11 +125,11 @@ class LowRankSum:
             return
 
         # The message holds the sum of each P, then the sums of the tensors that were sent as they
-        # are.
-        sizes = [part.numel() for part in (*self._lefts, *self._uncompressed_parts)]
+        # are. These are too small to be compressed; copy their sums to `values`.
+        sizes = [part.numel() for part in (*self._lefts, *self._small_parts)]
         sums = torch.split(self._message, sizes)
         num_matrices = len(self._matrices)
-        for part, sum_of_part in zip(self._uncompressed_parts, sums[num_matrices:], strict=True):
+        for part, sum_of_part in zip(self._small_parts, sums[num_matrices:], strict=True):
             part.copy_(sum_of_part)
 
         # P becomes an orthonormal basis of the columns of its sum.
@@ -137,7 +137,8 @@ class LowRankSum:
             sum_of_left = sums[index].view_as(self._lefts[index])
             self._lefts[index] = torch.linalg.qr(sum_of_left).Q
 
-        # Q = M^T P, with this rank's M. It is written into the state, where all Q are one tensor.
+        # Q = M^T P, with this rank's M. `_rights` returns views of `state["right"]`, where the Q of
+        # all matrices are one tensor, so the results are written there.
         for matrix, left, right in zip(self._matrices, self._lefts, self._rights(), strict=True):
             torch.mm(matrix.T, left, out=right)
         self._wait_for_sum = routing.start_all_reduce(self.state["right"])
@@ -151,13 +152,17 @@ class LowRankSum:
 
             residuals = self._residuals()
             for index, matrix in enumerate(self._matrices):
-                # The sum of M over the ranks is approximated by S = P Q^T. As each rank's share of
-                # it is S / num_ranks, the rank's residual is M - S / num_ranks.
+                # The sum of M over the ranks is approximated by S = P Q^T. Of S, the part
+                # S / num_ranks stands for the M of this rank, so the rank's residual, what is still
+                # to be sent, is M - S / num_ranks.
                 sum_of_matrix = self._lefts[index] @ rights[index].T
                 residual = residuals[index]
                 torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
+
                 # A NaN shows in the sum of this step, but must not be added to all later steps.
                 residual.nan_to_num_(0.0, 0.0, 0.0)
+
+                # The matrix is a view of `values`.
                 matrix.copy_(sum_of_matrix)
 
             self.state["right"].nan_to_num_(0.0, 0.0, 0.0)
@@ -181,7 +186,7 @@ class LowRankSum:
         if not states_of_ranks or not have_same_shapes(states_of_ranks[0], self.state):
             return False
 
-        # The matrices Q and the number of sums are the same on all ranks.
+        # The matrices Q ("right") and the number of sums ("times") are the same on all ranks.
         for name in ("right", "times"):
             self.state[name].copy_(states_of_ranks[0][name])
 

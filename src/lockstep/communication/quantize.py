@@ -105,23 +105,43 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
     if method == "bf16":
         return out.copy_(encoded.view(torch.bfloat16))
 
-    # A code has one byte with int8, and half a byte with int4.
-    code_bytes_of_block = BLOCK if method == "int8" else BLOCK // 2
-    num_blocks = encoded.shape[1] // (code_bytes_of_block + SCALE_BYTES)
-    num_code_bytes = num_blocks * code_bytes_of_block
+    # The number of bytes with codes in each row. For n = 256, a row has 2 blocks: with int4 these
+    # are 2 * 64 bytes, followed by 2 * 4 bytes of scales.
+    num_blocks = out.shape[1] // BLOCK
+    codes_per_byte = 1 if method == "int8" else 2
+    num_code_bytes = num_blocks * BLOCK // codes_per_byte
 
     codes = encoded[:, :num_code_bytes].view(torch.int8)
     if method == "int4":
-        # The low four bits of each byte are a code from the first half of the row, the high four
-        # bits one from the second half. A right shift of a signed integer repeats the sign bit, so
-        # a code with the bits 1101, in the high half of a byte, becomes 11111101, which is -3. A
-        # code in the low half is shifted to the high half first.
-        low_codes = (codes << 4) >> 4
-        high_codes = codes >> 4
-        codes = torch.cat([low_codes, high_codes], dim=1)
+        codes = _unpack_four_bit_codes(codes)
+    code_blocks = codes.view(len(encoded), num_blocks, BLOCK)  # (rows, blocks, values of a block)
 
-    scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)
-    scales = scales.to(wide_dtype(out.dtype))  # (rows, blocks)
-    code_blocks = codes.view(len(encoded), -1, BLOCK)  # (rows, blocks, values of a block)
-    torch.mul(code_blocks, scales.unsqueeze(2), out=out.view(code_blocks.shape))
+    scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)  # (rows, blocks)
+    scales = scales.to(wide_dtype(out.dtype)).unsqueeze(2)
+
+    # number = code * scale
+    torch.mul(code_blocks, scales, out=out.view(code_blocks.shape))
     return out
+
+
+def _unpack_four_bit_codes(packed: Tensor) -> Tensor:
+    """Returns the codes from -7 to 7 that are packed two to a byte.
+
+    The low four bits of each byte are a code of the first half of the row, and the high four bits a
+    code of the second half. The byte `1101 0010`, for example, has the codes 2 and -3.
+
+    Args:
+        packed: tensor of dtype int8, shape `(rows, n / 2)`.
+
+    Returns:
+        A tensor of dtype int8, shape `(rows, n)`.
+    """
+    # A right shift of a signed integer repeats the sign bit: 1101 0010 becomes 1111 1101, which is
+    # -3 as an int8.
+    codes_of_second_half = packed >> 4
+
+    # Shift the low bits to the high half first, which drops the other code: 1101 0010 becomes
+    # 0010 0000, and then 0000 0010, which is 2.
+    codes_of_first_half = (packed << 4) >> 4
+
+    return torch.cat([codes_of_first_half, codes_of_second_half], dim=1)

@@ -126,27 +126,33 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # The last sum may have written NaN to the padding, because the padding shares a block with
-        # the last values of the vector.
+        # `values` is the beginning of `_padded`; the rest is padding. The last sum may have written
+        # NaN to it, because the padding shares a quantization block, and its scale, with the last
+        # values of the vector.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
             self._finish = self._start_exchange(self._padded)
         else:
             # The ranks of this machine add up their vectors in shared memory, each a part of it.
-            # Then `between` is called with this rank's part, and sums it over the machines.
-            self._finish = shared.start_all_reduce(self._padded, between=self._start_exchange)
+            # Then `_start_exchange` is called with this rank's part, and sums it over the machines.
+            self._finish = shared.start_all_reduce(
+                self._padded, start_between_machines=self._start_exchange
+            )
 
     def advance(self) -> None:
-        """Waits for the other peers' values of this peer's chunk, adds them, and sends the sum."""
+        """Makes the second of three steps: adds up this peer's chunk, and sends the sum to all.
+
+        `start` has sent the chunks, and `end` will wait for the sums.
+        """
         peers = self._peers
         self._wait_for_exchange()
 
         # `_received` has a row for each peer: the encoded values that it sent. They are added in
         # the order of the peers; this peer's own values are not quantized.
-        any_chunk = self._chunks[:1]  # for its shape, (1, values)
-        total = torch.zeros_like(any_chunk)
-        buffer = torch.empty_like(any_chunk)
+        shape_of_chunk = (1, self._chunks.shape[1])
+        total = self._chunks.new_zeros(shape_of_chunk)
+        buffer = self._chunks.new_empty(shape_of_chunk)
         for peer, encoded in enumerate(torch.split(self._received, 1)):
             if peer == peers.number:
                 total += self._chunks[peer]
@@ -179,7 +185,7 @@ class QuantizedSum:
             False if that run had other peers, or the state belongs to another vector; nothing is
             loaded then.
         """
-        if not self.state:  # with bf16 there is nothing to load
+        if not self.state:  # bf16 keeps no rounding errors, so there is nothing to load
             return True
 
         # A vector of another length, or another number of peers, has a residual of another shape.
@@ -190,27 +196,34 @@ class QuantizedSum:
         if not torch.equal(own["peers"], self.state["peers"]):
             return False
 
+        # The rounding errors of the last step, which are added to the next one.
         self.state["residual"].copy_(own["residual"])
         return True
 
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
-        """Begins to send this rank's shard of its peer's vector, one chunk to each peer.
+        """Begins to send this rank's values, one chunk to each peer.
+
+        This is the first of two exchanges. The second one, in which each peer sends the sum of its
+        chunk to all others, is begun by `advance`.
 
         Args:
-            shard: if the peer is a rank, its whole vector. If it is a machine, the part of the
-                vector that this rank has summed over the ranks of the machine.
+            shard: the values that this rank sends: if the peer is a rank, its whole vector; if it
+                is a machine, the part of the vector that this rank has summed over the ranks of the
+                machine.
 
         Returns:
-            A function that waits for the sums and writes them to `shard`.
+            A function, to be called after `advance`, that waits for the sums of all chunks and
+            writes them to `shard`.
         """
         # Add the rounding errors of the last step (not with bf16, which keeps none).
         peers = self._peers
         if "residual" in self.state:
             shard += self.state["residual"]
-        self._chunks = shard.view(peers.size, -1)  # (peers, values)
+        self._chunks = shard.view(peers.size, -1)  # (peers, values): a chunk for each peer
 
-        # `encode` writes its rounding errors to the residual. The residual of this peer's own chunk
-        # is overwritten by `advance`, which sends the sum of that chunk.
+        # `encode` writes the rounding errors of all chunks to the residual. For this peer's own
+        # chunk these are not the final ones: its sum will be rounded once more when it is sent, and
+        # then `advance` overwrites them.
         all_chunks = slice(None)
         encoded = encode(self._chunks, self._method, self._residual_of_chunks(all_chunks))
         self._received = torch.empty_like(encoded)

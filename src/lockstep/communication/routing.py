@@ -63,7 +63,7 @@ def all_reduce(
 
         # Only the ranks of this machine: the step between the machines is skipped.
         if _is_group_of_machine(group, shared):
-            wait = shared.start_all_reduce(tensor, op, between=_skip_other_machines)
+            wait = shared.start_all_reduce(tensor, op, start_between_machines=_skip_other_machines)
             wait()
             return
 
@@ -87,7 +87,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
         # Only the ranks of this machine: the step between the machines is skipped.
         if _is_group_of_machine(group, shared):
-            return shared.start_all_reduce(tensor, between=_skip_other_machines)
+            return shared.start_all_reduce(tensor, start_between_machines=_skip_other_machines)
 
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
@@ -139,10 +139,10 @@ def start_all_to_all(
     if sent[0].is_cuda:
         works = [dist.all_to_all(list(received), list(sent), group=group, async_op=True)]
     else:
-        # Gloo's own all_to_all is not used, because there each rank sends before it receives. A
-        # rank sends data only after the receiver has told it to be ready. But a receiver that is
-        # sending tells this only after its own data. So of two ranks only one sends at a time, and
-        # a slow link is idle in one direction. Here all ranks start to receive first.
+        # Gloo's own all_to_all is not used, because it is slow: in it, of two ranks only one sends
+        # at a time, and the link between them is idle in one direction. The reason is that each
+        # rank sends before it receives, while Gloo sends data only to a receiver that is ready.
+        # Here all ranks start to receive first.
         received[own_rank].copy_(sent[own_rank])
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
@@ -179,7 +179,8 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
         shared.all_gather(rows, tensor)
         return
 
-    # A small tensor takes long in a ring of many ranks, so the first rank gathers it.
+    # In a ring of many ranks a small tensor takes long. It is faster to gather all tensors on the
+    # first rank, which then sends them to every rank.
     if len(rows) > MAX_RING_RANKS and _is_small(tensor):
         traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
         return

@@ -60,7 +60,7 @@ which fit into the CPU's caches; if ranks share cores, half this size takes twic
 MAX_RANKS_IN_SLOT_SIZE = 8
 MAX_BYTES_OF_ALL_SLOTS = 2**29
 """An upper limit, because every rank maps all slots and needs page tables for them."""
-ALL_TO_ALL_BYTES = 2**21
+MAX_BYTES_READ_BY_ALL = 2**21
 """If the tensors of all ranks together have at most this size, every rank sums everything: reading
 more memory costs less than a second barrier. The tensor must also fit into a slot."""
 TRIES_BEFORE_SLEEP = 300
@@ -69,8 +69,9 @@ long as falling asleep and being woken (Karlin et al., SODA 1990)."""
 TRIES_BEFORE_SLEEP_ON_SHARED_CORES = 40
 """The same if there are more ranks than cores: about 15 microseconds."""
 MAX_RANKS_OF_FLAT_BARRIER = 8
-"""Up to this number of ranks, all ranks wake each other in a barrier. It is also the number of
-ranks that a rank looks at when it checks whether other ranks have ended."""
+"""Up to this number of ranks, all ranks wake each other in a barrier."""
+MAX_RANKS_CHECKED_AT_ONCE = MAX_RANKS_OF_FLAT_BARRIER
+"""How many ranks a rank looks at when it checks whether others have ended."""
 MAX_RECORDED_CALLS = 64
 CHECK_INTERVAL_S = 1.0
 """How often a sleeping rank checks whether the other ranks still run, in seconds."""
@@ -78,7 +79,7 @@ CHECK_INTERVAL_S = 1.0
 TOKEN_BYTES = 32
 CACHE_LINE_BYTES = 64
 """A semaphore has 32 bytes (glibc) or fewer."""
-CALL_WORDS_BYTES = 2 * CACHE_LINE_BYTES
+DESCRIPTION_BYTES = 2 * CACHE_LINE_BYTES
 BARRIER_NUMBER = struct.Struct("=q")
 PARITIES = (0, 1)
 
@@ -119,8 +120,8 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        end_of_words = self.call(size, 0)
-        self.slots = _round_up(end_of_words, mmap.PAGESIZE)
+        end_of_descriptions = self.call(size, 0)
+        self.slots = _round_up(end_of_descriptions, mmap.PAGESIZE)
         num_slots = 2 * size
         most = max(MAX_BYTES_OF_ALL_SLOTS // num_slots, CACHE_LINE_BYTES * size)
         most_in_whole_pages = most // mmap.PAGESIZE * mmap.PAGESIZE
@@ -143,7 +144,7 @@ class _Layout:
     def call(self, rank: int, parity: int) -> int:
         """Returns the offset of the description of a rank's call."""
         begin = CACHE_LINE_BYTES * (1 + 3 * self.size)
-        return begin + CALL_WORDS_BYTES * (2 * rank + parity)
+        return begin + DESCRIPTION_BYTES * (2 * rank + parity)
 
 
 class _Time(ctypes.Structure):
@@ -177,6 +178,7 @@ class _Semaphores:
         Returns:
             True if it was posted; False if the time is over or a signal ended the sleep.
         """
+        # `sem_timedwait` takes the time of day at which to stop waiting.
         whole_seconds, fraction = divmod(time.time() + seconds, 1.0)
         deadline = _Time(int(whole_seconds), int(fraction * 1e9))
         if self._timed_wait(address, deadline) == 0:
@@ -213,16 +215,31 @@ class _Barrier(NamedTuple):
         own = semaphores[rank]
         others = [*semaphores[:rank], *semaphores[rank + 1 :]]
 
-        # Few ranks: each posts to all others, and waits for all of them.
+        # Few ranks: each posts to all others, and waits until all of them have posted.
         if len(semaphores) <= MAX_RANKS_OF_FLAT_BARRIER:
-            return cls(own, len(others), posted_on_arrival=others, posted_after_waiting=[])
+            return cls(
+                own,
+                num_posts_awaited=len(others),
+                posted_on_arrival=others,
+                posted_after_waiting=[],
+            )
 
-        # Many ranks: the first one waits for all others, then wakes each of them.
+        # Many ranks: the first one waits until all others have posted, then wakes each of them.
         if rank == 0:
-            return cls(own, len(others), posted_on_arrival=[], posted_after_waiting=others)
+            return cls(
+                own,
+                num_posts_awaited=len(others),
+                posted_on_arrival=[],
+                posted_after_waiting=others,
+            )
 
         # The others tell the first one that they have arrived, and wait until it wakes them.
-        return cls(own, 1, posted_on_arrival=[semaphores[0]], posted_after_waiting=[])
+        return cls(
+            own,
+            num_posts_awaited=1,
+            posted_on_arrival=[semaphores[0]],
+            posted_after_waiting=[],
+        )
 
 
 class SharedMemory:
@@ -260,9 +277,9 @@ class SharedMemory:
         for pid in pids.values():
             cores |= os.sched_getaffinity(pid)
         if self._local_size <= len(cores):
-            self._tries = TRIES_BEFORE_SLEEP
+            self._num_tries_before_sleep = TRIES_BEFORE_SLEEP
         else:
-            self._tries = TRIES_BEFORE_SLEEP_ON_SHARED_CORES
+            self._num_tries_before_sleep = TRIES_BEFORE_SLEEP_ON_SHARED_CORES
 
         self.calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
         """The latest calls, the oldest first; the watchdog's thread reads them."""
@@ -302,8 +319,8 @@ class SharedMemory:
         """The number of the last call that has begun."""
         self._num_checks = 0
         """How often this rank has checked whether other ranks have ended."""
-        self._words_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
-        self._words_to_compare: bytes | None = None
+        self._description_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
+        self._description_to_compare: bytes | None = None
         """The description of the current call, until ranks compare it in the first barrier."""
         self._broken = ""
         """The error message for later calls if the last call does not complete."""
@@ -338,10 +355,10 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a rank has ended, or did not arrive in time.
         """
         own = tensor.detach().view(-1)
-        # `ALL_TO_ALL_BYTES` limits what a rank reads: the tensors of all ranks together.
-        max_bytes = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
 
-        # A small tensor on one machine: every rank reduces all of it.
+        # A small tensor on one machine: every rank reads the tensors of all ranks, and reduces all
+        # of it. Each must fit into a slot, and all together be quick to read.
+        max_bytes = min(self._slot_bytes, MAX_BYTES_READ_BY_ALL // self._local_size)
         if self.is_only_machine and own.nbytes <= max_bytes:
             with self._calling("all_reduce", tensor, _how(op)):
                 self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
@@ -358,7 +375,7 @@ class SharedMemory:
         op: Any = dist.ReduceOp.SUM,
         *,
         scale: float = 1.0,
-        between: Callable[[Tensor], Callable[[], object]] | None = None,
+        start_between_machines: Callable[[Tensor], Callable[[], object]] | None = None,
     ) -> Callable[[], None]:
         """Starts an all-reduce, and returns a function that completes it.
 
@@ -369,9 +386,10 @@ class SharedMemory:
             tensor: see `all_reduce`.
             op: see `all_reduce`.
             scale: see `all_reduce`.
-            between: function that replaces the all-reduce between the machines. It is called with
-                this rank's slice of the sum over this machine, which it must change in place, and
-                returns a function that waits for the result.
+            start_between_machines: function that makes the exchange between the machines in place
+                of this method's all-reduce. It is called with this rank's slice of the sum over
+                this machine, which it must change in place, and returns a function that waits for
+                the result. It counts the bytes that it sends.
         """
         # First within the machine: each rank reduces one slice.
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
@@ -383,8 +401,8 @@ class SharedMemory:
         own_slice = slices[self._local_rank]
         wait: Callable[[], object] | None = None
         group = self.group_across_machines
-        if between is not None:
-            wait = between(own_slice)
+        if start_between_machines is not None:
+            wait = start_between_machines(own_slice)
         elif group is not None and own_slice.numel():
             work = cast(dist.Work, dist.all_reduce(own_slice, op, group, async_op=True))
             wait = partial(traffic.wait, work.wait)
@@ -418,7 +436,7 @@ class SharedMemory:
         max_nodes_of_rank = max(sums.num_nodes_of_rank)
         num_nodes = sum(sums.num_nodes_of_rank)
         nodes_fit_into_slot = total.nbytes * max_nodes_of_rank <= self._slot_bytes
-        is_quick_to_read = total.nbytes * num_nodes <= ALL_TO_ALL_BYTES
+        is_quick_to_read = total.nbytes * num_nodes <= MAX_BYTES_READ_BY_ALL
 
         with self._calling("all_reduce", total, how=" in a tree"):
             if nodes_fit_into_slot and is_quick_to_read:
@@ -429,6 +447,7 @@ class SharedMemory:
             else:
                 self._sum_tree_in_slices(nodes, total, sums, scale)
 
+        # A rank without nodes still takes part; it counts as one.
         traffic.shared += total.nbytes * max(1, len(nodes))
 
     def _sum_tree_in_slices(
@@ -441,7 +460,8 @@ class SharedMemory:
         slices_of_total = torch.tensor_split(total, self._local_size)
         own_slice = slices_of_total[self._local_rank]
 
-        # The sum of this rank's slice is written to `own_slice`, which is a part of `total`.
+        # The sum of this rank's slice is written to `own_slice`, which is a part of `total`. Of
+        # `whole` only the dtype and the number of elements are used.
         self._reduce_scatter_in_tree(
             slices_of_nodes=[torch.tensor_split(node, self._local_size) for node in nodes],
             totals=[own_slice],
@@ -464,22 +484,24 @@ class SharedMemory:
         *,
         whole: Tensor,
     ) -> None:
-        """Sums over the virtual ranks of this machine, and writes this rank's slices to `totals`.
+        """Adds partial sums of the ranks of this machine; each rank gets one slice of the results.
 
-        Errors are those of `all_reduce`.
+        The partial sums are added in the order of a tree, which `merges` describes. With the merges
+        `(0, 1, 0)`, the partial sums a, b and c of the ranks become two results: `a + b` and `c`.
+        There are several results if some of the partial sums have to be added to those of other
+        machines first. Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: this rank's partial sums, each cut into slices: the slice
-                `slices_of_nodes[n][r]` of partial sum n is the one that rank r of this machine
-                needs. The slices are as long as those of `torch.tensor_split(whole, ranks)`. They
-                are overwritten.
-            totals: tensors that this rank's slices of the sums are written to, as many as values
-                are left after all merges.
-            num_nodes_of_rank: number of nodes of each rank of this machine.
-            merges: for each node of each rank, how many merges follow its push onto the stack; see
-                `add_in_tree`.
-            whole: tensor with the dtype and the number of elements of a node. Its values are not
-                read.
+            slices_of_nodes: this rank's partial sums (nodes of the tree), each cut into slices: the
+                slice `slices_of_nodes[n][r]` of partial sum n is the one that rank r of this
+                machine needs. The slices are as long as those of `torch.tensor_split(whole,
+                ranks)`. They are overwritten.
+            totals: for each result, the tensor that this rank's slice of it is written to.
+            num_nodes_of_rank: for each rank of this machine, how many partial sums it has.
+            merges: for each partial sum, in the order of the ranks, how many additions follow when
+                it is pushed onto the stack; see `add_in_tree`.
+            whole: tensor with the dtype and the number of elements of a partial sum. Its values are
+                not read.
         """
         # " in a tree" distinguishes this call from other reduce-scatters when ranks compare calls.
         with self._calling("reduce_scatter", whole, how=" in a tree"):
@@ -513,6 +535,9 @@ class SharedMemory:
             # Even an empty tensor has one piece, so that the ranks wait for each other.
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
+
+                # Each rank has two slots, used in turn. Nobody reads the next one any more: all
+                # ranks have passed a barrier since they read it.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
@@ -544,8 +569,9 @@ class SharedMemory:
         A model's communication hook, for example, may still be called after the run has ended.
         """
         with self._lock:
-            # `_calling` refuses a call if an earlier one has begun and not completed. So a call is
-            # counted as begun that never completes, and `_broken` is the error that it then raises.
+            # `_calling` refuses a call if an earlier one has begun and not completed
+            # (`completed < _number`), with the message `_broken`. Pretend that such a call has
+            # begun, so that every later call raises this error.
             self._number = self.completed + 1
             self._broken = "shared memory: after world.close()"
 
@@ -570,7 +596,7 @@ class SharedMemory:
                 "is_p2p": False,
                 "collective_seq_id": call.number,
                 "input_sizes": [call.shape],
-                "output_sizes": [call.shape],
+                "output_sizes": [call.shape],  # only the tensor that was passed is recorded
                 "input_dtypes": [str(call.dtype).removeprefix("torch.")],
                 "state": "completed" if call.number <= self.completed else "scheduled",
                 "time_created_ns": int(call.time_s * 1e9),
@@ -730,6 +756,9 @@ class SharedMemory:
         # Even if all parts are empty there is one piece, so that the ranks wait for each other.
         for start in range(0, max(1, longest), piece_numel):
             pieces = [part[start : start + piece_numel] for part in parts]
+
+            # Each rank has two slots, used in turn. Nobody reads the next one any more: all ranks
+            # have passed a barrier since they read it.
             slots = self._next_slots(parts[0].dtype)
             own_piece = pieces[self._local_rank]
             slots[self._local_rank][: len(own_piece)].copy_(own_piece)
@@ -774,11 +803,12 @@ class SharedMemory:
             shape = tuple(tensor.shape)
             thread = threading.get_ident()
             self.calls.append(Call(self._number, op, shape, tensor.dtype, time.time(), thread))
-            self._words_to_compare = self._call_words(op + how, tensor)
+            self._description_to_compare = self._describe_call(op + how, tensor)
 
             try:
                 yield
             except BaseException:
+                # Tell the other ranks, which may be waiting in a barrier, that this one has left.
                 self._publish_barrier_number(has_left_collective=True)
                 raise
 
@@ -796,59 +826,66 @@ class SharedMemory:
         own_offset = self._barrier_number_offsets[self._local_rank]
         BARRIER_NUMBER.pack_into(self._memory, own_offset, number)
 
-    def _call_words(self, name: str, tensor: Tensor) -> bytes:
+    def _describe_call(self, name: str, tensor: Tensor) -> bytes:
         """Returns the description of a call by which ranks compare their calls.
 
-        It is padded with spaces to `CALL_WORDS_BYTES`.
+        It is padded with spaces to `DESCRIPTION_BYTES`.
 
         Args:
             name: name of the collective.
             tensor: the tensor that it is called with.
         """
         key = (name, tensor.dtype, tensor.numel())
-        if key not in self._words_of_call:
+        if key not in self._description_of_call:
             dtype_name = str(tensor.dtype).removeprefix("torch.")
-            words = f"{name} of {tensor.numel()} numbers in {dtype_name}"
-            self._words_of_call[key] = words.encode().ljust(CALL_WORDS_BYTES)
-        return self._words_of_call[key]
+            description = f"{name} of {tensor.numel()} numbers in {dtype_name}"
+            self._description_of_call[key] = description.encode().ljust(DESCRIPTION_BYTES)
+        return self._description_of_call[key]
 
     def _barrier(self) -> None:
         """Waits until all ranks have arrived; then everything they wrote before can be read.
 
+        Up to 8 ranks: each posts the semaphores of all others when it arrives, and waits until its
+        own was posted by all others. More ranks: each posts that of the first rank when it arrives.
+        The first rank waits until all others have done so, and then posts the semaphore of each of
+        them, which is what they wait for.
+
         In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
         self._num_barriers += 1
-        parity = self._num_barriers & 1
         memory = self._memory
         self._publish_barrier_number()
 
-        # Write the description of this rank's call, if this is the first barrier of the call.
-        words = self._words_to_compare  # None in later barriers
-        offsets = self._call_offsets[parity]  # of the description of each rank's call
-        if words is not None:
-            own_offset = offsets[self._local_rank]
-            memory[own_offset : own_offset + CALL_WORDS_BYTES] = words
-
-        # Wait for the other ranks. Up to 8 ranks: each posts the semaphores of all others when it
-        # arrives, and waits until its own was posted by all others. More ranks: each posts that of
-        # the first rank when it arrives. The first rank waits until all others have done so, and
-        # then posts the semaphore of each of them, which is what they wait for.
+        # Even and odd barriers have semaphores of their own: a rank that is already at the next
+        # barrier must not wake one that still waits in this one.
+        parity = self._num_barriers & 1
         barrier = self._barrier_of_parity[parity]
+
+        # Write the description of this rank's call, if this is the first barrier of the call.
+        description = self._description_to_compare  # None in later barriers
+        offsets = self._call_offsets[parity]  # of the description of each rank's call
+        if description is not None:
+            own_offset = offsets[self._local_rank]
+            memory[own_offset : own_offset + DESCRIPTION_BYTES] = description
+
+        # Arrive, wait, and wake those ranks that wait for this one.
         for semaphore in barrier.posted_on_arrival:
             self._functions.post(semaphore)
+
         begin = time.perf_counter()
         for _ in range(barrier.num_posts_awaited):
             self._wait(barrier.own)
         traffic.blocked_s += time.perf_counter() - begin
+
         for semaphore in barrier.posted_after_waiting:
             self._functions.post(semaphore)
 
         # Compare the calls of all ranks.
-        if words is not None:
-            self._words_to_compare = None
-            words_of_ranks = [memory[offset : offset + CALL_WORDS_BYTES] for offset in offsets]
-            if words_of_ranks.count(words) != self._local_size:
-                raise self._calls_differ_error(words_of_ranks)
+        if description is not None:
+            self._description_to_compare = None
+            descriptions = [memory[offset : offset + DESCRIPTION_BYTES] for offset in offsets]
+            if descriptions.count(description) != self._local_size:
+                raise self._calls_differ_error(descriptions)
 
     def _wait(self, semaphore: int) -> None:
         """Waits until the semaphore is posted.
@@ -858,10 +895,11 @@ class SharedMemory:
         Raises:
             torch.distributed.DistNetworkError: a rank has ended, or did not arrive in time.
         """
-        for _ in range(self._tries):
+        for _ in range(self._num_tries_before_sleep):
             if self._functions.try_wait(semaphore) == 0:
                 return
 
+        # Sleep until it is posted. After each second without a post, find out why.
         deadline = time.monotonic() + self._timeout_s
         while not self._functions.posted_within(CHECK_INTERVAL_S, semaphore):
             call = f"{self.calls[-1].op} number {self._number}"
@@ -880,28 +918,30 @@ class SharedMemory:
     def _find_ended_ranks(self) -> list[int]:
         """Returns ranks that have ended before this barrier, which can then not complete.
 
-        Not every rank looks at all others, because each look is a system call. So the list may be
-        incomplete, or empty although some rank has ended.
+        Looking whether a rank still runs is a system call, so ranks share the work:
+
+        1. Up to 8 ranks, or this is the first rank: it looks at all ranks that are absent.
+        2. More ranks, and the first one waits in this barrier: that one looks at all the others,
+           and this rank looks only at the first one.
+        3. More ranks, and the first one does not wait here: this rank looks at a few of the absent
+           ranks, in each call at others.
+
+        So the list may be incomplete, or empty although some rank has ended.
         """
-        # Up to 8 ranks: every rank waits for all others, and looks at all that are absent. With
-        # more ranks, only the first rank does so.
-        num_others = self._local_size - 1
-        waits_for_all_others = self._barrier_of_parity[0].num_posts_awaited == num_others
-        if waits_for_all_others:
+        first_rank = self.ranks[:1]
+        is_first_rank = self._local_rank == 0
+        if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
             return self._ended(self._absent_ranks())
 
-        # This rank only waits for the first rank. If that has arrived, it looks at all others, and
-        # this rank only looks at the first one. The number of barriers that the first rank has
-        # reached is negative if it has left the collective: then it looks at nobody.
-        first_rank = self.ranks[:1]
+        # How many barriers the first rank has reached. It makes the number negative when an error
+        # ends its collective; it then waits for nobody.
         offset_of_first = self._barrier_number_offsets[0]
         (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, offset_of_first)
-        first_rank_watches_others = barriers_of_first >= self._num_barriers
-        if first_rank_watches_others:
+        first_rank_waits_here = barriers_of_first >= self._num_barriers
+        if first_rank_waits_here:
             return self._ended(first_rank)
 
-        # Otherwise this rank looks at a few of the absent ranks. The first rank is looked at last,
-        # because it may have ended only because another one had.
+        # The first rank is looked at last, because it may have ended only because another one had.
         ended_ranks = self._ended(self._next_ranks_to_check())
         return ended_ranks or self._ended(first_rank)
 
@@ -911,13 +951,13 @@ class SharedMemory:
         Of the absent ranks 1 to 10, the first call returns 1 to 8, and the second call 1 to 6, 9
         and 10.
         """
-        absent_ranks = self._absent_ranks()
-        begin = MAX_RANKS_OF_FLAT_BARRIER * self._num_checks % len(absent_ranks)
+        absent_ranks = self._absent_ranks()  # at least one
+        begin = MAX_RANKS_CHECKED_AT_ONCE * self._num_checks % len(absent_ranks)
         self._num_checks += 1
 
         # The list is doubled so that the few ranks may begin near its end.
         in_circle = 2 * absent_ranks
-        next_few = in_circle[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
+        next_few = in_circle[begin : begin + MAX_RANKS_CHECKED_AT_ONCE]
         return sorted(set(next_few))
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
@@ -927,8 +967,8 @@ class SharedMemory:
     def _absent_ranks(self) -> list[int]:
         """Returns the ranks for which this rank waits in the barrier; at least one.
 
-        These are the ranks that have not reached the barrier. If all have reached it, it is the
-        first rank, which has not woken this one yet.
+        These are the ranks that have not reached the barrier. If all have reached it, this rank
+        waits to be woken by the first rank, which is returned.
         """
         absent_ranks = []
         for rank, offset in zip(self.ranks, self._barrier_number_offsets, strict=True):
@@ -942,15 +982,16 @@ class SharedMemory:
             return absent_ranks
         return self.ranks[:1]
 
-    def _calls_differ_error(self, words_of_ranks: Sequence[bytes]) -> RanksDifferError:
+    def _calls_differ_error(self, descriptions: Sequence[bytes]) -> RanksDifferError:
         """Returns the error of ranks that have called different collectives.
 
         Args:
-            words_of_ranks: description of the call of each rank of this machine.
+            descriptions: for each rank of this machine, the description of its call, padded with
+                spaces.
         """
         calls = []
-        for rank, words in zip(self.ranks, words_of_ranks, strict=True):
-            calls.append(f"rank {rank}: {words.decode().strip()}")
+        for rank, description in zip(self.ranks, descriptions, strict=True):
+            calls.append(f"rank {rank}: {description.decode().strip()}")
         return RanksDifferError(
             "a collective",
             "; ".join(calls),
@@ -1085,6 +1126,10 @@ def open_shared_memory(
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     """Creates the memory with its semaphores, and keeps it open until the stack is closed.
 
+    Args:
+        size: number of ranks on this machine.
+        stack: closes this process's file descriptor of the memory.
+
     Returns:
         The arguments of `_map` in other processes: the ID of this process, its file descriptor of
         the memory, and the random token with which the memory begins.
@@ -1100,6 +1145,9 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     token = secrets.token_hex(TOKEN_BYTES // 2)  # two characters for each random byte
     with mmap.mmap(descriptor, layout.end) as memory:
         memory[:TOKEN_BYTES] = token.encode()
+
+        # The address of the mapping in this process. The object that it is taken from is released
+        # at once; otherwise the mapping could not be closed.
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for rank in range(size):
             for parity in PARITIES:

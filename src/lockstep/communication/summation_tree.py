@@ -78,11 +78,18 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     """Plans how ranks sum a tree.
 
     Each rank first sums its own leaves, which gives the values of one or more nodes. Then these
-    nodes of all ranks are summed. With 2 ranks and the bounds `(0, 3, 4)`, rank 0 passes on the
-    nodes 0 + 1 and 2, and rank 1 the node 3; they are summed to `(0 + 1) + (2 + 3)`.
+    nodes of all ranks are summed. In the following example 2 ranks sum 4 leaves, `(0 + 1) + (2 +
+    3)`, with the bounds `(0, 3, 4)`:
+
+    - Rank 0 pushes the leaves 0, 1 and 2 onto its stack, with a merge after leaf 1. The nodes
+      0 + 1 and 2 are left, and rank 0 passes their values on.
+    - Rank 1 pushes leaf 3 and passes it on.
+    - The three nodes are pushed onto another stack, with 0, 0 and 2 merges after them.
+
+    So the result has `merges_of_rank=((0, 1, 0), (0,))` and `merges=(0, 0, 2)`.
 
     Args:
-        present: whether each leaf has a value.
+        present: for each leaf, True if it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
     # For each rank, the nodes whose values it passes on.
@@ -91,24 +98,22 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     # First step: each rank pushes its leaves, and merges them into its nodes.
     leaves_of_rank = []
     merges_of_rank = []
-    for rank, nodes in enumerate(nodes_of_ranks):
+    for rank, nodes_of_rank in enumerate(nodes_of_ranks):
         leaves_in_range = range(bounds[rank], bounds[rank + 1])
         leaves = [leaf for leaf in leaves_in_range if present[leaf]]
         pushed_leaves = [Node(leaf, leaf + 1) for leaf in leaves]
         leaves_of_rank.append(tuple(leaves))
-        merges_of_rank.append(tuple(_merges_into_nodes(nodes, pushed_leaves)))
+        merges_of_rank.append(count_merges(pushed_leaves, into=nodes_of_rank))
 
     # Second step: the nodes of all ranks are pushed, and merged into the root, the whole sum.
-    pushed_nodes: list[Node] = []
-    for nodes in nodes_of_ranks:
-        pushed_nodes += nodes
+    pushed_nodes = list(itertools.chain(*nodes_of_ranks))
     root = Node(0, len(present))
 
     return RankSums(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=tuple(merges_after_pushes(root, pushed_nodes)),
+        merges=count_merges(pushed_nodes, into=[root]),
     )
 
 
@@ -131,60 +136,41 @@ def plan_sums_of_machines(
 ) -> MachineSums:
     """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
 
-    The ranks of a machine sum their own leaves. The machine sums the nodes of its ranks, and then
-    the nodes of all machines are summed.
+    There are three stages. Each rank sums its own leaves to the values of a few nodes, as in
+    `plan_sums`. Each machine sums the nodes of its ranks to fewer, larger nodes. Then the nodes of
+    all machines are summed. With 4 leaves, one on each of 4 ranks, and 2 machines, machine 0 sums
+    the leaves of its ranks to the node 0 + 1, machine 1 to 2 + 3, and both to the root.
 
     Args:
-        present: see `plan_sums`.
-        bounds: see `plan_sums`.
+        present: for each leaf, True if it has a value.
+        bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # The ranks of this machine pass on these nodes. The machine pushes all of them.
+    # The machine begins with the nodes whose values its ranks pass on.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
-    pushed_nodes: list[Node] = []
-    for nodes in nodes_of_ranks:
-        pushed_nodes += nodes
+    pushed_nodes = list(itertools.chain(*nodes_of_ranks))
 
-    # The machine merges them into the nodes that it passes on to the other machines. `merges` has a
-    # number for each pushed node: how many merges follow its push.
+    # It merges them into the largest nodes within the leaves of all its ranks together. In the
+    # example the bounds of the ranks are `(0, 1, 2, 3, 4)`, and those of the machines `(0, 2, 4)`.
     bounds_of_machines = bounds[::ranks_per_machine]
     nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
-    merges = _merges_into_nodes(nodes_of_machine, pushed_nodes)
 
     return MachineSums(
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=tuple(merges),
+        merges=count_merges(pushed_nodes, into=nodes_of_machine),
         num_nodes=len(nodes_of_machine),
         between_machines=plan_sums(present, bounds_of_machines),
     )
 
 
-def _merges_into_nodes(nodes: Sequence[Node], pushed: Sequence[Node]) -> list[int]:
-    """Returns how many merges follow each push when pushed values are merged into several nodes.
-
-    If the leaves 0, 1 and 2 are pushed, and merged into the nodes 0 + 1 and 2, the result is
-    `[0, 1, 0]`.
-
-    Args:
-        nodes: the nodes whose values are computed, from left to right.
-        pushed: the nodes whose values are pushed, from left to right. Each of them lies within one
-            of `nodes`.
-    """
-    merges: list[int] = []
-    for node in nodes:
-        # Appends a number for each pushed node within this node; the others are ignored.
-        merges += merges_after_pushes(node, pushed)
-    return merges
-
-
 def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list[list[Node]]:
-    """Returns, for each range of leaves, its largest nodes that have a value.
+    """Returns, for each range of leaves, its largest nodes. A node without any value is left out.
 
     Args:
-        present: whether each leaf has a value.
+        present: for each leaf, True if it has a value. A node has a value if any of its leaves has.
         bounds: range r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
     whole = Node(0, len(present))
@@ -221,44 +207,48 @@ def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:
     return largest_nodes(left, begin, end) + largest_nodes(right, begin, end)
 
 
-def merges_after_pushes(root: Node, pushed: Sequence[Node]) -> list[int]:
-    """Returns how many merges follow each push when the value of a node is computed.
+def count_merges(pushed: Sequence[Node], *, into: Sequence[Node]) -> tuple[int, ...]:
+    """Returns how many merges follow each push when pushed values are merged into given nodes.
 
-    For the root `(0, 4)` and its four leaves the result is `[0, 1, 0, 2]`: after the second push
-    leaves 0 and 1 are merged, after the last one leaves 2 and 3, and then the two sums.
+    If the leaves 0 to 3 are pushed and merged into the node `(0, 4)`, the result is `(0, 1, 0, 2)`:
+    after the second push the leaves 0 and 1 are merged, after the last one the leaves 2 and 3, and
+    then the two sums. If the leaves 0, 1 and 2 are merged into the nodes `(0, 2)` and `(2, 3)`, the
+    result is `(0, 1, 0)`.
 
     Args:
-        root: the node whose value is computed.
         pushed: the nodes whose values are pushed, from left to right. They do not overlap. Nodes
-            outside of the root are ignored.
-
-    Returns:
-        The number of merges for each pushed node within the root.
+            that lie within none of `into` are ignored.
+        into: the nodes whose values are left on the stack at the end, from left to right.
     """
     merges: list[int] = []
-    pushed_nodes = set(pushed)
+    for node in into:
+        merges += _merges_below(node, frozenset(pushed))
+    return tuple(merges)
 
-    def visit(node: Node) -> bool:
-        """Appends a number to `merges` for each pushed node within `node`.
 
-        Returns:
-            True if there is any, so that `node` has a value.
-        """
-        if node in pushed_nodes:
-            merges.append(0)
-            return True
+def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
+    """Returns how many merges follow the push of each node at and below a node of the tree.
 
-        is_absent_leaf = node.end - node.begin == 1
-        if is_absent_leaf:
-            return False
+    Args:
+        node: the node. Its value is left on the stack after these pushes and merges.
+        pushed: the nodes that are pushed, here or elsewhere in the tree.
 
-        left, right = node.children()
-        left_has_value = visit(left)
-        right_has_value = visit(right)
-        if left_has_value and right_has_value:
-            # They are merged after the last push so far, which was within the right child.
-            merges[-1] += 1
-        return left_has_value or right_has_value
+    Returns:
+        A number for each of them that is at or below `node`. The list is empty if there is none, so
+        that `node` has no value.
+    """
+    if node in pushed:
+        return [0]
 
-    visit(root)
-    return merges
+    is_leaf = node.end - node.begin == 1
+    if is_leaf:  # it was not pushed, because it is absent
+        return []
+
+    left, right = node.children()
+    merges_of_left = _merges_below(left, pushed)
+    merges_of_right = _merges_below(right, pushed)
+
+    # If both children have a value, they are merged after the last push within the right child.
+    if merges_of_left and merges_of_right:
+        merges_of_right[-1] += 1
+    return merges_of_left + merges_of_right

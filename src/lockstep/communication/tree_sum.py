@@ -64,8 +64,10 @@ class TreeSums:
             A function that waits for the sum. If several sums are under way, all processes must
             call their functions in the same order.
         """
+        # `self.ranks` says how many nodes each process has, and in which order all are added.
+        sums = self.ranks
         if self._num_processes == 1:
-            add_in_tree(nodes, self.ranks.merges, [total], overwrite=True)
+            add_in_tree(nodes, sums.merges, [total], overwrite=True)
             total.mul_(scale)
             return _do_nothing
 
@@ -76,11 +78,11 @@ class TreeSums:
         # Without shared memory, the sum goes through the backend.
         shared = routing.shared_memory()
         if shared is None or not shared.supports(total):
-            return _start_sliced_sum(nodes, total, self.ranks, scale, group=None)
+            return _start_sliced_sum(nodes, total, sums, scale, group=None)
 
         # If all processes are on this machine, the whole sum goes through its memory.
         if shared.is_only_machine:
-            shared.sum_in_tree(nodes, total, self.ranks, scale=scale)
+            shared.sum_in_tree(nodes, total, sums, scale=scale)
             return _do_nothing
 
         # With several machines, each sums the nodes of its own processes first. This is possible if
@@ -88,7 +90,7 @@ class TreeSums:
         # of the tree. Only in this case does the machine have a number.
         if shared.machine_number is not None:
             return self._start_between_machines(shared, shared.machine_number, nodes, total, scale)
-        return _start_sliced_sum(nodes, total, self.ranks, scale, group=None)
+        return _start_sliced_sum(nodes, total, sums, scale, group=None)
 
     def start_reduce_scatter(
         self, slices_of_nodes: Sequence[Sequence[Tensor]], total: Tensor, *, scale: float
@@ -99,12 +101,14 @@ class TreeSums:
             slices_of_nodes: this process's partial sums, each cut into slices: the slice
                 `slices_of_nodes[n][p]` of partial sum n is the one that process p needs. All
                 slices are as long as `total`. They are overwritten.
-            total: tensor that this process's slice of the sum is written to.
+            total: flat tensor that this process's slice of the sum is written to.
             scale: factor by which the sum is multiplied.
 
         Returns:
             A function that waits for the sum; see `start`.
         """
+        # The carrier is the device that the backend sends from, e.g. the CPU with Gloo. If the
+        # tensors are on another device, the sum is computed with copies of them.
         carrier = routing.carrier_device(total.device)
         if carrier != total.device:
             slices_on_carrier = []
@@ -118,7 +122,8 @@ class TreeSums:
         shared = routing.shared_memory()
         if shared is not None and shared.is_only_machine and shared.supports(total):
             # `whole` stands for all slices together: only its dtype and its number of elements are
-            # used. `expand` makes a tensor of that size without allocating memory.
+            # used. `expand` makes a tensor of shape `(processes, length of a slice)` without
+            # allocating memory.
             whole = total.expand(self._num_processes, -1)
             shared.reduce_scatter_in_tree(
                 slices_of_nodes,
@@ -227,10 +232,10 @@ def _start_sliced_sum(
     """Begins a sum in which each process of a group sums one slice, through the backend.
 
     Args:
-        nodes: see `TreeSums.start`.
-        total: see `TreeSums.start`.
+        nodes: the partial sums of this process: flat tensors as long as `total`.
+        total: flat tensor that the sum is written to.
         sums: how many nodes each process of the group has, and in which order they are added.
-        scale: see `TreeSums.start`.
+        scale: factor by which the sum is multiplied.
         group: the process group; None for all processes.
     """
     if total.numel() == 0:
@@ -254,9 +259,11 @@ def _start_sliced_sum(
         """Waits for this process's slice of the sum, then gathers the slices of all processes."""
         wait()
         rows = total.new_empty((num_processes, length_of_slice))
-        routing.all_gather(rows, own_slice, group)  # does not count the bytes that it sends
+        routing.all_gather(rows, own_slice, group)
+        total.copy_(rows.view(-1)[: len(total)])  # without the padding
+
+        # `routing.all_gather` leaves counting the bytes to its caller.
         traffic.sent += own_slice.nbytes * (num_processes - 1)
-        total.copy_(rows.view(-1)[: len(total)])
 
     return finish
 
@@ -282,7 +289,7 @@ def _start_sum_of_own_slice(
         A function that waits for the slices of the other processes, and writes the sum.
     """
     own_process = dist.get_rank(group)
-    length = len(own_total)  # of each slice
+    length_of_slice = len(own_total)
 
     # A message holds one slice of each node of its sender, one after the other.
     sent = []
@@ -290,7 +297,7 @@ def _start_sum_of_own_slice(
     for process, num_nodes in enumerate(sums.num_nodes_of_rank):
         slices = [slices_of_node[process] for slices_of_node in slices_of_nodes]
         sent.append(torch.cat(slices) if slices else own_total[:0])
-        received.append(own_total.new_empty(num_nodes * length))
+        received.append(own_total.new_empty(num_nodes * length_of_slice))
 
     # This process must have as many nodes as `sums` says.
     assert len(received[own_process]) == len(sent[own_process])
@@ -300,12 +307,15 @@ def _start_sum_of_own_slice(
         """Waits for the messages of all processes, then adds their slices in the tree's order."""
         wait()
 
-        # From left to right in the tree: the slices of the nodes of process 0, of process 1, ...
+        # Cut each message into the slices of its nodes. From left to right in the tree these are
+        # the slices of process 0, of process 1, ...
         values: list[Tensor] = []
         for num_nodes, message in zip(sums.num_nodes_of_rank, received, strict=True):
+            slices_of_process = message.view(num_nodes, length_of_slice)
             for node in range(num_nodes):
-                values.append(message[node * length : (node + 1) * length])
+                values.append(slices_of_process[node])
 
+        # Write the sum to `own_total`. The received slices may be overwritten on the way.
         add_in_tree(values, sums.merges, [own_total], overwrite=True)
         own_total.mul_(scale)
 

@@ -56,9 +56,9 @@ def checkpoint_activations(
     `checkpoint_activations(model)` chooses the repeated blocks of the model. It can be called
     before or after `world.prepare` (with `budget`, before it), and a second call wraps nothing
     twice. Random numbers (dropout) are the same in both runs. A SyncBatchNorm inside communicates
-    in both, at the same points on all ranks, so all ranks must choose the same submodules. With
-    `torch.compile` around them, torch does not support blocks that have their own buffers in
-    training (BatchNorm).
+    in both, at the same points on all ranks, so all ranks must choose the same submodules. If the
+    model is compiled (`torch.compile`), the submodules must have no buffers that change in
+    training, such as those of BatchNorm: torch does not support this.
 
     Args:
         module: the model, which is changed in place. The model as a whole is never wrapped.
@@ -139,10 +139,11 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
     Raises:
         SettingError: there are none.
     """
-    # The user's choice, without which the repeated blocks are found. If the choice matches nothing,
-    # `select_modules` raises an error that shows it in place of the braces.
+    # The user's choice, without which the repeated blocks are found.
     if submodules is not None:
-        selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
+        # How the error shows the call if nothing matches, with the choice in place of the braces.
+        call_for_error = "checkpoint_activations(..., {})"
+        selected = select_modules(module, submodules, call_for_error)
     else:
         selected = repeated_blocks(module)
 
@@ -227,8 +228,8 @@ def _add_until_it_fits(
     remaining = [number for number in activations.by_saving() if number not in recomputed]
     peaks = [activations.peak(recomputed)]
     while peaks[-1] > max_bytes and remaining:
-        # Of the first few, choose the one with the lowest peak, which also depends on where a block
-        # runs: the later it runs, the more is kept while it is recomputed.
+        # Compare the first few: which of them gives the lowest peak? Not always the first one. The
+        # later a block runs, the more is in memory while it is recomputed.
         first, *others = remaining[:MAX_BLOCKS_COMPARED]
         best = first
         lowest_peak = activations.peak(recomputed | {first})

@@ -248,15 +248,21 @@ class Recording:
             args: its further positional arguments.
             kwargs: its keyword arguments.
         """
-        # The state of the random stream from which the function will draw in the replay.
+        # If the script has seeded the random stream since the last draw, the replay must do so too
+        # before it calls the function.
         self._record_seeding()
 
-        # If the tensor is only a part of its memory, e.g. a slice, the rest keeps its earlier
-        # content. The memory then counts as read, so that the calls that wrote it are replayed too.
+        # Does the replay need the earlier content of the tensor's memory? Usually not: the function
+        # overwrites all of it. But if the tensor is a part of its memory, e.g. a slice, the rest
+        # keeps its content. The call then counts as reading the memory, so that the calls that have
+        # written it are replayed too.
         key = storage_key(tensor)
-        fills_memory = View.of(tensor).fills_memory()
-        this_memory = frozenset([key])
-        nothing: frozenset[int] = frozenset()
+        if View.of(tensor).fills_memory():
+            reads: frozenset[int] = frozenset()
+            overwrites = frozenset([key])
+        else:
+            reads = frozenset([key])
+            overwrites = frozenset()
 
         arguments = ((tensor, *args), kwargs)
         recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, arguments)
@@ -267,9 +273,9 @@ class Recording:
                 recorded_args,
                 recorded_kwargs,
                 outputs=[],
-                reads=nothing if fills_memory else this_memory,
-                overwrites=this_memory if fills_memory else nothing,
-                writes=this_memory,
+                reads=reads,
+                overwrites=overwrites,
+                writes=frozenset([key]),
                 is_random=True,
             )
         )
@@ -284,6 +290,7 @@ class Recording:
             return CPU
 
         if isinstance(leaf, torch.Generator):
+            # The generator itself is kept too: while it lives, no other object gets its `id`.
             if id(leaf) not in self._copies_of_generators:
                 self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
             return _GeneratorOfUser(id(leaf))
@@ -364,21 +371,30 @@ class Recording:
     def _needed_calls(self, keys: set[int]) -> list[bool]:
         """Decides for each call whether it contributes to the final content of some memory.
 
+        It goes through the calls from the last to the first, and keeps track of the memory whose
+        content matters at that point (the live memory of a compiler). For the final content of w:
+
+            zeros -> w           not needed: all of w is overwritten later
+            ones -> x            needed, because x matters
+            normal_(y)           not needed
+            w.copy_(x)           needed: it writes w. Before it, x matters instead of w.
+
         Args:
             keys: the keys of the memory.
         """
-        live = set(keys)
+        keys_that_matter = set(keys)
         needed: list[bool] = []
         for call in reversed(self.calls):
-            is_needed = isinstance(call, _Call) and not live.isdisjoint(call.writes)
-            if is_needed:
-                assert isinstance(call, _Call)
-                # Before this call, nothing needs to be known of the memory that it overwrites or
-                # creates, but its arguments must be right.
-                live -= call.overwrites
-                live -= {view.key for view in call.outputs}
-                live |= call.reads
-            needed.append(is_needed)
+            if isinstance(call, _StreamBegins) or keys_that_matter.isdisjoint(call.writes):
+                needed.append(False)
+                continue
+
+            # The call gives its result to memory that matters. Before the call, the content of what
+            # it overwrites or creates does not matter, but that of what it reads does.
+            needed.append(True)
+            keys_that_matter -= call.overwrites
+            keys_that_matter -= {view.key for view in call.outputs}
+            keys_that_matter |= call.reads
 
         needed.reverse()
         return needed
@@ -440,16 +456,18 @@ class _Replay:
     def _find_last_uses(self) -> dict[int, list[int]]:
         """Returns, for the number of each needed call, the keys of memory that it uses last.
 
-        That memory can be freed after the call. The number of a call is its index in the recording;
-        a call that only advances the random stream uses no memory of the replay.
+        That memory can be freed after the call. The number of a call is its index in the recording.
         """
         last_use: dict[int, list[int]] = {}
         used_later: set[int] = set()
         calls = self._recording.calls
         for number in reversed(range(len(calls))):
+            # A call that is not needed either does not run, or runs on memory of its own, only to
+            # advance the random stream.
             call = calls[number]
             if not self._needed[number] or not isinstance(call, _Call):
                 continue
+
             used = call.reads | call.writes
             last_use[number] = [key for key in used if key not in used_later]
             used_later |= used
@@ -463,14 +481,25 @@ class _Replay:
             with torch.no_grad():
                 for number, call in enumerate(self._recording.calls):
                     if isinstance(call, _StreamBegins):
-                        state = next(self._states)
-                        if self._runs[number] and state is not None:
-                            torch.set_rng_state(state)
+                        self._set_stream(is_used=self._runs[number])
                     elif self._runs[number]:
+                        # If its result is not needed, the call only advances the random stream.
                         self._call(call, is_needed=self._needed[number])
                         self._free(number)
         finally:
             torch.set_rng_state(state_before)
+
+    def _set_stream(self, *, is_used: bool) -> None:
+        """Sets the random stream to its state at a `_StreamBegins` of the recording.
+
+        Args:
+            is_used: False if no call that runs draws from the stream from here on.
+        """
+        # There is a state for each `_StreamBegins`, in order, so it is also taken if it is not
+        # used. None means that the stream goes on as it is.
+        state = next(self._states)
+        if is_used and state is not None:
+            torch.set_rng_state(state)
 
     def _free(self, number: int) -> None:
         """Frees memory that is not used after a call, and delivers it if it was asked for."""
@@ -496,8 +525,10 @@ class _Replay:
             memory = {}
             keys_to_zero = call.reads
 
-        def make_real(leaf: Any) -> Any:
-            return self._real_argument(leaf, memory, keys_to_zero)
+        # A `View` stands for a tensor in the recorded arguments. It is a named tuple, so torch must
+        # be told that it is a leaf and not a container.
+        def make_real(argument: Any) -> Any:
+            return self._real_argument(argument, memory, keys_to_zero)
 
         args, kwargs = pytree.tree_map(make_real, (call.args, call.kwargs), is_leaf=_is_view)
         result = call.operation(*args, **kwargs)
@@ -505,27 +536,29 @@ class _Replay:
             self._keep_outputs(call, result, args, kwargs)
 
     def _real_argument(
-        self, leaf: Any, memory: dict[int, torch.UntypedStorage], keys_to_zero: Collection[int]
+        self, recorded: Any, memory: dict[int, torch.UntypedStorage], keys_to_zero: Collection[int]
     ) -> Any:
         """Returns the real argument for a recorded one.
 
         Args:
-            leaf: the recorded argument.
+            recorded: the recorded argument. A `View` stands for a tensor: it says which memory the
+                tensor has (by a key), and its shape, strides and dtype.
             memory: the real memory by key. Memory that is missing is allocated and added: it was
                 created by `torch.empty`, for example, which is not recorded.
             keys_to_zero: keys of the memory that is filled with 0 when it is allocated.
         """
-        if isinstance(leaf, _GeneratorOfUser):
-            return self._generators[leaf.identifier]
-        if not isinstance(leaf, View):
-            return leaf
+        if isinstance(recorded, _GeneratorOfUser):
+            return self._generators[recorded.identifier]
+        if not isinstance(recorded, View):
+            return recorded
 
-        if leaf.key not in memory:
-            allocated = torch.empty(leaf.num_bytes, dtype=torch.uint8, device=CPU)
-            if leaf.key in keys_to_zero:
+        view = recorded
+        if view.key not in memory:
+            allocated = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
+            if view.key in keys_to_zero:
                 allocated.zero_()
-            memory[leaf.key] = allocated.untyped_storage()
-        return leaf.in_memory(memory[leaf.key])
+            memory[view.key] = allocated.untyped_storage()
+        return view.in_memory(memory[view.key])
 
     def _keep_outputs(self, call: _Call, result: Any, args: Any, kwargs: Any) -> None:
         """Keeps the memory of the tensors that an operation has created.
@@ -539,8 +572,9 @@ class _Replay:
         if not call.outputs:
             return
 
+        # The operation may also have returned its arguments, or views of them. These are not new.
         returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        created = _outside_arguments(returned, args, kwargs)
+        created = _without_arguments(returned, args, kwargs)
         for view, tensor in zip(call.outputs, created, strict=True):
             same_strides = tuple(tensor.stride()) == view.stride
             same_size = tensor.untyped_storage().nbytes() == view.num_bytes
@@ -560,7 +594,7 @@ def _is_view(leaf: Any) -> bool:
     return isinstance(leaf, View)
 
 
-def _outside_arguments(returned: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
+def _without_arguments(returned: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
     """Returns those results of an operation that do not share memory with its arguments."""
     keys_of_arguments: set[int] = set()
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -646,12 +680,13 @@ def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
     if isinstance(source, FileSource):
         return source
 
-    # Then the recording of the tensor itself. It is right even if the tensor has replaced another
-    # one of the same shape under this name, as when weights are tied later.
+    # Then a recording that knows this very tensor. It comes before the source under the name,
+    # because `decoder.weight = embedding.weight` may have put the tensor there since.
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
 
-    # Last the recording under this name, which a copy of the module has.
+    # Last the source under this name. It is used for copies of a module: no recording knows their
+    # tensors, but they have copied the sources.
     return source
 
 
@@ -768,10 +803,12 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
         if tensor is None or not tensor.is_meta or not recording.knows(tensor):
             continue
 
-        # If `lockstep.load_weights` was called inside the context, the tensor already has a file as
-        # its source. The value comes from the file. The recording is added, so that a replay knows
-        # which recorded calls it may leave out.
+        # `View.of` says which part of which memory the tensor is.
         recorded = RecordedSource(recording, View.of(tensor))
+
+        # If `lockstep.load_weights` was called inside the context, the tensor already has a file as
+        # its source, and keeps it. The recording is added as a second source: a replay for other
+        # tensors must know that the random numbers of this one need not be drawn.
         sources = sources_of(module)
         present = sources.get(name)
         if isinstance(present, FileSource):

@@ -401,7 +401,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
         for beta in betas:
             _check_number(name, "beta", beta, _FRACTION)
 
-    # Compared by `is`, because 0 == False and 1 == True.
+    # `in` would also accept 0 and 1, which are equal to False and True.
     if not any(group["adapt"] is value for value in (None, True, False)):
         raise SettingError(
             f"{name}(adapt={group['adapt']!r})",
@@ -475,7 +475,8 @@ def _local_gradient(parameter: Any) -> Tensor:
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )
 
-    # A gradient may be sharded in another way, for example not yet summed over the ranks.
+    # The gradient of a DTensor may have other placements than the parameter: with `Partial()`, for
+    # example, it has yet to be summed over the ranks. Bring it to those of the parameter.
     if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
 
@@ -500,24 +501,22 @@ def _norms_of_whole(
         The norms of the weights and the norms of the steps, in the order of the parameters. Each is
         a tensor of shape `()` on the device of the parameter.
     """
-    first = parameters[0]
+    # First case: the user, or a run with virtual ranks, wants results whose bits do not depend on
+    # the sharding. `norms_of_tensors` always adds in the same order.
     if torch.are_deterministic_algorithms_enabled():
-        # The user, or a run with virtual ranks, wants results whose bits do not depend on the
-        # sharding. `norms_of_tensors` always adds in the same order. It recognises a shard by its
-        # class, so each step is sharded like its parameter: a DTensor if that is one.
-        steps_like_parameters = []
-        for step, parameter in zip(steps, parameters, strict=True):
-            steps_like_parameters.append(_shard_like(step, parameter))
-        return norms_of_tensors(parameters), norms_of_tensors(steps_like_parameters)
+        return _norms_in_fixed_order(parameters, steps)
 
+    # Second case: the parameters are not sharded.
+    first = parameters[0]
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
     mesh = getattr(first, "device_mesh", None)
     if mesh is None:
         return weight_norms, step_norms
 
-    # The square of the norm of a whole tensor is the sum of the squares of its shards' norms:
-    # |w|**2 = |w_0|**2 + |w_1|**2 + ... Shape (2, number of parameters): weights, then steps.
+    # Third case: shards. The square of the norm of a whole tensor is the sum of the squares of its
+    # shards' norms: |w|**2 = |w_0|**2 + |w_1|**2 + ... The shape is (2, number of parameters): the
+    # weights, then the steps.
     norms = torch.stack([torch.stack(weight_norms), torch.stack(step_norms)])
     squares = norms.double().square()
 
@@ -528,6 +527,23 @@ def _norms_of_whole(
 
     norms_of_whole = squares.to(first.device).sqrt()
     return list(norms_of_whole[0]), list(norms_of_whole[1])
+
+
+def _norms_in_fixed_order(
+    parameters: Sequence[Any], steps: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns the norms of whole parameters and whole steps; the bits do not depend on sharding.
+
+    Args:
+        parameters: the parameters: DTensors if they are sharded, otherwise plain tensors.
+        steps: for each parameter its step, or this rank's shard of it, as plain tensors.
+    """
+    # `norms_of_tensors` sums over the ranks if it is given DTensors. The parameters are DTensors if
+    # they are sharded; their steps become some too.
+    steps_like_parameters = []
+    for step, parameter in zip(steps, parameters, strict=True):
+        steps_like_parameters.append(_shard_like(step, parameter))
+    return norms_of_tensors(parameters), norms_of_tensors(steps_like_parameters)
 
 
 def _shard_like(step: Tensor, parameter: Any) -> Tensor:

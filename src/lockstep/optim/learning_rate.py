@@ -152,6 +152,7 @@ def warmup(
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
 
+    # Some schedulers cannot begin after a warm-up. The table says for each why, and what to do.
     was_set = f"warm-up followed by {type(scheduler).__name__}"
     for kind, reason_and_advice in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):

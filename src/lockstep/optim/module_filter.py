@@ -96,13 +96,14 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     """Returns a function that decides, by name and module, whether a submodule is chosen.
 
     Args:
-        submodules: the user's choice, of any of the four kinds.
-        setting: the setting as the user has written it, for errors, with `{}` in place of the
-            choice.
+        submodules: the user's choice: a name pattern, a class, a tuple of classes, or a function.
+        setting: how errors show the setting; the choice is filled in for `{}`, for example
+            `"checkpoint_activations(..., {})"`.
 
     Raises:
         SettingError: the choice is of no known kind.
     """
+    # A name pattern.
     if isinstance(submodules, str):
         return lambda name, _: fnmatchcase(name, submodules)
 
@@ -114,7 +115,8 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     if classes and are_module_classes:
         return lambda _, module: isinstance(module, classes)
 
-    # What remains must be a function. Other classes and modules are callable, but are a mistake.
+    # What remains must be a function. A module, or a class that is no module class, can be called
+    # too, but does not choose anything.
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
             setting.format(repr(submodules)),
@@ -145,21 +147,22 @@ _FORWARDS_OF_CONTAINERS = (nn.Module.forward, nn.Sequential.forward)
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the repeated blocks of a model, e.g. the layers of a transformer.
 
-    A submodule is a repeated block if
+    They are searched in two steps:
 
-    - it could be a block by itself (`_may_be_block`): it has parameters, is more than a single
-      layer of torch, and is not a container of several equal blocks;
-    - it is in a container, an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`;
-    - there is another such submodule of the same kind (`_kind`), e.g. of the same class;
-    - it is not inside another repeated block (`_outermost`).
+    1. Collect the possible blocks: submodules that have parameters, are more than a single layer of
+       torch, and are no containers of several equal blocks.
+    2. Of these, take the ones that repeat: there is another one of the same kind, e.g. of the same
+       class. Of blocks within blocks, only the outermost are taken.
 
-    If nothing is found in containers, submodules that are attributes (`self.down1`, `self.down2`)
-    are considered as well. If `torch.compile` has wrapped a block, the inner module is found.
+    Step 2 first looks at possible blocks in an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`.
+    If none of these repeats, it looks at all, including attributes such as `self.down1` and
+    `self.down2`. If `torch.compile` has wrapped a block, the inner module is found.
 
     Returns:
         `(name, block)` for each block, in the order of `named_modules()`. The list is empty if
         nothing repeats.
     """
+    # Step 1.
     modules = dict(module.named_modules())
     possible_blocks: dict[str, nn.Module] = {}
     possible_blocks_in_containers: dict[str, nn.Module] = {}
@@ -172,6 +175,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if _is_container(modules[parent_name]):
             possible_blocks_in_containers[name] = submodule
 
+    # Step 2.
     return _repeated(possible_blocks_in_containers) or _repeated(possible_blocks)
 
 
@@ -190,17 +194,21 @@ def _repeated(possible_blocks: dict[str, nn.Module]) -> list[tuple[str, nn.Modul
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Returns True for a module that is a block if there are others of its kind.
+    """Returns True for a possible block: a module that counts as a block if it repeats.
 
     It must have parameters and a forward, and be neither a single layer of torch, nor a container
     of several equal blocks.
     """
     if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
-    if isinstance(module, ParametrizationList):  # computes a weight of a layer
+
+    # torch puts such a list into a layer with a parametrized weight, such as `spectral_norm`. It
+    # computes the weight, and is a part of the layer.
+    if isinstance(module, ParametrizationList):
         return False
-    has_children = next(module.children(), None) is not None
-    if not has_children:  # a single layer
+
+    is_single_layer = next(module.children(), None) is None
+    if is_single_layer:
         return not type(module).__module__.startswith("torch.")
     return not _holds_equal_blocks(module)
 
@@ -213,12 +221,15 @@ def _holds_equal_blocks(module: nn.Module) -> bool:
     """
     if not _is_container(module):
         return False
-    num_of_kind: Counter[Any] = Counter()
+
+    # How many of its children are possible blocks, by kind. If `torch.compile` has wrapped a child,
+    # the inner module is looked at.
+    num_blocks_of_kind: Counter[Any] = Counter()
     for child in module.children():
-        child = without_compile(child)
-        if _may_be_block(child):
-            num_of_kind[_kind(child)] += 1
-    return max(num_of_kind.values(), default=0) > 1
+        inner_child = without_compile(child)
+        if _may_be_block(inner_child):
+            num_blocks_of_kind[_kind(inner_child)] += 1
+    return max(num_blocks_of_kind.values(), default=0) > 1
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -101,16 +101,18 @@ class Precision:
         if self.dtype is None:
             return  # fp32, which needs no change
 
-        # Use the user's module, because copies of what `torch.compile` returned lose its hooks.
+        # `torch.compile` returns a wrapper around the user's module. Hooks on a wrapper are lost
+        # when it is copied, so change the user's module itself.
         module = without_compile(module)
         if self.dtype == torch.float64:
             module.double()
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
 
-        # If the user later sets another `forward` on the module, that is replaced too
-        # (`follow_forwards`).
         self._replace_forward(module, autocast)
+
+        # The user may set another `forward` on the module later. `follow_forwards` replaces that
+        # one too, in all modules of this list.
         self._half_modules.append((weakref.ref(module), autocast))
 
     def follow_forwards(self) -> None:
@@ -179,9 +181,10 @@ class Precision:
                 "use precision='bf16' or 'fp32'",
             )
 
-        # Torch does not tell whether the scaler has skipped the step. If gradients are not finite,
-        # the scaler does not call the optimizer. But it always calls a fused optimizer, which then
-        # decides on the GPU by its attribute `found_inf`: 1.0 means that they are not finite.
+        # Torch does not tell whether the step was skipped, so this must be found out. There are two
+        # cases. Usually the scaler does not call the optimizer if gradients are not finite. But a
+        # fused optimizer is always called, and skips the step itself, on the GPU: the scaler has
+        # set its attribute `found_inf` to 1.0 then.
         was_called = False
         found_inf: Tensor | None = None
 
@@ -197,8 +200,9 @@ class Precision:
         self._used = True
         if not was_called:
             return result, True
-
-        return result, found_inf is not None and bool(found_inf.item())
+        if found_inf is None:  # not a fused optimizer
+            return result, False
+        return result, bool(found_inf.item())
 
     def update_scale(self) -> None:
         """Updates the scale for the next backward pass, if gradients of the last one were used."""
@@ -330,7 +334,8 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
-    The compiler traces this function as a part of a model, but never compiles it by itself.
+    The result is always that of `map_tensors`. There are several ways to it, because the function
+    may be called while `torch.compile` traces a model.
 
     Args:
         nest: a tensor, or containers of tensors and other values, in any depth.
@@ -339,25 +344,25 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, Tensor):  # a fast path for the usual case
         return change(nest)
 
-    # While the compiler traces the model, the conversion becomes a part of the model's graph. The
+    # First case: the compiler is tracing the model, and this call becomes a part of the graph. The
     # compiler can trace torch's own pytree functions, but not `map_tensors`.
     if torch.compiler.is_compiling():
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
 
-    # The model runs uncompiled here, but the compiler is loaded, because something else was
-    # compiled. It would compile each function that `map_tensors` calls by itself, so it is kept
-    # away from them.
+    # Second case: the model runs uncompiled, but something else was compiled before. The compiler
+    # is active then, and would compile each function that `map_tensors` calls. Keep it away.
     if compiler_is_loaded():
-        return _change_nest_uncompiled(nest, change)
+        return _map_tensors_uncompiled(nest, change)
 
-    return _change_nest(nest, change)
+    # Third case: nothing was compiled.
+    return _map_all_tensors(nest, change)
 
 
-def _change_nest(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_all_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return map_tensors(nest, change, opaque=None)
 
 
-_change_nest_uncompiled = never_compiled(_change_nest, recursive=True)
+_map_tensors_uncompiled = never_compiled(_map_all_tensors, recursive=True)
 
 
 def _change_leaf_in_graph(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -374,7 +379,7 @@ def _change_leaf_in_graph(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     # A container that torch's pytree does not know, such as a dataclass. The compiled graph ends
     # here, and the container is converted outside of it.
-    return _change_nest_uncompiled(leaf, change)
+    return _map_tensors_uncompiled(leaf, change)
 
 
 @outside_compiled_code

@@ -64,12 +64,12 @@ class Activations:
             inputs = self.inputs[block]
             if block in recomputed:
                 in_recomputation = inputs | kept_inside
-                peak = max(peak, num_bytes_kept + _bytes_not_in(kept, in_recomputation))
+                peak = max(peak, num_bytes_kept + _added_bytes(in_recomputation, present=kept))
                 kept_by_block = inputs
             else:
                 kept_by_block = kept_inside
 
-            num_bytes_kept += _bytes_not_in(kept, kept_by_block)
+            num_bytes_kept += _added_bytes(kept_by_block, present=kept)
             kept |= kept_by_block
 
         return max(peak, num_bytes_kept)
@@ -90,11 +90,11 @@ class Activations:
         return sorted(self.inside, key=lambda block: self.total({block}))
 
 
-def _bytes_not_in(kept: StorageBytes, added: StorageBytes) -> int:
-    """Returns the total size of those added storages that are not kept already."""
+def _added_bytes(added: StorageBytes, *, present: StorageBytes) -> int:
+    """Returns the total size of those added storages that are not present already."""
     num_bytes = 0
     for storage, size in added.items():
-        if storage not in kept:
+        if storage not in present:
             num_bytes += size
     return num_bytes
 
@@ -153,9 +153,9 @@ class _Counter:
 
         storage = tensor.untyped_storage()
 
-        # A storage is identified by a weak reference. References to the same storage are equal,
-        # because torch returns the same Python object for it each time. References to two storages
-        # are never equal, even if the first one was freed and the second one has its address.
+        # The key of a storage is a weak reference to it. An address would not do: when a storage is
+        # freed, another one may get its address. Weak references to the same Python object are
+        # equal, and torch returns the same object for a storage each time.
         reference = weakref.ref(storage)
         if reference not in self._not_counted:
             counted[reference] = storage.nbytes()

@@ -41,6 +41,7 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         code = _code_if_only_data_differs(descriptions_by_rank)
         advice = "build the same on every rank: same code, arguments, seed and data"
         if code is not None:
+            # A split that was drawn without a seed is the usual reason for different data.
             advice += f"; {DRAW_BEFORE_PREPARE}"
         raise RanksDifferError(call, "; ".join(ranks), advice, code=code)
 
@@ -48,8 +49,8 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         if isinstance(loader, Loader):
             check_samples(loader.source, loader.seed, run.collectives)
             if run.settings.ledger is not None:
-                # The ledger records the fingerprint. It is computed once, and reading it here does
-                # so before the training begins.
+                # The ledger records the fingerprint, a property that is computed when it is first
+                # used. Compute it now, before the training begins.
                 _ = loader.fingerprint
 
 

@@ -55,7 +55,9 @@ class BatchNormNotes:
             micro_batch_size: the setting `micro_batch_size=` from which this number follows; None
                 if the user has set the number of micro-batches instead.
         """
-        if micro_batch_size is not None and self._dividing_size is None:
+        # The warning names the size of the first such loader.
+        is_first_with_size = micro_batch_size is not None and self._dividing_size is None
+        if is_first_with_size:
             self._dividing_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
@@ -80,11 +82,12 @@ class BatchNormNotes:
         if self._run.settings.virtual_ranks is not None:
             return
 
-        # Nor does it in a pipeline, in which all processes work on the same samples: its only
-        # data-parallel rank consists of several processes.
+        # Nor does it in a pipeline, in which all processes work on the same samples. For the data
+        # they are a single rank, so a pipeline is recognised by one rank of several processes.
         num_data_parallel_ranks = self._plan.rank.size
         has_several_processes = not self._run.collectives.single_process
-        if num_data_parallel_ranks == 1 and has_several_processes:
+        is_pipeline = num_data_parallel_ranks == 1 and has_several_processes
+        if is_pipeline:
             return
 
         self._has_warned = True

@@ -66,19 +66,19 @@ def may_pass_value_on(line: Location) -> bool:
     if statement is None:
         return False
 
-    # A value that is printed is not used.
+    # `print(len(loader))` is a call too, but does not compute anything with the value.
     if _contains_print(statement):
         return False
 
-    # `return 3 * len(loader)` passes the value to the caller. An expression by itself is a call
-    # such as `build(3 * len(loader))`.
+    # `return 3 * len(loader)`, or a statement that is only a call, `build(3 * len(loader))`.
     if isinstance(statement, ast.Return | ast.Expr):
         return True
 
-    # An assignment: either its right side is such a call, or a later statement passes on the
-    # variable.
+    # `schedule = build(3 * len(loader))`
     if _calls_more_than_len(statement):
         return True
+
+    # `steps = 3 * len(loader)`: True if another statement passes on `steps`.
     return _reaches_call(statement, statements)
 
 
@@ -111,11 +111,18 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
     while is_growing:
         size_before = len(names)
         for statement in statements:
-            reads_it = not names.isdisjoint(_names(statement, stored=False))
-            if not reads_it or _contains_print(statement):  # a value that is printed is not used
+            reads_value = not names.isdisjoint(_names(statement, stored=False))
+            if not reads_value:
                 continue
+
+            # `print(steps)` is a call too, but does not compute anything with the value.
+            if _contains_print(statement):
+                continue
+
             if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
                 return True
+
+            # `total = 2 * steps`: look for statements that read `total` as well.
             names |= _names(statement, stored=True)
 
         is_growing = len(names) > size_before
@@ -170,12 +177,15 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
             continue
-        # A loop whose body contains the present line belongs to the function, unless it is around
-        # the function's definition: then it begins before the function does.
-        begins_in_function = node.lineno >= frame.f_code.co_firstlineno
+        # The tree is that of the whole file. A loop around the definition of the function also has
+        # the present line in its body, but is none of the function's own loops.
+        is_around_function = node.lineno < frame.f_code.co_firstlineno
+        if is_around_function:
+            continue
+
         last_line = node.body[-1].end_lineno or 0
         body_contains_line = node.body[0].lineno <= frame.f_lineno <= last_line
-        if begins_in_function and body_contains_line:
+        if body_contains_line:
             loops.append(node)
 
     return loops
@@ -184,7 +194,11 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
 def _count(iterated: ast.expr, frame: FrameType) -> int | None:
     """Returns the number of epochs of a loop, including those before a restart; None if unknown.
 
-    `range(start, n)` counts as n epochs if `start` is a variable, because a resumed run sets it.
+    - `range(20)`: 20 epochs.
+    - `range(1, 21)`: 20 epochs. The constant 1 is only where the script begins to count.
+    - `range(start, 20)`: 20 epochs. A variable is the epoch at which a resumed run goes on, so the
+      epochs before it belong to the training too.
+    - `world.epochs(20)`: 20 epochs.
 
     Args:
         iterated: the expression that the loop iterates over.
@@ -203,14 +217,16 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
     if name not in NAMES_OF_RANGE or len(numbers) > 2:
         return None
 
-    # `range(n)` or `range(start, n)`.
-
+    # `range(stop)` or `range(start, stop)`.
     stop = numbers[-1]
-    if len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant):
-        start = numbers[0]
-        return None if start is None or stop is None else stop - start
+    starts_at_constant = len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant)
+    if not starts_at_constant:
+        return stop
 
-    return stop
+    start = numbers[0]
+    if start is None or stop is None:
+        return None
+    return stop - start
 
 
 def _evaluate(node: ast.expr, frame: FrameType) -> int | None:

@@ -147,14 +147,16 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """If other ranks have some of the parameters: the number of parameters in each group, over
         all ranks."""
 
-        self._step_called_in: StepKey | None = None
+        # A `StepKey` (`self._step.key`) identifies an optimizer step. While a global batch is
+        # computed the key stays the same, so it tells whether two events belong to one step.
+        self._key_of_latest_call: StepKey | None = None
         """The optimizer step to which the latest call of `step()` belonged."""
-        self._stepped_in: StepKey | None = None
+        self._key_of_latest_step: StepKey | None = None
         """The optimizer step in which the inner optimizer stepped last."""
 
-        self._early_calls = 0
+        self._num_early_calls = 0
         """How often `step()` was called in the present global batch before its last micro-batch."""
-        self._early_call_at: Location | None = None
+        self._line_of_early_call: Location | None = None
         """The line of the user's script with the first of these calls."""
         self._warned_of_missed_step = False
         self._is_clipped = False
@@ -164,10 +166,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._steps_missed_in_a_row = 0
         """For how many global batches in a row the optimizer has not stepped, although `step()` was
         called."""
-        self._partly_called_in: int | None = None
+        self._latest_batch_called_in_part: int | None = None
         """The number of the latest global batch with a missed step in which `step()` was called in
-        some micro-batches, but not in all before the last one."""
-        self._missed_call_at: Location | None = None
+        some of the micro-batches before the last one, but not in all of them."""
+        self._line_of_missed_call: Location | None = None
         """The line of the user's script that called `step()` in the latest such global batch."""
         self._missed_calls = (0, 0)
         """In how many of its micro-batches `step()` was called in the latest global batch with a
@@ -175,13 +177,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         self._num_backwards = 0
         """The number of backward passes since the present optimizer step began to accumulate."""
-        self._gradients_cleared_in: StepKey | None = None
-        """The latest optimizer step in which `zero_grad()` cleared gradients of micro-batches that
-        belong to it."""
+        self._key_of_incomplete_step: StepKey | None = None
+        """The latest optimizer step that lacks gradients, because `zero_grad()` cleared those of
+        some of its micro-batches."""
         self._num_incomplete_steps_in_a_row = 0
-        """How many times in a row the optimizer has stepped without such gradients."""
+        """How many times in a row the optimizer has made such a step."""
         self._warned_of_incomplete_steps = False
-        self._clearing_postponed_in: StepKey | None = None
+        self._key_of_postponed_clearing: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
         """The learning rates at the latest call of `step()`."""
@@ -206,9 +208,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             UsageError: `loss.backward()` was called although the loss must be weighted, or learning
                 rates changed within a global batch.
         """
-        if closure is None and not self._step.training_pass.num_backwards:
-            # `World.backward` would have found out which batch the loss came from, but the user may
-            # have called `loss.backward()`.
+        # Without a call of `World.backward`, the user has called `loss.backward()`. Then the step
+        # does not know yet which micro-batch was trained: this call makes it find out.
+        called_world_backward = self._step.training_pass.num_backwards > 0
+        if closure is None and not called_world_backward:
             self._step.source_of_loss()
 
         micro_batch = self._step.micro_batch
@@ -218,17 +221,18 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             _check_closure_sees_whole_batch(micro_batch)
 
         self._check_learning_rates()
-        self._step_called_in = self._step.key
+        self._key_of_latest_call = self._step.key
 
         # In all but the last micro-batch the call does nothing. It is counted, to warn of a loop
         # that calls `step()` in other micro-batches but not in the last one.
         if not micro_batch.closes_step:
-            if not self._early_calls:
-                self._early_call_at = user_location()
-            self._early_calls += 1
+            if not self._num_early_calls:
+                self._line_of_early_call = user_location()
+            self._num_early_calls += 1
             return None
 
-        # A virtual rank that trains its own copy of the model steps with its own state.
+        # A virtual rank that trains its own copy of the model steps with its own state. Once all
+        # virtual ranks of this process have one, the state they began with is no longer needed.
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
             self._drop_common_state_if_unused(micro_batch.virtual_rank.num_on_process)
@@ -246,13 +250,15 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             The return value of the inner optimizer.
         """
         extensions = self._step.extensions
-        present_step = self._step.key  # identifies the present optimizer step
+        key = self._step.key  # identifies the present optimizer step
         self._step.enter_phase("optimizer")
-        evaluate = None
 
+        # Extensions get the gradients before the optimizer steps. With a closure there are no
+        # gradients yet, so `_evaluate_closure` tells the extensions.
+        evaluate = None
         if closure is None:
             extensions.before_step(self.inner, self.modules)
-        else:  # there are no gradients before the closure is evaluated
+        else:
             evaluate = partial(self._evaluate_closure, closure)
 
         self.stepping = True
@@ -266,8 +272,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         finally:
             self.stepping = False
 
-        self._stepped_in = present_step
-        self._count_cleared_gradients(lacks_gradients=self._gradients_cleared_in == present_step)
+        self._key_of_latest_step = key
+
+        # If `zero_grad()` was called between the micro-batches of this step, the step was made with
+        # only a part of the gradients. A warning is given if that happens repeatedly.
+        lacks_gradients = self._key_of_incomplete_step == key
+        self._count_incomplete_step(lacks_gradients=lacks_gradients)
+
         if micro_batch.last:
             self._step.mark_stepped()
 
@@ -284,7 +295,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         Returns:
             The error to raise, or None if the error of the step has another cause.
         """
-        if error is self._error_of_closure:  # raised by the user's code, not by the optimizer
+        if error is self._error_of_closure:  # raised in the user's closure, not by the optimizer
             return None
         if not any(words in str(error) for words in WORDS_OF_SHARD_ERRORS):
             return None
@@ -308,15 +319,15 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         Returns:
             The loss of the global batch, on which some optimizers base decisions.
         """
-        # The optimizer may evaluate the closure more than once. Each time, `World.backward` adds to
-        # the loss of the global batch, so that begins at 0.
+        # The optimizer may evaluate the closure more than once. `World.backward` adds its loss to
+        # the loss of the global batch, so that loss is reset before each evaluation.
         self._step.training_pass.loss = 0.0
         try:
             loss = closure()
             self._check_backward()
             self._step.extensions.before_step(self.inner, self.modules)
         except Exception as error:
-            self._error_of_closure = error
+            self._error_of_closure = error  # lets `_explain_shard_error` recognise it
             raise
 
         if self._collectives is None or self._collectives.single_process:
@@ -324,9 +335,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if not isinstance(loss, Tensor | float):  # the closure returns None, for example
             return loss
 
-        # The closure returns the mean loss over this rank's samples. Multiplied by the scale of the
-        # micro-batch, its mean over the ranks is the mean loss over the global batch. A rank
-        # without samples has scale 0, and its loss may be NaN.
+        # The closure returns the mean loss over this rank's samples. Ranks may have different
+        # numbers of samples, so each loss is weighted by the scale of its micro-batch: with 3 and 1
+        # samples on two ranks, the scales are 1.5 and 0.5. The mean of the scaled losses over the
+        # ranks is the mean loss over the global batch. A rank without samples has scale 0, and its
+        # loss may be NaN.
         scale = self._step.micro_batch_of_loss.scale
         has_samples = scale != 0.0
         scaled_loss = loss * scale if has_samples else 0.0
@@ -338,14 +351,17 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         If the loop leaves the optimizer step out, `clear_if_postponed` clears them later.
         """
         if self._is_accumulating():
-            self._clearing_postponed_in = self._step_called_in
+            self._key_of_postponed_clearing = self._key_of_latest_call
             return
 
-        has_stepped = self._stepped_in == self._step.key
-        if self._num_backwards and not has_stepped and not self._is_whole_batch():
-            # If the optimizer still steps for this global batch, it lacks what is cleared here. If
-            # it does not, the loop leaves the step out, which is no mistake.
-            self._gradients_cleared_in = self._step.key
+        # Do these gradients come from micro-batches for which the optimizer has yet to step? Then
+        # mark the step: if it is made, it lacks these gradients, and `_take_step` counts it. If it
+        # is not made, the loop leaves the step out on purpose, and the mark has no effect.
+        key = self._step.key
+        has_stepped = self._key_of_latest_step == key
+        has_gradients_of_step = self._num_backwards > 0 and not has_stepped
+        if has_gradients_of_step and not self._is_whole_batch():
+            self._key_of_incomplete_step = key
 
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
@@ -362,26 +378,27 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         micro-batches follow, until the call in its last micro-batch. So gradients are also kept in
         loops that call `zero_grad()` after `step()`.
         """
-        called_in = self._step_called_in
-        if called_in is None:  # `step()` was never called
+        key = self._key_of_latest_call
+        if key is None:  # `step()` was never called
             return False
 
-        has_stepped = self._stepped_in == called_in
-        return not has_stepped and self._step.is_unfinished(called_in)
+        has_stepped = self._key_of_latest_step == key
+        return not has_stepped and self._step.is_unfinished(key)
 
     def _is_whole_batch(self) -> bool:
         """Returns True if the present micro-batch is all that the optimizer steps for."""
         micro_batch = self._step.micro_batch
         return micro_batch.opens_step and micro_batch.closes_step
 
-    def _count_cleared_gradients(self, *, lacks_gradients: bool) -> None:
-        """Warns, once, of steps for which `zero_grad()` had cleared a part of the gradients.
+    def _count_incomplete_step(self, *, lacks_gradients: bool) -> None:
+        """Counts incomplete steps in a row, and warns, once, if there are several.
 
-        In a single step that may be on purpose, to drop a loss that is not finite. So the warning
-        is only given if it happens in `INCOMPLETE_STEPS_UNTIL_WARNING` steps in a row.
+        An incomplete step lacks gradients: `zero_grad()` had cleared those of some micro-batches
+        before the optimizer stepped. In a single step that may be on purpose, to drop a loss that
+        is not finite. So the warning is only given after `INCOMPLETE_STEPS_UNTIL_WARNING` of them.
 
         Args:
-            lacks_gradients: True if the step that was just made lacks gradients.
+            lacks_gradients: True if the step that was just made is incomplete.
         """
         if not lacks_gradients:
             self._num_incomplete_steps_in_a_row = 0
@@ -391,7 +408,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         is_repeated = self._num_incomplete_steps_in_a_row >= INCOMPLETE_STEPS_UNTIL_WARNING
         if not is_repeated or self._warned_of_incomplete_steps:
             return
-        if self._warned_of_missed_step:  # its advice mends this too
+        # The warning about missed steps has the same cause: calls under a condition. Following its
+        # advice removes this problem too.
+        if self._warned_of_missed_step:
             return
 
         self._warned_of_incomplete_steps = True
@@ -408,10 +427,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         It does so if `zero_grad()` was postponed and the optimizer has not stepped since.
         """
-        postponed_in = self._clearing_postponed_in
-        if postponed_in is not None and postponed_in != self._stepped_in:
+        postponed_in = self._key_of_postponed_clearing
+        if postponed_in is not None and postponed_in != self._key_of_latest_step:
             self.inner.zero_grad()
-        self._clearing_postponed_in = None
+        self._key_of_postponed_clearing = None
 
     def count_backward(self) -> None:
         """Counts a backward pass of the present optimizer step."""
@@ -420,8 +439,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def begin_global_batch(self) -> None:
         """Resets what is recorded about the calls of a global batch."""
         self._num_backwards = 0
-        self._early_calls = 0
-        self._early_call_at = None
+        self._num_early_calls = 0
+        self._line_of_early_call = None
         self._is_clipped = False
 
     def note_clipping(self) -> None:
@@ -432,58 +451,62 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Counts a global batch after its last micro-batch, and warns if steps are missed.
 
         A step is missed if `step()` was called in some micro-batch, but not in the last one, after
-        which the optimizer steps. This happens in loops that count batches themselves
-        (`if i % 2 == 0`). But a single step may also be left out on purpose, after a loss that is
-        not finite. So a warning is only given if steps are missed repeatedly.
+        which the optimizer steps. A single step may be left out on purpose, after a loss that is
+        not finite, so a warning is only given if steps are missed repeatedly. With 4 micro-batches:
+
+        - `step()` called in the micro-batches 0, 1 and 2: the loop may leave the step out after a
+          look at the last loss. Such losses can come several times in a row, so a warning is given
+          after many such global batches in a row.
+        - `step()` called only in micro-batch 1: the loop counts batches itself (`if i % 3 == 0`).
+          A warning is given when it happens the second time.
 
         Args:
             num_micro_batches: the number of micro-batches in the global batch, all of which had a
                 backward pass.
         """
         self._num_batches_seen += 1
-        has_stepped = self._stepped_in == self._step_called_in
-        if has_stepped:
+
+        # If `step()` was called in the last micro-batch, this call made the optimizer step.
+        latest_call_stepped = self._key_of_latest_step == self._key_of_latest_call
+        if latest_call_stepped:
             self._steps_missed_in_a_row = 0
             return
 
-        if not self._early_calls:  # the loop takes no step for this global batch
+        if not self._num_early_calls:  # `step()` was not called for this global batch at all
             return
         if self._is_clipped:  # the loop may have left the step out because of the gradient's norm
             return
 
         self._steps_missed_in_a_row += 1
-        self._missed_call_at = self._early_call_at
-        self._missed_calls = (self._early_calls, num_micro_batches)
+        self._line_of_missed_call = self._line_of_early_call
+        self._missed_calls = (self._num_early_calls, num_micro_batches)
 
-        was_called_in_all_before_last = self._early_calls == num_micro_batches - 1
+        was_called_in_all_before_last = self._num_early_calls == num_micro_batches - 1
         if was_called_in_all_before_last:
             self._warn_if_missed_many_in_a_row()
         else:
-            self._warn_if_missed_twice()
+            self._count_batch_called_in_part()
 
     def _warn_if_missed_many_in_a_row(self) -> None:
-        """Warns if `step()` was called in all micro-batches but the last one, many times in a row.
-
-        This is what a loop does that leaves the step out after a loss that is not finite in the
-        last micro-batch. Such losses can come several times in a row, so the limit is high.
-        """
+        """Warns if the optimizer did not step for many global batches in a row."""
         if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
             self._warn_of_missed_step()
 
-    def _warn_if_missed_twice(self) -> None:
-        """Warns if `step()` was called in only some micro-batches before the last one, twice.
+    def _count_batch_called_in_part(self) -> None:
+        """Counts a missed step in a loop that counts batches itself; warns of the second one.
 
-        A loop that counts batches does this. With 4 micro-batches, `if i % 3 == 0` calls `step()`
-        in the micro-batches 0 and 3 of the first global batch, but only in 2 of the second, and
-        only in 1 of the third. So two such global batches near each other are enough.
+        It is called after a global batch in which `step()` was called in some of the micro-batches
+        before the last one, but not in all of them, nor in the last one. With micro-batches i = 0,
+        1, 2, ... of which 4 make up a global batch, `if i % 3 == 0` does this in the global batch
+        of i = 4 to 7, where `step()` is only called at i = 6, and again in that of i = 8 to 11.
         """
-        previous = self._partly_called_in
-        self._partly_called_in = self._num_batches_seen
-        if previous is None:
-            return
+        previous_batch = self._latest_batch_called_in_part
+        present_batch = self._num_batches_seen
+        self._latest_batch_called_in_part = present_batch
 
-        is_near = self._num_batches_seen - previous <= MAX_BATCHES_BETWEEN_MISSED_STEPS
-        if is_near:
+        if previous_batch is None:  # it is the first one
+            return
+        if present_batch - previous_batch <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
             self._warn_of_missed_step()
 
     def warn_at_end_of_pass(self) -> None:
@@ -509,7 +532,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             "call optimizer.step() in every iteration and count no batches: it steps once for each "
             "global batch",
             code="LS405",
-            at=self._missed_call_at,
+            at=self._line_of_missed_call,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -528,8 +551,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        # `inner.state_dict()` returns the state that the inner optimizer holds, so give it that of
-        # the first virtual rank, which is the active one or among those in `_states`.
+        # `inner.state_dict()` returns the state that the inner optimizer holds. Give it the state
+        # of the first virtual rank. Virtual ranks have states once one of them has stepped: the
+        # inner optimizer holds that of the active one, and `_states` has those of all others.
         if self._active_virtual_rank is not _COMMON_STATE:
             others = [number for number in self._states if number is not _COMMON_STATE]
             first_virtual_rank = min([self._active_virtual_rank, *others])
@@ -583,6 +607,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if self.numbers_on_one_device is None:  # this rank has all parameters
             return state_dict
 
+        # `numbers_on_one_device` has a list for each parameter group. If this rank has parameter 1
+        # of the first group and parameters 3 and 4 of the second, it is `[[1], [3, 4]]`, and the
+        # parameters get the numbers 0, 1 and 2 here.
         saved_entries = state_dict["state"]
         entries = {}
         for number_here, number_on_one_device in enumerate(chain(*self.numbers_on_one_device)):
@@ -615,8 +642,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if number == self._active_virtual_rank:
             return
 
-        # Put the present state of the inner optimizer away, under its virtual rank or, the first
-        # time, as the common state.
+        # Put the present state of the inner optimizer away under the virtual rank that it belongs
+        # to. At first no virtual rank is active, and it is put away under `_COMMON_STATE`.
         self._states[self._active_virtual_rank] = self.inner.state
 
         if number not in self._states:
@@ -647,22 +674,20 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
     def check_gradients_are_there(self) -> None:
         """Raises UsageError if gradients were cleared in the middle of a global batch."""
-        if self._step_called_in != self._step.key:
+        if self._key_of_latest_call != self._step.key:
             return  # gradients only accumulate once `step()` was called in a micro-batch
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise cleared_gradients_error()
 
-    def _check_grad_scaler_and_unscales(self) -> bool:
-        """Checks a step of the user's own GradScaler, which calls this just before it steps.
+    def _unscales_for_grad_scaler(self) -> bool:
+        """Returns True if the inner optimizer divides the gradients by the scale itself.
 
-        Returns:
-            True if the inner optimizer divides the gradients by the scale itself, as fused ones do.
-            This is what the GradScaler asks for.
+        The user's own GradScaler asks this just before it steps. Fused optimizers do divide.
 
         Raises:
-            UsageError: the GradScaler steps before the last micro-batch of a global batch. It
-                divides the accumulated gradients by its scale in each call. After the second
-                micro-batch, for example, those of the first would be divided a second time.
+            UsageError: the GradScaler steps before the last micro-batch of a global batch. Each
+                time it divides all gradients that have accumulated, so those of the first
+                micro-batch would be divided again after the second one.
         """
         if not self._step.micro_batch.last:
             raise UsageError(
@@ -731,7 +756,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         rates_before = self._learning_rates
         rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
         self._learning_rates = rates
-        if self._step_called_in is None:
+        if self._key_of_latest_call is None:
             return  # this is the first call of `step()`
 
         # A rate that is a tensor is changed in place, so no difference is seen here.
@@ -739,7 +764,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
 
         training_pass, global_batch, _ = self._step.key
-        training_pass_before, global_batch_before, _ = self._step_called_in
+        training_pass_before, global_batch_before, _ = self._key_of_latest_call
         if training_pass is not training_pass_before:
             return  # a scheduler may step between two epochs without being prepared
 
@@ -770,7 +795,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             )
 
 
-answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._check_grad_scaler_and_unscales)
+answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._unscales_for_grad_scaler)
 
 
 class _OptimizerEvents(Extension):
@@ -855,9 +880,10 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         if not self._step.micro_batch.last:
             return
 
-        # A call after the loop is for the whole epoch, whether or not its last step was skipped.
-        steps_for_global_batch = self._step.in_training_loop
-        if steps_for_global_batch and self.prepared_optimizer.skipped:
+        # A call in the loop is for the present global batch. A call after the loop, where `last` is
+        # always True, is for the whole epoch, whether or not the optimizer's last step was skipped.
+        is_for_global_batch = self._step.in_training_loop
+        if is_for_global_batch and self.prepared_optimizer.skipped:
             return
 
         if isinstance(self.inner, ReduceLROnPlateau):
@@ -886,11 +912,13 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
 
 
 def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
-    """Raises UsageError if a closure would be evaluated on only a part of a global batch."""
-    # Virtual ranks that train one model are computed one after the other before a common step. One
-    # that trains its own copy of the model has its own step, and its part is all that it sees.
-    is_one_of_several_parts = micro_batch.virtual_rank is not None and not micro_batch.has_own_step
-    if is_one_of_several_parts:
+    """Raises UsageError if a closure would be evaluated on only a part of the samples of a step."""
+    # Virtual ranks that train one model: their parts of the global batch are computed one after the
+    # other, and then the optimizer steps for all of them. The closure would see one part.
+    # (Virtual ranks that train their own copies of the model have a step each. The closure sees all
+    # samples of that step.)
+    has_virtual_rank = micro_batch.virtual_rank is not None
+    if has_virtual_rank and not micro_batch.has_own_step:
         raise UsageError(
             "optimizer.step(closure) with virtual_ranks",
             "the closure would be evaluated on the part of one virtual rank",
@@ -914,7 +942,9 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
 
-    # If the user has set any of these flags, the optimizer stays as it is.
+    # If any of these flags is set, the optimizer stays as it is. With the first two the user has
+    # chosen an implementation. Equal bits of lists and single tensors are tested only without the
+    # other three.
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
         if any(group.get(flag) for flag in flags):
@@ -922,7 +952,8 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
         if group.get("foreach") is False:  # set by the user, as the default is None
             return None
 
-        # With a rate or beta that is a tensor, torch cannot work on lists.
+        # `foreach` makes torch work on lists of tensors, which it cannot do with a learning rate or
+        # beta that is a tensor itself.
         settings = [group.get("lr"), *group.get("betas", ())]
         if any(isinstance(setting, torch.Tensor) for setting in settings):
             return None
@@ -944,12 +975,13 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
 def _replace_entries(
     state: dict[str, Any], entries: dict[int, Any], num_parameters_of_groups: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns an optimizer's state with the entries of other parameters.
+    """Returns an optimizer's state with new entries and other numbers of parameters in the groups.
 
-    With 2 and 1 parameters in two groups, their numbers are `[0, 1]` and `[2]`.
+    In the state, parameters are numbered over all groups: with 2 and 1 parameters in two groups,
+    the groups have the parameters `[0, 1]` and `[2]`.
 
     Args:
-        state: what an optimizer's `state_dict` returned.
+        state: what an optimizer's `state_dict` returned; it is not changed.
         entries: the new state of each parameter, by the number of the parameter.
         num_parameters_of_groups: the new number of parameters in each group.
     """

@@ -241,7 +241,8 @@ class Preparer:
         extensions.before_backward(loss, micro_batch)  # may refuse the loss
         self._check_accumulation()
 
-        if self.precision.scaler is not None and self.wrapped and not self.optimizers:
+        has_only_modules = bool(self.wrapped) and not self.optimizers
+        if self.precision.scaler is not None and has_only_modules:
             raise _optimizer_not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
@@ -266,7 +267,8 @@ class Preparer:
         finally:
             step.enter_phase(phase_before)
 
-        # The backward pass has succeeded. It is counted after its observers have been told.
+        # The backward pass has succeeded. It is counted after its observers have been told: for
+        # them, `num_backwards` is the number of earlier backward passes.
         extensions.after_backward(loss, micro_batch)
         step.training_pass.num_backwards += 1
 
@@ -292,6 +294,8 @@ class Preparer:
                 self.precision.unscale([optimizer.inner])
                 optimizer.note_clipping()
 
+        # With virtual ranks the norm has the same bits on any number of processes, so it is
+        # computed in a fixed order.
         if self.run.settings.virtual_ranks is None:
             norm = self.strategy.total_norm(parameters, norm_type)
         else:
@@ -310,45 +314,54 @@ class Preparer:
             UsageError: the loss is not known, or only a part of it.
         """
         step = self.run.step
-        loss: Tensor | float | None
+        local_loss: Tensor | float | None = None  # this rank's loss of the global batch
         if not step.in_training_loop and step.pass_of_loss is not None:
             # The loop has ended. Its pass is no longer the current one, so take the pass to which
             # the latest loss belonged, and the loss of its last complete global batch.
             training_pass = step.pass_of_loss
-            loss = _last_loss(training_pass)
+            local_loss = _last_loss(training_pass)
         else:
-            # In the loop: the sum so far of the current global batch, if this micro-batch is in it.
+            # In the loop: the sum so far of the current global batch. It is known only if
+            # `World.backward` was called for this micro-batch.
             training_pass = step.training_pass
-            loss = training_pass.loss if training_pass.num_backwards else None
+            if training_pass.num_backwards:
+                local_loss = training_pass.loss
 
-        if loss is None:
+        if local_loss is None:
             raise UsageError(
                 "world.loss()",
                 "world.backward was not given a loss of this micro-batch",
                 "call it after world.backward(loss)",
             )
 
+        # With virtual ranks the pass also has the loss of each of them, from which the loss of the
+        # global batch is computed with the same bits on any number of processes.
         num_virtual_ranks = self.run.settings.virtual_ranks
         if num_virtual_ranks is not None:
             return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
 
-        mean: float = self.run.collectives.mean(float(loss))
+        mean: float = self.run.collectives.mean(float(local_loss))
         return mean
 
     def _loss_over_virtual_ranks(
         self, training_pass: TrainingPass, num_virtual_ranks: int
     ) -> float:
         """Returns the loss of the global batch, with the same bits on any number of processes."""
+        # The losses of the virtual ranks on this process; 0 for all others.
         losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
         for number, loss in training_pass.loss_of_virtual_rank.items():
             losses[number] = float(loss)
-        # A virtual rank's loss is on one process and 0 on all others, so the sum rounds nothing.
+
+        # Each virtual rank is computed by one process. So this sum adds one loss and zeros for each
+        # of them, which is exact: `losses_of_all` has the loss of every virtual rank.
         losses_of_all = self.run.collectives.sum(losses)
+
+        # They are added in the order of the virtual ranks, so the bits are always the same.
         total: float = sum(losses_of_all.tolist())
         return total / num_virtual_ranks
 
     def _check_accumulation(self) -> None:
-        """Checks that a backward pass adds to the gradients of earlier micro-batches.
+        """Checks that a backward pass may add to the gradients of earlier micro-batches.
 
         Raises:
             UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
@@ -357,16 +370,17 @@ class Preparer:
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
 
-        # If it is the first and the last micro-batch of an optimizer step, nothing accumulates.
-        if micro_batch.opens_step and micro_batch.closes_step:
-            return
+        is_only_micro_batch_of_step = micro_batch.opens_step and micro_batch.closes_step
+        if is_only_micro_batch_of_step:
+            return  # nothing accumulates
 
-        # In a GAN, for example, the loss of the generator also leaves gradients in the parameters
-        # of the discriminator. On one device, the loop clears these before the backward pass of the
-        # discriminator's loss. Between micro-batches nothing is cleared, so they would be added up
-        # with the right gradients.
-        had_backward_pass = training_pass.num_backwards > 0
-        if had_backward_pass and len(self.optimizers) > 1:
+        # First check: several backward passes in one micro-batch, for several optimizers. In a GAN,
+        # for example, the loss of the generator also leaves gradients in the discriminator. On one
+        # device, the loop clears them before the backward pass of the discriminator's own loss.
+        # Here nothing is cleared until all micro-batches are computed, so the discriminator would
+        # step with the sum of both.
+        is_repeated_backward = training_pass.num_backwards > 0
+        if is_repeated_backward and len(self.optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
                 "what one leaves in the parameters of another is cleared once per global batch, "
@@ -374,17 +388,19 @@ class Preparer:
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
 
-        # The gradients of earlier micro-batches must still be there. Before the first micro-batch
-        # there are none, and a second backward pass of a micro-batch need not be checked again.
-        if micro_batch.begins_gradients or had_backward_pass:
+        # Second check: the gradients of earlier micro-batches must still be there. It is made once
+        # in each micro-batch, except in the first one, where nothing has accumulated yet.
+        nothing_accumulated_yet = micro_batch.begins_gradients
+        if nothing_accumulated_yet or is_repeated_backward:
             return
 
-        # Some strategies accumulate gradients elsewhere than in `parameter.grad`. The user's
-        # `zero_grad` does not clear these.
+        # Some strategies accumulate gradients elsewhere than in `parameter.grad`, where the user's
+        # `zero_grad` does not clear them.
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
             return
 
-        if self.wrapped and not self.optimizers and not self._has_gradients():
+        has_only_modules = bool(self.wrapped) and not self.optimizers
+        if has_only_modules and not self._has_gradients():
             raise _optimizer_not_prepared(
                 "the gradients of the micro-batches before are gone: it steps and clears them "
                 "in each micro-batch, not once in a global batch"
@@ -555,11 +571,13 @@ class Preparer:
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
 
-        # `put_off` reads the values that files have, and postpones computing all others. Usually
-        # this is done after the strategy has wrapped the module. But if the strategy copies values
-        # when it wraps the module, it is done here, and `fill` computes the others at once.
+        # The tensors do not have their values yet. Usually `_prepare_module` takes care of the
+        # values after `strategy.wrap`. But a strategy that copies the values in `wrap`, as DiLoCo
+        # does, needs them before. For such a strategy, `put_off` reads the values that are in
+        # weight files, and returns lines to print about them; `fill` computes all other values.
         if self.strategy.needs_values:
-            self.choices += deferred.put_off(PreparedModule(module=module))
+            lines_to_print = deferred.put_off(PreparedModule(module=module))
+            self.choices += lines_to_print
             deferred.fill()
 
         return deferred
@@ -567,7 +585,7 @@ class Preparer:
     def _remember_parameters(
         self, parameters_before: Sequence[nn.Parameter], wrapped: PreparedModule
     ) -> None:
-        """Records which module parameters belong to.
+        """Records the prepared module of each parameter.
 
         Args:
             parameters_before: the parameters of the module before it was wrapped.
@@ -595,7 +613,8 @@ class Preparer:
         if module is None:
             return False
 
-        # If the strategy has replaced the parameter, e.g. by its shard, the module has the new one.
+        # The strategy may have replaced the parameter, e.g. by its shard. Then the module has the
+        # new parameter instead, and this one would not be found below.
         was_replaced = parameter in self._replacement
         if was_replaced:
             return True
@@ -609,24 +628,35 @@ class Preparer:
         Raises:
             SettingError: virtual ranks are to share statistics, and cannot.
         """
-        sync_batchnorm.forget_tree_sums(module)  # which an earlier run may have set
+        # If the module was prepared in an earlier run of this process, its layers still sum in the
+        # order that was planned for that run.
+        sync_batchnorm.forget_tree_sums(module)
 
-        # Three cases: no virtual ranks; virtual ranks that share statistics; virtual ranks that
-        # each have their own batch statistics (the running statistics are the mean of theirs).
+        # First case: no virtual ranks.
         if self.run.settings.virtual_ranks is None:
             if self.run.settings.synchronises_batchnorm:
                 self._batchnorm_notes.module_is_synchronised()
             if self.run.collectives.data_parallel.size > 1:
                 self._synchronize_batchnorm(module)
-        elif virtual_rank_batchnorm.is_synchronised(module, self.run):
-            self._batchnorm_notes.module_is_synchronised()
-            samples = "the global batch, as on one device"
-            if self._may_use_micro_batches():
-                samples = "each micro-batch over all virtual ranks, not of the global batch"
-            self.choices += virtual_rank_batchnorm.synchronise_batchnorm(module, self.run, samples)
-        else:
+            return
+
+        # Second case: virtual ranks that each have their own batch statistics.
+        if not virtual_rank_batchnorm.is_synchronised(module, self.run):
             reason = "of each virtual rank, as DDP has them; running ones: their mean"
             self._choose("batchnorm", "statistics", reason)
+            return
+
+        # Third case: virtual ranks that share statistics.
+        self._batchnorm_notes.module_is_synchronised()
+        samples_text = "the global batch, as on one device"
+        if self._may_use_micro_batches():
+            samples_text = "each micro-batch over all virtual ranks, not of the global batch"
+
+        # The layers are changed in place; the text appears in the lines to print about them.
+        lines_to_print = virtual_rank_batchnorm.synchronise_batchnorm(
+            module, self.run, samples_text
+        )
+        self.choices += lines_to_print
 
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
         """Makes BatchNorm layers take their statistics over all ranks, if that is switched on."""
@@ -673,9 +703,10 @@ class Preparer:
         """
         modules = self._modules_of(optimizer)
 
-        # The optimizer now gets the parameters that the strategy has made. Of a parameter on other
-        # ranks it gets nothing. So record before how many parameters each group has on one device.
+        # Count the parameters of each group, before those that are on other ranks are removed.
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
+
+        # The optimizer gets the parameters that the strategy has made of its present ones.
         parameter_numbers_here = self._replace_parameters(optimizer)
         refuse_optimizer_wrong_on_shards(optimizer)
 
@@ -688,8 +719,9 @@ class Preparer:
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
 
-        # A saved state numbers the parameters as on one device. To save and load it, the optimizer
-        # must know which of these numbers the parameters on this rank have.
+        # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
+        # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
+        # to 9 in the second stage of a pipeline.
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:
             prepared.numbers_on_one_device = parameter_numbers_here
@@ -762,7 +794,7 @@ class Preparer:
         Raises:
             UsageError: the optimizer has stepped already.
         """
-        state = optimizer.state[old]
+        state = optimizer.state[old]  # it exists: the caller has checked this
         if not _is_before_first_step(state):
             raise UsageError(
                 f"world.prepare of {type(optimizer).__name__} after it has stepped",
@@ -824,8 +856,9 @@ class Preparer:
                     if name.startswith(prefix):
                         state_by_rank[rank][name.removeprefix(prefix)] = tensor
 
-            # A rank continues with its own state; if the number of ranks has changed, some kinds of
-            # compression can divide the states of all ranks anew.
+            # A rank continues with its own state. If the number of ranks has changed, some kinds of
+            # compression can divide the states of all ranks anew; for the others,
+            # `load_state_dict` loads nothing and returns False.
             own_state = state_by_rank.get(self.run.topology.rank, {})
             states_of_ranks = list(state_by_rank.values())
             was_loaded = compressed.load_state_dict(own_state, states_of_ranks)
@@ -857,13 +890,18 @@ class Preparer:
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
 
-        # The modules that the user got back, the user's own modules in them (a wrapper such as
-        # DistributedDataParallel has it in `module`), and the user's own optimizers.
+        # Collect all objects that are prepared already. First the modules that the user got back,
+        # then the user's own modules. A wrapper such as DistributedDataParallel has the user's
+        # module in its attribute `module`; without a wrapper both are the same module.
         known: list[Any] = list(self.wrapped)
         known += [getattr(module, "module", module) for module in self.wrapped]
+
+        # Then the user's own optimizers.
         known += [optimizer.inner for optimizer in self.optimizers]
-        is_prepared = isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader)
-        if is_prepared or any(thing is other for other in known):
+
+        is_known = any(thing is other for other in known)
+        is_result_of_prepare = isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader)
+        if is_known or is_result_of_prepare:
             raise UsageError(
                 f"world.prepare of {describe_type(thing)} that is prepared already",
                 "preparing it again would cut, average or step twice",
@@ -926,8 +964,8 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
-    # Shares decide which virtual ranks a process computes, which must be the same for all loaders
-    # of a run.
+    # Shares decide which virtual ranks a process computes. All loaders of a run need the same
+    # answer, so shares are a setting of the run.
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",

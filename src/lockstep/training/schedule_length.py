@@ -100,17 +100,22 @@ class ScheduleLengths(Extension):
             if self._num_epochs is not None:
                 self._check_all(loader, self._num_epochs)
 
-            # Otherwise, and to see how often the schedulers step, two ends of passes are compared.
-            # Passes over other loaders, which end in between, do not count.
+            # Otherwise, and to see how often the schedulers step, the ends of the first two passes
+            # over the loader are compared.
             steps_of_scheduler = {scheduler: scheduler.last_epoch for scheduler in self._schedulers}
             end = _EndOfPass(user_stack(), steps_of_scheduler)
-            first_end = self._first_ends.get(loader)
-            if first_end is None:
+            if loader not in self._first_ends:
                 self._first_ends[loader] = end
-            elif loader.num_training_passes > 1:
-                del self._first_ends[loader]
-                self._compared.add(loader)
-                self._compare(loader, first_end, end)
+                continue
+
+            # This method is also called when a pass over another loader ends. In that case this
+            # loader has still made one pass, and its second one has yet to end.
+            if loader.num_training_passes == 1:
+                continue
+
+            first_end = self._first_ends.pop(loader)
+            self._compared.add(loader)
+            self._compare(loader, first_end, end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.
@@ -130,7 +135,9 @@ class ScheduleLengths(Extension):
             return
 
         for scheduler, steps in second.steps_of_scheduler.items():
-            steps_in_epoch = steps - first.steps_of_scheduler.get(scheduler, steps)
+            # A scheduler that was prepared after the first pass counts as having made no steps.
+            steps_before = first.steps_of_scheduler.get(scheduler, steps)
+            steps_in_epoch = steps - steps_before
             if steps_in_epoch == loader.steps:
                 self._check_micro_batches(scheduler, loader, num_epochs)
                 self._check_epochs_as_steps(scheduler, loader, num_epochs)
@@ -138,10 +145,9 @@ class ScheduleLengths(Extension):
     def _check_micro_batches(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
     ) -> None:
-        """Warns if a schedule is as long as the number of micro-batches in the training.
-
-        Only loaders count whose length the script knew when it built the schedule.
-        """
+        """Warns if a schedule is as long as the number of micro-batches in the training."""
+        # None if the script had not used `len(loader)` yet when it prepared the scheduler: then the
+        # schedule was not computed from the length of this loader.
         line_of_length = self._line_of_length.get((scheduler, loader))
         if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
             return

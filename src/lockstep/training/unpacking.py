@@ -27,9 +27,9 @@ from lockstep.user_code import is_user_file, parse_source
 from lockstep.wording import describe_type
 
 _NOTE_BEGINNING = "lockstep: world.prepare returned, in the order in which they were given: "
-MISSING_ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
-NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
-NOT_ITERABLE = re.compile(r"'(\w+)' object is not iterable")
+MISSING_ATTRIBUTE = re.compile(r"'(?P<class>\w+)' object has no attribute '(?P<attribute>\w+)'")
+NOT_CALLABLE = re.compile(r"'(?P<class>\w+)' object is not callable")
+NOT_ITERABLE = re.compile(r"'(?P<class>\w+)' object is not iterable")
 
 
 def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
@@ -55,16 +55,16 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
 
     # In `test, train = world.prepare(train, test)` the first variable, `test`, would get the result
     # for `train`. It still holds `test`, which is another one of the given objects.
-    given_ids = {id(thing) for thing in objects}
-    for thing, held in zip(objects, held_objects, strict=True):
-        holds_another_object = held is not thing and id(held) in given_ids
-        if holds_another_object:
+    given_ids = {id(given_object) for given_object in objects}
+    for given_object, held in zip(objects, held_objects, strict=True):
+        is_mixed_up = held is not given_object and id(held) in given_ids
+        if is_mixed_up:
             # An object that is held by no variable of the statement is shown by its class.
             given = [names_by_id.get(id(other), type(other).__name__) for other in objects]
             unpacked = ", ".join(ast.unparse(target) for target in targets)
             raise UsageError(
                 f"{unpacked} = world.prepare({', '.join(given)})",
-                f"the result for {describe_type(thing)} would go to the variable that holds "
+                f"the result for {describe_type(given_object)} would go to the variable that holds "
                 f"{describe_type(held)}",
                 "unpack the results in the order in which the objects are given",
             )
@@ -93,6 +93,7 @@ def _find_targets(frame: FrameType) -> list[ast.expr]:
     if tree is None:
         return []
 
+    # At most one assignment is running, unless several stand in one line: then the last one counts.
     targets: list[ast.expr] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
@@ -144,13 +145,19 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
 
         # A wrapper delegates to the user's object, so the message may name either class.
         names = {type(used).__name__, type(_without_wrapper(used)).__name__}
-        if missing is not None and missing[1] in names:
-            if any(hasattr(other, missing[2]) for other in others):
+
+        # "'Loader' object has no attribute 'zero_grad'": another result has this attribute.
+        if missing is not None and missing["class"] in names:
+            if any(hasattr(other, missing["attribute"]) for other in others):
                 return True
-        elif not_callable is not None and not_callable[1] in names:
+
+        # "'PreparedOptimizer' object is not callable": another result is a model.
+        elif not_callable is not None and not_callable["class"] in names:
             if any(isinstance(other, nn.Module) for other in others):
                 return True
-        elif not_iterable is not None and not_iterable[1] in names:
+
+        # "'Net' object is not iterable": another result is a loader.
+        elif not_iterable is not None and not_iterable["class"] in names:
             if any(isinstance(other, Loader) for other in others):
                 return True
 

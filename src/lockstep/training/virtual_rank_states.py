@@ -49,7 +49,9 @@ class VirtualRankStates:
         return list(modules[0].own) if modules else []
 
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
-        """Returns the states of this process's virtual ranks, and the shared state.
+        """Returns the states of this process's virtual ranks, and the state that all of them share.
+
+        The shared state is that of DiLoCo's outer optimizer, which is the same on all ranks.
 
         Args:
             shared: True to include the shared state, False to leave it out. None to include it only
@@ -71,7 +73,7 @@ class VirtualRankStates:
             }
 
         return {
-            "replicas": self.count,
+            "replicas": self.count,  # the number of virtual ranks in the run
             "shared": shared_states if includes_shared else None,
             "state": state_by_virtual_rank,
         }
@@ -98,7 +100,8 @@ class VirtualRankStates:
         """Loads this rank's part of a state that `state_dict` returned.
 
         Args:
-            state: the state. With None, all virtual ranks begin with the present weights.
+            state: the state; None to load nothing, so that all virtual ranks begin with the weights
+                that they have.
         """
         if state is None:
             return
@@ -113,7 +116,8 @@ class VirtualRankStates:
             states_of_module = {}  # by virtual rank
             for number, own_state in own_states.items():
                 states_of_module[number] = own_state["modules"][index]
-            module.load(copy_to_memory(state["shared"][index]), states_of_module)
+            shared_state = copy_to_memory(state["shared"][index])  # common to all virtual ranks
+            module.load(shared_state, states_of_module)
 
         for index, optimizer in enumerate(self.optimizers):
             for number, own_state in own_states.items():
