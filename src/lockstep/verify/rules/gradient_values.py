@@ -188,8 +188,8 @@ def multiplied_after_passes(
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
-    False positives: clipping multiplies gradients too. If one of the runs clips gradients with
-        another norm, this rule applies.
+    False positives: ranks that clip gradients to another norm than one process does, because
+        clipping multiplies gradients too.
     Evidence: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -478,8 +478,8 @@ def _cause_of_other_weights(
         right_weights: weights with which the parts add up to the gradient of one process.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
-    # 1. The weights should have been proportional to a count that is known. "That is by their
-    # samples: 8, 4" says that the right weights, which the evidence names, weigh parts by samples.
+    # 1. The weights should have been proportional to a count that is known. The sentences are then
+    # "they should weigh 0.6667 : 0.3333" and "that is by their samples: 8, 4".
     corrections = _corrections_of_weights(right_weights, used_weights)
     for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
         if proportional(corrections, counts):
@@ -495,9 +495,9 @@ def _cause_of_other_weights(
     # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
     statistics = describe_local_statistics(case)
 
-    # 3. The weights should be proportional to a count that is not known. It is known that the ranks
-    # computed a mean of means if they gave all parts the same weight, such as 1/2 and 1/2, and if
-    # the right weights, such as 2/3 and 1/3, have the same sum. The count may be a statistic.
+    # 3. The ranks computed a mean of means: they used equal weights such as 1/2 and 1/2, and the
+    # right weights, such as 2/3 and 1/3, have the same sum. So the parts should be weighted by some
+    # count. It is none of the counts above, but it may be one of the statistics.
     weights_are_equal = all_near(used_weights, case.max_error)
     have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
     if weights_are_equal and have_same_sum:

@@ -130,6 +130,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
     num_expected = sum_counts(expected).total()
     num_actual = sum_counts(actual).total()
+    # "one process computed 8 inputs in this step, 2 computed 16": 2 processes.
     numbers = (
         f"one process computed {num_expected} inputs in this step, "
         f"{case.num_ranks} computed {num_actual}"
@@ -172,12 +173,12 @@ def other_inputs(case: Divergence) -> Cause | None:
         # the model, such as a hidden state, may be the cause.
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if outputs_differ:
-            return _cause_of_differing_other_inputs(case, forward)
+            return _cause_in_additional_inputs(case, forward)
 
     return None
 
 
-def _cause_of_differing_other_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
+def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
     """Names the cause of other outputs, for a model whose first input is the same.
 
     The model may have additional inputs, such as a hidden state. The result is None if these are

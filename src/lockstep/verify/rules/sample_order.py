@@ -146,8 +146,8 @@ def repeated_samples(case: Divergence) -> Cause | None:
 def _repeated_samples(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
-    A sample is repeated if the ranks train it too often in this step, or if they have trained it
-    already in an earlier step and one process does not train it in this step.
+    If one process trains a sample in this step, it is repeated if the ranks train it more often.
+    Any other sample is repeated unless the ranks train it now for the first time.
     """
     expected, actual = _count_samples(case)
     by_contents = _contents_are_known(case)
@@ -156,15 +156,13 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
 
     repeated = []
     for sample, count in actual.items():
-        # How often one process trains the sample in this step: 0 if it is another step's sample.
         count_of_one_process = expected[sample]
+        if count_of_one_process > 0:
+            is_repeated = count > count_of_one_process
+        else:
+            is_repeated = count > 1 or sample in samples_of_earlier_steps
 
-        # To train a sample once is no repetition, even if one process does not train it in this
-        # step.
-        too_often_in_this_step = count > max(1, count_of_one_process)
-        already_in_earlier_step = count_of_one_process == 0 and sample in samples_of_earlier_steps
-
-        if too_often_in_this_step or already_in_earlier_step:
+        if is_repeated:
             repeated.append(sample)
 
     return repeated
