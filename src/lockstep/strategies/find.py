@@ -60,10 +60,10 @@ def parse_strategy(text: str) -> Strategy:
 
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
-            what = f"options of {name}"
-            # The message reads "options of ddp are ..."; a strategy may have no options.
-            shown_options = known_options or ["not there"]
-            raise unknown_choice_error(was_set, option, what, shown_options)
+            # The message lists the options: "options of ddp are bucket_cap_mb, ...". Of a strategy
+            # without options it says: "options of single are not there".
+            listed = known_options if known_options else ["not there"]
+            raise unknown_choice_error(was_set, option, f"options of {name}", listed)
 
         try:
             values[option] = parse_option(value_text, annotations[option])
@@ -101,7 +101,7 @@ def parse_option(text: str, annotation: Any) -> Any:
             (type_of_part,) = typing.get_args(alternative)
             return [parse_option(part, type_of_part) for part in text.split(":")]
 
-    # The first of int, float and bool that the annotation allows.
+    # A number or a boolean. No annotation allows several of these types.
     for kind, description in DESCRIPTION_OF_TYPE.items():
         if kind not in alternatives:
             continue

@@ -112,11 +112,14 @@ class FusedNormalize(torch.autograd.Function):
             invstd: the inverse standard deviation of all ranks, shape (C,).
             counts: the number of values per channel on each rank, shape (ranks,).
             sum_over_ranks: adds up over all ranks in the backward pass.
-            is_placeholder: True if the statistics do not depend on `x`.
+            is_placeholder: True if `x` is a placeholder of a rank without samples, which was left
+                out of the statistics.
         """
         weight_for_kernel = _for_kernels(weight, mean.dtype)
         bias_for_kernel = _for_kernels(bias, mean.dtype)
         ctx.save_for_backward(x, weight_for_kernel, mean, invstd, counts.to(torch.int32))
+
+        # The dtype of the gradients of weight and bias. A layer without weight may have a bias.
         ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
         ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = is_placeholder

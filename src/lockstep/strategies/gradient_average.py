@@ -45,6 +45,8 @@ class GradientAverage:
     def during_backward(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """A context for a backward pass. Gradients are sent as soon as they are complete.
 
+        The sums over the ranks are waited for in `finish`, after the last backward pass.
+
         Args:
             parameters: parameters whose gradients are complete after this backward pass, in the
                 same order on all ranks.
@@ -98,6 +100,8 @@ class GradientAverage:
         # A bucket has changed if one of its gradients was written again after it was sent, as with
         # reentrant activation checkpointing. Whether that has happened, and which parameters have a
         # gradient, may differ between ranks. Sums over the ranks show what is true on any of them.
+        # For each bucket there is one flag for the bucket, and then one for each of its parameters:
+        #   [has_changed, has_gradient, has_gradient, ..., has_changed, has_gradient, ...]
         flags: list[int] = []
         for bucket in self._buckets:
             flags.append(int(bucket.has_changed))
@@ -112,6 +116,7 @@ class GradientAverage:
 
         wait_for_flags()
 
+        # Read the flags in the same order.
         remaining_flags = iter(sums_of_flags.tolist())
         num_ranks = dist.get_world_size(self._group)
         for bucket in self._buckets:
@@ -161,6 +166,8 @@ class _Bucket:
     @torch.no_grad()
     def send(self) -> None:
         """Starts adding up the gradients over the ranks. A missing gradient is sent as zeros.
+
+        `write_mean` divides the sums by the number of ranks, after `wait`.
 
         Raises:
             UsageError: a gradient is sparse.

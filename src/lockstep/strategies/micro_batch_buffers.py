@@ -101,7 +101,8 @@ class MicroBatchBuffers(Extension):
     def _compare(self, num_micro_batches: int) -> None:
         """Compares the buffers with `_values_at_first`, and warns of those that change repeatedly.
 
-        After the warning nothing is compared any more.
+        A buffer has changed if the sum of its bits has changed; the sum is much smaller to store
+        than a copy. After the warning nothing is compared any more.
         """
         values = self._values()
         for name, value_at_first in self._values_at_first.items():
@@ -116,9 +117,8 @@ class MicroBatchBuffers(Extension):
             if num_changes >= MIN_CHANGES_BEFORE_WARNING:
                 changing.append(name)
 
-        # Warn once. Without names, `begin` compares nothing any more.
         if changing:
-            self._names = []
+            self._names = []  # no buffer is compared any more, so this is the only warning
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:

@@ -106,9 +106,10 @@ class MovingBuffers:
     def _find_moving(self) -> None:
         """Sets `moving` to the names of the watched buffers that have changed on any rank.
 
-        Warns once if the values of some of them differ between ranks. The bits of buffers are
-        compared because torch's own count of the writes to a tensor misses those of its BatchNorm.
+        Warns once if the values of some of them differ between ranks.
         """
+        # This compares the bits of the buffers with those at the beginning of the training. Torch
+        # also counts the writes to a tensor, but misses those of its own BatchNorm.
         changed_on_any_rank, differs_between_ranks = self._compare_over_ranks()
 
         # A buffer that has moved once may have returned to its first value.
@@ -185,8 +186,10 @@ class MovingBuffers:
         """Replaces buffers by their means over the ranks, weighted by the samples of each rank."""
         micro_batch = self._step.micro_batch
 
-        # All ranks get the same weight if the number of samples is unknown: without a prepared
-        # loader, or with several micro-batches, since the step knows only the last one.
+        # The weight of a rank is its number of samples in the global batch. This number is unknown
+        # without a prepared loader. With several micro-batches only that of the last micro-batch is
+        # known, whose samples may be divided over the ranks differently. Then all ranks have the
+        # same weight.
         weight = 1.0
         if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
             weight = float(micro_batch.local_rows)

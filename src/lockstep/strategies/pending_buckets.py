@@ -27,6 +27,9 @@ class PendingBuckets:
     ) -> torch.futures.Future[Tensor]:
         """Adds a bucket. If it is the last one of the backward pass, waits for all of them.
 
+        Waiting for a bucket earlier would keep the backward pass from computing the gradients of
+        the next one, which can be computed while this bucket travels.
+
         Args:
             bucket: a bucket of DDP. The buckets of a backward pass are added in order.
             wait: waits for the exchange of this bucket, which leaves its result in the bucket's

@@ -365,21 +365,20 @@ class VirtualRankBuffers(Extension):
                 advance. All others put zeros in the place of the increments.
         """
         buffers = self._buffers()
-        flat_tensors: list[Tensor] = []
+        values_of_dtypes: list[list[Tensor]] = []
         for names in self._averaged_by_dtype(buffers):
-            values = [buffers[name].reshape(-1) for name in names]
-            flat_tensors.append(torch.cat(values))
+            values_of_dtypes.append([buffers[name].reshape(-1) for name in names])
 
-        # There is a first tensor: a BatchNorm with a counter also has averaged buffers.
-        with_increments = [flat_tensors[0]]
+        # There is a first dtype: a BatchNorm with a counter also has averaged buffers.
+        values_of_first_dtype = values_of_dtypes[0]
+        first_dtype = values_of_first_dtype[0].dtype
         for name in self._counters:
             increment = buffers[name] - self._at_beginning[name].values
             if not is_first_virtual_rank:
                 increment = torch.zeros_like(increment)
-            with_increments.append(increment.reshape(-1).to(flat_tensors[0].dtype))
+            values_of_first_dtype.append(increment.reshape(-1).to(first_dtype))
 
-        flat_tensors[0] = torch.cat(with_increments)
-        return flat_tensors
+        return [torch.cat(values) for values in values_of_dtypes]
 
     def _averaged_by_dtype(self, buffers: Mapping[str, Tensor]) -> list[list[str]]:
         """Returns the names of the averaged buffers, in one list for each dtype."""

@@ -169,9 +169,9 @@ class VirtualRankGradients(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Adds the gradients of the previous virtual rank to the sum when another one begins.
 
-        Those of the last virtual rank of a process were added in its backward pass, so nothing is
-        left to add when a global batch begins. If the script has cleared the gradients in between,
-        `before_step` raises an error.
+        The gradients of the last virtual rank of a process were added in its backward pass. So when
+        a global batch begins, nothing is left to add. If the script has cleared the gradients in
+        between, `before_step` raises an error.
         """
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return

@@ -72,7 +72,7 @@ class OuterOptimizer:
         self._learning_rate = learning_rate
         self._momentum = momentum
         self._compress = compress
-        self._delays = delays
+        self._fragments_are_delayed = delays
         self._velocity: dict[int, Tensor] = {}
         """The momentum buffer of each parameter, by the index of the parameter."""
         self._in_flight: dict[int, FragmentInFlight] = {}
@@ -135,14 +135,16 @@ class OuterOptimizer:
         # All differences of a virtual rank form one vector.
         vectors: list[Tensor] = []
         for number in self._virtual_ranks:
-            weights = self._weights.values(number)
+            weights = self._weights.values(number)  # of this virtual rank
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # None for a virtual rank that has not sent this fragment before.
+        # What quantization lost of each vector when this fragment was last sent, which is sent now
+        # in addition; None for a virtual rank that has not sent it before.
         errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
 
-        # The exchange writes the means into these tensors.
+        # Each vector is quantized at once, so the new errors are known. The exchange only writes
+        # the means into `pseudo_gradients` later, when `wait` is called.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
             vectors, errors, pseudo_gradients, method
@@ -185,9 +187,9 @@ class OuterOptimizer:
             shared[index].sub_(update, alpha=self._learning_rate)
             for number in self._virtual_ranks:
                 weight = self._weights.values(number)[index]
-                if self._delays:
+                if self._fragments_are_delayed:
                     # The virtual rank has been trained since the fragment was sent, so it keeps a
-                    # part of its own weights.
+                    # part of its own weights: alpha * own + (1 - alpha) * shared.
                     weight.lerp_(shared[index], 1.0 - WEIGHT_OF_OWN_VALUES)
                 else:
                     weight.copy_(shared[index])
@@ -215,7 +217,11 @@ class OuterOptimizer:
         return {"fragments": len(self._fragments), "momentum": self._velocity, "sent": sent}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the shared state was saved with another number of fragments."""
+        """Raises CheckpointError if the shared state was saved with another number of fragments.
+
+        The state has the momentum of each fragment and the exchanges that are not finished. Other
+        fragments have other parameters.
+        """
         num_fragments = len(self._fragments)
         num_saved = saved["fragments"]
         if num_fragments != num_saved:

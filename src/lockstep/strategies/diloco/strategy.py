@@ -73,6 +73,9 @@ class DiLoCo(DiLoCoOptions, Strategy):
         refuse_virtual_ranks(
             run, self.name, "it has virtual ranks of its own, each of which trains a copy"
         )
+
+        # The results depend on the number of replicas, but not on the number of processes. These
+        # must divide the replicas evenly only if several of them compute one replica.
         num_ranks = run.topology.size
         if num_ranks > self.replicas and num_ranks % self.replicas != 0:
             raise SettingError(
@@ -128,7 +131,9 @@ class DiLoCo(DiLoCoOptions, Strategy):
             # Nothing is trained, so there is nothing to exchange.
             return PreparedModule(module=module, choices=choices)
 
+        # The mean running statistics of BatchNorm may not match the weights after an exchange.
         self._warn_of_statistics(module)
+
         untyped: Any = module  # for attributes and methods without types
         options = self
         if run.settings.uncompressed:
@@ -140,8 +145,12 @@ class DiLoCo(DiLoCoOptions, Strategy):
 
         training = DiLoCoTraining(module, run, options)
         module.register_forward_pre_hook(ModuleHook(training.before_forward))
+
+        # A state dict has the shared weights. If one is loaded, all virtual ranks begin again with
+        # these weights.
         untyped.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
         untyped.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
+
         size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
         choices += options._choices(run.topology.size, size_bytes)
 
@@ -160,8 +169,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
             num_ranks: the number of processes.
             size_bytes: the size of the parameters that are exchanged.
         """
+        # Where the virtual ranks (replicas) are computed.
         if self.replicas <= num_ranks:
-            where = f"each on {count_noun(num_ranks // self.replicas, 'process')}"
+            # `plan` has checked that the number of processes is a multiple.
+            processes_per_replica = num_ranks // self.replicas
+            where = f"each on {count_noun(processes_per_replica, 'process')}"
         else:
             fewest = self.replicas // num_ranks
             most = ceil_div(self.replicas, num_ranks)
@@ -170,6 +182,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
                 number = f"{fewest} or {most} replicas"
             where = f"{number} on each process, in turn"
 
+        # What is exchanged, and how the outer optimizer applies it.
         exchanged = format_bytes(size_bytes)
         if self.compress is not None:
             exchanged += f" as {self.compress}"

@@ -52,7 +52,8 @@ class TensorVersions:
         # The stored values, or a copy of the shared ones if the version does not exist yet.
         new_values = self.values(version)
 
-        # Store the memory that the module has now, and give it the memory of the new values.
+        # Keep the memory that the module has now: `values` returns it without copying it. Then give
+        # the module the memory of the new values.
         self._stored[self.in_module] = self.values(self.in_module)
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value

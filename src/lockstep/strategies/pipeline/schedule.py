@@ -260,7 +260,8 @@ def _pass_gradient_on(
 ) -> None:
     """Simulates the messages of a backward pass: it has used one gradient, and sends another.
 
-    A gradient is represented by the backward pass that starts from it.
+    A gradient is represented by the backward pass that starts from it. After the backward pass of
+    stage 2, for example, the rank of stage 1 has the gradient for its own backward pass.
 
     Args:
         backward_pass: the backward pass, which was done.

@@ -218,8 +218,9 @@ class Pipeline(Strategy):
             UsageError: not exactly one module was called, or an option is set that only the last
                 stage could follow.
         """
+        # On one process `wrap` returns the module itself, since there is nothing to cut.
         pipelined = [module for module in modules if isinstance(module, PipelinedModule)]
-        if not pipelined:  # one process
+        if not pipelined:
             precision.backward(loss, **options)
             return
 
@@ -267,8 +268,10 @@ class Pipeline(Strategy):
             device = local_parameters[0].device
 
         # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
-        num_positions = self.stages or num_ranks
-        num_pipelines = num_ranks // num_positions
+        # The option `stages` is the number of ranks in a pipeline; with `interleave`, each of them
+        # has several stages of the model.
+        ranks_per_pipeline = self.stages or num_ranks
+        num_pipelines = num_ranks // ranks_per_pipeline
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
 
     def _num_micro_batches(self, run: Run) -> int:
@@ -293,8 +296,9 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
-        # `micro_batch_size` decides the number later, from the number of samples, so here 1 is the
-        # least. One process has no stages to keep busy with several micro-batches.
+        # If `micro_batch_size` is set, the number follows later from the number of samples, and
+        # what is returned here is a lower bound. One process has no stages to keep busy with
+        # several micro-batches.
         num_positions = self._num_positions(run.topology)
         if run.settings.micro_batch_size or num_positions == 1:
             number = 1
@@ -333,7 +337,7 @@ class Pipeline(Strategy):
         # Over Gloo receives are posted early, so tags must tell the messages of a group apart.
         # Activations and outputs have one group: with `n` cuts, activations have the tags 0 to
         # n - 1, and outputs have the tags n to 2 n - 1.
-        num_cuts = place.last_stage
+        num_cuts = place.last_stage  # stages count from 0, and each except stage 0 begins at a cut
         wires = Wires([], [], [])
         for cut in range(num_cuts):
             group = gradients[place.gradient_group(cut)]
@@ -350,9 +354,11 @@ class Pipeline(Strategy):
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
 
-        # With several pipelines, the ranks with the same stages. With one, a group of this rank
-        # alone: `open_group` opens a group for each row of a table, [[0], [1], [2], ...].
+        # With several pipelines, this is the group of the ranks with the same stages.
         group = run.groups.get("replicas")
+
+        # With one pipeline, each rank gets a group of its own. `open_group` opens a group for each
+        # row of a table of ranks; here the table is [[0], [1], [2], ...].
         if layers and group is None:
             one_rank_per_row = torch.arange(run.topology.size)[:, None]
             group = open_group(run, "alone", one_rank_per_row)
@@ -368,6 +374,9 @@ class Pipeline(Strategy):
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
         """Raises an error if the stages would not compute the same as one device.
+
+        BatchNorm takes its statistics from each micro-batch. So the user must have set the number
+        of micro-batches, with which one device computes the same statistics.
 
         Raises:
             SettingError: the model has BatchNorm, and the user has not set the number of
@@ -413,16 +422,19 @@ class Pipeline(Strategy):
         if run.topology.is_main:
             measured = measure(module, names, run.examples)
 
-        # The exchange turns the named tuple into a list.
+        # The values travel as JSON, in which a named tuple becomes a list.
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
 
+        # The indices of the units with which the stages begin, except for the first stage.
         num_stages = place.last_stage + 1
-        first_units = _choose_first_units(names, unit_costs, num_stages)
-        costs_of_stages = _sums_between(unit_costs.costs, [0, *first_units, len(names)])
+        first_indices = _choose_first_units(names, unit_costs, num_stages)
+        cuts = [names[index] for index in first_indices]
+
+        # For the printed line: "48% + 52% of time and memory, ...".
+        costs_of_stages = _sums_between(unit_costs.costs, [0, *first_indices, len(names)])
         total = sum(costs_of_stages) or 1  # all may be 0
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
-        cuts = [names[index] for index in first_units]
 
         return split(module, cuts), f"{percentages} {unit_costs.reason}"
 

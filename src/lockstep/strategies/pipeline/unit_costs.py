@@ -68,6 +68,8 @@ def measure(
         for part in training_modules:
             part.training = True
 
+    # Nothing could be measured. The reason is printed after the share of each stage: "48% + 52% of
+    # parameters: no example to measure with". Every unit counts as called by the model.
     if measured is None:
         all_called = [True] * len(modules)
         reason = "of parameters: no example to measure with"
@@ -107,6 +109,9 @@ def _measure_on_examples(
 
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
+
+        # A loop may call `model(inputs)`, `model(inputs, targets)` or `model(batch)`. Which of
+        # them it is can only be found out by trying.
         for arguments in _possible_arguments(batch):
             try:
                 return _measure_call(module, units, arguments, device)
@@ -128,13 +133,14 @@ def _measure_call(
     Raises:
         Exception: the model cannot be called with these arguments.
     """
-    # The bytes of each storage that a unit keeps for the backward pass, by the number of the unit.
-    # Units that were not called are missing.
     args, kwargs = arguments
-    kept = saved_activations.measure(module, units, args, kwargs).inside
+    activations = saved_activations.measure(module, units, args, kwargs)
+
+    # `inside` has, by the number of each unit that was called, the bytes of each storage that the
+    # unit keeps for the backward pass.
     activation_bytes: list[int] = []
     for number in range(len(units)):
-        bytes_of_storages = kept.get(number, {})
+        bytes_of_storages = activations.inside.get(number, {})
         activation_bytes.append(sum(bytes_of_storages.values()))
 
     seconds = _time_units(module, units, arguments, device)
@@ -166,9 +172,11 @@ def _time_units(
         number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A forward pre-hook of a unit, which times the unit at its first call."""
-        if number in seconds_of_unit:
+        if number in seconds_of_unit:  # a later call, or one of those that are timed
             return
-        seconds_of_unit[number] = 0.0  # timing calls the unit again, and with it this hook
+
+        # Timing calls the unit, and with it this hook, which must find the unit here.
+        seconds_of_unit[number] = 0.0
         seconds_of_unit[number] = _time_unit(unit, (args, kwargs), device)
 
     args, kwargs = arguments
