@@ -20,7 +20,6 @@ from lockstep.run.machines.hosts import Host, HostsSpec
 from lockstep.run.machines.ray_call import CallOutcome
 from lockstep.run.machines.ray_connection import RayRemote
 from lockstep.run.machines.ray_placement import RayNode
-from lockstep.run.machines.rendezvous_settings import join_timeout
 from lockstep.run.machines.ssh_connection import Remote, ShowLine
 from lockstep.run.machines.ssh_run import HostsRun
 from lockstep.run.start.torchrun_flags import parse_flags, rendezvous_parameters
@@ -159,6 +158,9 @@ class RayRun:
         Raises:
             HostError: it has not, within the time that nodes wait for each other.
         """
+        # Imports torch, which `lockstep run --help` and a start on this machine do without.
+        from lockstep.run.machines.rendezvous_settings import join_timeout
+
         names = " and ".join(node.name for node in lost_nodes)
         self._say(
             f"Ray has lost {names}: the ranks start again as soon as each of them has a place; "
