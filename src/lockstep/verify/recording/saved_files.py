@@ -84,7 +84,7 @@ class SavedFiles:
             for name in names:
                 self._patch_function(owner, name)
 
-        # The built-in `open` is the function `io.open`, which the loop has patched.
+        # The built-in `open` is the same function as `io.open`, which was patched in the loop above.
         builtins.open = io.open
         torch.save = save
         lockstep.save_weights = save_weights
@@ -100,14 +100,18 @@ class SavedFiles:
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
-            """Calls the function with the redirected path, if the script has saved the file."""
+            """Replaces the patched function, such as `os.stat`.
+
+            It calls the function with the redirected path if the script has saved the file.
+            """
             if not args or not self._has(args[0]):
                 return function(*args, **kwargs)
 
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # In os.rename(path, target), the target is redirected too.
+            # For a function with a target, such as os.rename(path, target), the target is redirected
+            # too. `name` is the name of the patched function.
             has_target = name in MOVING_FUNCTIONS and bool(other_args)
             if has_target:
                 target, *options = other_args

@@ -116,9 +116,9 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
 def random_draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     """Returns draws of random numbers that some ranks made for their loss, but not others.
 
-    For example, one process draws a noise level once for its whole batch, and 3 ranks must draw the
-    same level. All ranks together then draw it 3 times. With any other count, the loss of some rank
-    was computed from another level, or from a level that one process has not drawn.
+    For example, one process draws a noise level once for its whole batch, and each of 3 ranks must
+    draw the same level, so that the ranks together draw it 3 times. If they draw it less often, the
+    loss of some rank was computed from another level.
 
     This need not be the reason for other losses, because only the last draw of a loss is recorded.
     If a script draws a level for each sample, the record of one process is the level of its last
