@@ -84,7 +84,7 @@ class SavedFiles:
             for name in names:
                 self._patch_function(owner, name)
 
-        # The built-in `open` is the same function as `io.open`, which was patched in the loop above.
+        # The built-in `open` is the function `io.open`, which was patched in the loop above.
         builtins.open = io.open
         torch.save = save
         lockstep.save_weights = save_weights
@@ -110,8 +110,8 @@ class SavedFiles:
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # For a function with a target, such as os.rename(path, target), the target is redirected
-            # too. `name` is the name of the patched function.
+            # In a call such as os.rename(path, target), the target is redirected too. `name` is the
+            # name of the patched function.
             has_target = name in MOVING_FUNCTIONS and bool(other_args)
             if has_target:
                 target, *options = other_args
