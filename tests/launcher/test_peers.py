@@ -107,9 +107,9 @@ def test_published_values_are_added_and_a_node_survives_json() -> None:
 
 
 def test_a_node_that_left_in_the_end_is_not_gone() -> None:
-    assert not node(1, state=LEFT).left_early
-    assert node(1, state=LEFT, why="rank 0 failed").left_early
-    assert node(1, state=LOST).left_early
+    assert not node(1, state=LEFT).gone_early
+    assert node(1, state=LEFT, why="rank 0 failed").gone_early
+    assert node(1, state=LOST).gone_early
     assert describe_departure(node(None, 4, state=LEFT)) == "process 104 on host host4 has left"
 
 

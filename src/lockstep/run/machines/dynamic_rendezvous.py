@@ -163,7 +163,8 @@ class DynamicRendezvous(Rendezvous):
     def _choose_round(self, present: Sequence[Node]) -> int:
         """Returns the round that this node should ask for.
 
-        Three cases, for a node that has not started any round yet:
+        A node whose ranks must be restarted asks for the round after its last one, or for a later
+        one that others have asked for. For a new node there are three cases:
 
             the others have asked for round 2, and none has started it      2
             the others run round 2, and there is room for one more node     3, so that all restart
@@ -179,7 +180,7 @@ class DynamicRendezvous(Rendezvous):
 
         # The next round is one that others have asked for too, or the one after this node's last.
         next_round = max(latest_asked_round, own.started + 1)
-        others_have_started_it = own.started < last_started_round == next_round
+        others_have_started_it = next_round == last_started_round
         if not others_have_started_it:
             return next_round
 

@@ -32,25 +32,25 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         SettingError: a part of it is not a host, or a host is named twice.
     """
-    was_set = f"--hosts {text}"  # every error begins with it
+    setting = f"--hosts {text}"  # every error begins with it
     hosts: list[Host] = []
     # `Path.is_file` is not used, as it raises if a long list is not a valid file name.
     if os.path.isfile(text):
-        for line_number, line in enumerate(_read_lines(was_set, text), start=1):
+        for line_number, line in enumerate(_read_lines(setting, text), start=1):
             without_comment = line.partition("#")[0]
             words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
             if words:
                 hosts.append(_parse_line(f"--hosts {text}, line {line_number}", words))
     else:
         for part in text.split(","):
-            hosts.append(_parse_list_item(was_set, part.strip()))
+            hosts.append(_parse_list_item(setting, part.strip()))
 
     host_of_address: dict[str, Host] = {}
     for host in hosts:
         if host.address in host_of_address:  # perhaps with another user name
             other = host_of_address[host.address]
             raise SettingError(
-                was_set,
+                setting,
                 f"{other.name} and {host.name} are one machine",
                 "name each machine once, with its number of processes",
             )
@@ -58,24 +58,24 @@ def parse_hosts(text: str) -> list[Host]:
 
     if not hosts:
         raise SettingError(
-            was_set, "the file lists no hosts", "write one line per host: node1 slots=4"
+            setting, "the file lists no hosts", "write one line per host: node1 slots=4"
         )
     return hosts
 
 
-def _read_lines(was_set: str, path: str) -> list[str]:
+def _read_lines(setting: str, path: str) -> list[str]:
     """Reads the lines of a hostfile."""
     try:
         return Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(was_set, str(error), "make it a text file that can be read") from None
+        raise SettingError(setting, str(error), "make it a text file that can be read") from None
 
 
-def _parse_list_item(was_set: str, text: str) -> Host:
+def _parse_list_item(setting: str, text: str) -> Host:
     """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`.
 
     Args:
-        was_set: the option as the user has set it, which an error begins with.
+        setting: the option as the user has set it, which an error begins with.
         text: the item.
     """
     name = text
@@ -95,13 +95,13 @@ def _parse_list_item(was_set: str, text: str) -> Host:
         is_number = POSITIVE_NUMBER_PATTERN.fullmatch(processes)
         if not is_number and processes not in ("auto", "gpu", "cpu"):
             raise SettingError(
-                was_set,
+                setting,
                 f"{processes!r} is not a number of processes",
                 "write node1:4, or node1:gpu for one for each GPU",
             )
 
     _check_name(
-        was_set,
+        setting,
         name,
         "write node1,node2:4, the number being that of processes there, or a hostfile's name; "
         f"there is no file {name!r}",
@@ -109,11 +109,11 @@ def _parse_list_item(was_set: str, text: str) -> Host:
     return Host(name, processes)
 
 
-def _parse_line(was_set: str, words: list[str]) -> Host:
+def _parse_line(setting: str, words: list[str]) -> Host:
     """Parses one line of a hostfile.
 
     Args:
-        was_set: the option as the user has set it and the line, which an error begins with.
+        setting: the option as the user has set it and the line, which an error begins with.
         words: the words of the line, such as `["node1", "slots=4"]`.
     """
     name = words[0]
@@ -123,7 +123,7 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
         key, _, value = option.partition("=")
         key = key.replace("max-slots", "max_slots")  # Open MPI accepts both
         if key not in ("slots", "max_slots") or not re.fullmatch("[0-9]+", value):
-            raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
+            raise SettingError(setting, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
 
     # "slots=0" and "slots=8 max_slots=4" leave no room for the processes.
@@ -132,21 +132,21 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
     needed_slots = 1 if slots is None else slots
     if slots == 0 or (max_slots is not None and needed_slots > max_slots):
         raise SettingError(
-            was_set,
+            setting,
             f"{' '.join(options)}: there is no room for so many processes",
             "give slots of at least 1, and no more than max_slots",
         )
 
-    _check_name(was_set, name, LINE_ADVICE)
+    _check_name(setting, name, LINE_ADVICE)
     nproc = None if slots is None else str(slots)  # a text, as it may also be "gpu" in a list
     return Host(name, nproc)
 
 
-def _check_name(was_set: str, name: str, advice: str) -> None:
+def _check_name(setting: str, name: str, advice: str) -> None:
     """Checks that a host's name is well-formed.
 
     Args:
-        was_set: the option as the user has set it, which the error begins with.
+        setting: the option as the user has set it, which the error begins with.
         name: the name of the host.
         advice: what the user can do. An IPv6 address without brackets has advice of its own.
 
@@ -161,4 +161,4 @@ def _check_name(was_set: str, name: str, advice: str) -> None:
         user, at, address = name.rpartition("@")
         advice = f"write an IPv6 address in brackets: {user}{at}[{address}]"
     found = f"{name!r} is not a host name" if name else "a host's name is missing"
-    raise SettingError(was_set, found, advice)
+    raise SettingError(setting, found, advice)

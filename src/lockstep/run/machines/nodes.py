@@ -66,7 +66,7 @@ class Node:
         return f"process {self.pid} on host {self.host}"
 
     @property
-    def left_early(self) -> bool:
+    def gone_early(self) -> bool:
         """True if the node has gone, LEFT or LOST, before the end of the run."""
         return self.state == LOST or (self.state == LEFT and bool(self.why))
 

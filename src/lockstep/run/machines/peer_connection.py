@@ -243,7 +243,7 @@ class PeerServer:
         self.send(changes, number)
 
         node = self._peers.node(number)
-        has_just_gone = was_here and node.left_early
+        has_just_gone = was_here and node.gone_early
         if not has_just_gone:
             return
 

@@ -108,7 +108,7 @@ class Rendezvous(RendezvousHandler):
         if own_round == 0:  # this node has not asked for a round yet
             return []
         nodes = without_replaced(self._peers.all())
-        return [node for node in nodes if node.left_early and node.round >= own_round]
+        return [node for node in nodes if node.gone_early and node.round >= own_round]
 
     def publish(self, key: str, value: Any, to: int | None = None) -> bool:
         """Publishes a value to other nodes, for the present attempt. Never waits.

@@ -136,6 +136,8 @@ class HostsRun:
             number = signal.Signals[name]
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, name)
+
+        # When the loop is closed, it removes its handlers.
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
 
     async def _run(self) -> int:

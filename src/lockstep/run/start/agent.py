@@ -365,7 +365,7 @@ class Agent(api.SimpleElasticAgent):
             folder=self._folder / f"attempt_{len(self.attempts)}",
         )
         self.attempts.append(attempt)
-        self._forget_last_attempt()
+        self._reset_for_new_attempt()
         self._replace_zygote_if_dead()
         self._journal.start(attempt, self._plan.script)
 
@@ -393,7 +393,7 @@ class Agent(api.SimpleElasticAgent):
         if self._zygote is not self._first_zygote:
             self._zygote.close()
 
-    def _forget_last_attempt(self) -> None:
+    def _reset_for_new_attempt(self) -> None:
         """Resets everything that was only true for the last attempt."""
         self._keyboard_rank = None
         self._supervisor = None

@@ -554,8 +554,11 @@ class Console:
         for stream in self._streams:
             if stream.sink is not sink:
                 continue
-            if not stream.prefix:  # the only rank's output is passed on as it arrives, so its
-                continue  # unfinished line is shown already
+
+            # Without a prefix, the stream's output is passed on as it arrives, and an unfinished
+            # line is shown already.
+            if not stream.prefix:
+                continue
             if stream.visible_unfinished.strip():
                 unfinished.append(stream)
         if not unfinished:

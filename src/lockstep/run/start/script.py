@@ -392,7 +392,7 @@ def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
     """Returns why the ranks cannot be copies of a warm process, or None if they can."""
     if not request.spec.warm:
         return "--no-warm"
-    if _is_program(request.flags):
+    if _is_program(request.flags):  # the flag says that the program is no Python script
         return "--no-python"
     if request.flags.numa_binding is not None:
         return "--numa-binding"

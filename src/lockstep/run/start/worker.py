@@ -239,7 +239,7 @@ def _give_address_to_script_processes() -> None:
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
-    # Without a store of the launcher's, nothing listens at MASTER_PORT yet.
+    # If the launcher has no store at MASTER_PORT, the port is free, and stays as it is.
     uses_launchers_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not uses_launchers_store:
         return
@@ -276,7 +276,7 @@ def run_recorded(
     Returns:
         The exit code, or minus the number of SIGINT if Ctrl-C ended the program.
     """
-    # These modules import torch, so they are not imported when this module is.
+    # Only a rank needs these modules, and other processes import this one too.
     from lockstep.run.watch import error_record, probe
 
     folder = Path(os.environ[FOLDER_VARIABLE])

@@ -128,7 +128,7 @@ class CallTable:
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
 
-        # torch describes the default group as "default_pg". In older records it is only named "0".
+        # torch describes the default group as "default_pg", and names it "0".
         if name in ("default_pg", "0"):
             return DEFAULT_GROUP
         return f"group {name!r}"

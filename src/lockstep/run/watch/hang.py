@@ -263,7 +263,7 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     If such ranks do different things, the verdict names those whose kind of activity comes first in
     `_VERDICT_ON_AWAITED_RANK`.
     """
-    roots = case.roots  # the ranks that others wait for
+    roots = case.roots  # the ranks that others wait for or, if there are none, all that do not wait
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:

@@ -158,7 +158,7 @@ def _with_states_of_batches(
 
     For a batch of sends and receives (`batch_isend_irecv`), NCCL's recorder has one entry for each
     of them, whose state never changes, and after these an entry `coalesced`, which has the state of
-    the batch. The entry `coalesced` is left out of the result:
+    the batch. The entry `coalesced` is left out of the result, as it is no call of its own:
 
         send 7 scheduled, recv 7 scheduled, coalesced completed
         -> send 7 completed, recv 7 completed
@@ -197,10 +197,14 @@ def _last_batch(calls: Sequence[tuple[CollectiveCall, str]], indices: Sequence[i
         The indices of the batch's calls; empty if the last call is no send or receive.
     """
     batch: list[int] = []
+    number_of_batch = None
     for index in reversed(indices):
         call, _ = calls[index]
-        belongs_to_batch = call.p2p and (not batch or call.seq == calls[batch[0]][0].seq)
-        if not belongs_to_batch:
+        if not call.p2p:
+            break
+        if number_of_batch is None:  # this is the last call
+            number_of_batch = call.seq
+        if call.seq != number_of_batch:
             break
         batch.append(index)
     return batch
@@ -224,7 +228,7 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
     thread = str(entry.get("thread_id", ""))
 
-    # The recorder writes 0 if the timeout is not known.
+    # If the timeout is missing or 0, it is not known.
     timeout_s = None
     if entry.get("timeout_ms"):
         timeout_s = entry["timeout_ms"] / 1e3

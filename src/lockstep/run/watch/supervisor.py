@@ -267,8 +267,8 @@ class Supervisor:
 
         - The first key is the same if all ranks are at the same lines in both verdicts. Ranks may
           have moved between the verdicts: in a loop, the same rank may be late again and again.
-        - The second key is the same if no rank has made a step between the verdicts. Some ranks may
-          be at other lines.
+        - The second key is the same if no rank has moved between the verdicts. Some ranks may be at
+          other lines all the same, such as one that polls in a loop.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
