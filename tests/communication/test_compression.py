@@ -369,7 +369,9 @@ def resumed(folder: str, sizes: tuple[int, ...], method: Any, resume: bool) -> A
         return weights(model), out.getvalue()
 
 
-@pytest.mark.parametrize("method", ["bf16", "int8", "powersgd"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("bf16", marks=pytest.mark.thorough), "int8", "powersgd"]
+)
 def test_what_is_not_sent_yet_is_in_checkpoints(tmp_path: Any, method: str) -> None:
     expected = run_ranks(resumed, 4, str(tmp_path), (2, 2), method, False)
     for weights_of, said in run_ranks(resumed, 4, str(tmp_path), (2, 2), method, True):

@@ -40,6 +40,18 @@ RARE = {
     "both ranks are stopped and continued",
     "one of three skips a batch",
     "a stage of a pipeline leaves the loop",
+    "threads of both ranks come late",
+    "a thread waits for what a child process makes",
+    "sleep in C that holds the GIL",
+    "a thread receives from one that sleeps",
+    "a new thread comes to a group of the main threads",
+    "a rank waits for a key of the store",
+    "a rank looks again and again whether a collective has ended",
+    "a thread waits for one that reads from a pipe",
+    "a pool of threads works for the main thread",
+    "a lock of a file between the ranks",
+    "shared memory: a rank waits in a collective of torch's",
+    "training in a thread",
 }
 """Close to others, which are tried each time."""
 

@@ -479,7 +479,12 @@ def test_a_script_without_the_main_guard_is_refused(tmp_path: Path) -> None:
     "called", ["main", pytest.param("lambda: main()", marks=pytest.mark.thorough)]
 )
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, -2),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_signal_to_the_launching_process_ends_all(
     tmp_path: Path, number: signal.Signals, code: int, called: str

@@ -178,7 +178,7 @@ def results(folder: Path) -> dict[str, str]:
         (TUTORIAL, ()),
         (IMAGENET, ("--multiprocessing-distributed", *URL)),
         (LIBRARY, ()),
-        (BY_HAND, ()),
+        pytest.param(BY_HAND, (), marks=pytest.mark.thorough),
         pytest.param(PROCESSES, (), marks=pytest.mark.thorough),
     ],
     ids=["tutorial", "imagenet", "library", "by hand", "processes"],

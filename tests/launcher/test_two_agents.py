@@ -378,10 +378,11 @@ dist.all_reduce(torch.ones(1))
             71,
             r"FIRST FAILURE: rank 1 on host beta\n  killed by SIGKILL.*rank 0 \(Connection",
         ),
-        (
+        pytest.param(
             BUSY,
             3,
             r"FIRST FAILURE: rank 1 on host beta\n  sys\.exit\(3\).*ended by lockstep: rank 0",
+            marks=pytest.mark.thorough,
         ),
         (
             PARTED,

@@ -249,7 +249,7 @@ def on_two_machines(options: DiLoCo) -> tuple[dict[str, Tensor], int, int]:
 @pytest.mark.parametrize(
     "options",
     [
-        DiLoCo(replicas=4, every=4, fragments=2, delay=2),
+        pytest.param(DiLoCo(replicas=4, every=4, fragments=2, delay=2), marks=pytest.mark.thorough),
         DiLoCo(replicas=2, every=4, fragments=2, delay=2),
         pytest.param(DiLoCo(replicas=2, every=4, compress="bf16"), marks=pytest.mark.thorough),
         DiLoCo(replicas=2, every=4, compress="int8"),
@@ -327,7 +327,11 @@ RESUMED = DiLoCo(replicas=4, every=4, fragments=2, delay=1)
 
 @pytest.mark.parametrize(
     "options",
-    [RESUMED, replace(RESUMED, compress="int4"), replace(RESUMED, every=3, start=4)],
+    [
+        pytest.param(RESUMED, marks=pytest.mark.thorough),
+        replace(RESUMED, compress="int4"),
+        replace(RESUMED, every=3, start=4),
+    ],
     ids=str,
 )
 def test_resumes_in_the_middle_of_a_round_on_other_processes(

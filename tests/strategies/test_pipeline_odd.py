@@ -588,7 +588,7 @@ def train_two(schedule: str) -> list[dict[str, Tensor]]:
         return [{k: v.clone() for k, v in m.state_dict().items() if not v.is_meta} for m in models]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.thorough), "1f1b"])
 def test_two_models_and_messages_of_changing_form(schedule):
     alone = run_ranks(train_two, 1, schedule)[0]
     for size in (2, 3):

@@ -132,6 +132,14 @@ def verify(source: str, folder: Path, *, nproc: int = 2, command: bool = False) 
 
 FIRST = {planted.codes.split()[0]: planted for planted in reversed(PLANTED)}
 """Of each cause."""
+FEW_REPAIRED = {
+    "vision_shuffle",
+    "language_stream",
+    "gan_clamp",
+    "finetune_frozen",
+    "recurrent_clip",
+}
+"""Whose repaired form is tried each time; the right scripts below are of the same kinds."""
 EACH = [
     pytest.param(each, id=each.name, marks=() if each in FIRST.values() else THOROUGH)
     for each in PLANTED
@@ -151,7 +159,13 @@ def test_a_planted_defect_is_found_and_named(planted: Planted, tmp_path: Path) -
     assert not any("world.prepare" in text for text in finding["seen"])
 
 
-@pytest.mark.parametrize("planted", EACH)
+REPAIRED = [
+    pytest.param(each, id=each.name, marks=() if each.name in FEW_REPAIRED else THOROUGH)
+    for each in PLANTED
+]
+
+
+@pytest.mark.parametrize("planted", REPAIRED)
 def test_the_repaired_script_is_equal(planted: Planted, tmp_path: Path) -> None:
     script = GALLERY / f"{planted.name}.py"
     verdict = verify(script.read_text(), tmp_path, nproc=planted.nproc)

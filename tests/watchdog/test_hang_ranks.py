@@ -314,12 +314,12 @@ def save(group: dist.ProcessGroup) -> None:
         (saves_in_a_thread, "working"),
         (endless_loop, "working"),
         (sleeps_outside_collectives, "blocked"),
-        (reads_from_stdin, "blocked"),
+        pytest.param(reads_from_stdin, "blocked", marks=pytest.mark.thorough),
         pytest.param(holds_the_lock, "gil", marks=pytest.mark.thorough),  # also in tests/faults
         (waits_for_data, "loading"),
         (joins_late, "blocked"),
-        (constructs_late, "blocked"),
-        (misses_monitored_barrier, "blocked"),
+        pytest.param(constructs_late, "blocked", marks=pytest.mark.thorough),
+        pytest.param(misses_monitored_barrier, "blocked", marks=pytest.mark.thorough),
         (misses_asynchronous_call, "blocked"),
     ],
 )
