@@ -104,10 +104,12 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     for update in parallel_run:
         joined_run.append(_with_joined_tensors(update, concatenations, removed_names))
 
-    # The reference run has whole tensors already, but must have the same fields as `joined_run`.
+    # The reference run has whole tensors already, but must have the same values as `joined_run`.
     whole_run = []
     for update in reference_run:
-        whole_run.append(_with_fields_of_joined(update, concatenations.keys(), removed_names))
+        whole_run.append(
+            _without_values_lost_by_joining(update, concatenations.keys(), removed_names)
+        )
 
     # Ranks that hold parts of one model are given the same samples.
     joined_names_of_models = [n for n in concatenations if not belongs_only_to_optimizer(n)]
@@ -327,14 +329,14 @@ def _with_joined_tensors(
     return Update(_replace_split_tensors(rank, split_names, whole_tensors) for rank in update)
 
 
-def _with_fields_of_joined(
+def _without_values_lost_by_joining(
     update: Update, joined_names: Iterable[str], removed_names: set[str]
 ) -> Update:
-    """Returns an update of the reference run with the same fields as an update with joined tensors.
+    """Returns an update of the reference run without values that the parallel run has lost.
 
-    Nothing has to be joined here, but both runs must have recorded the same values. In the parallel
-    run, joined tensors have lost their sums and local gradients, which cannot be joined, and other
-    split tensors have lost everything. The same is removed here.
+    For example, "Net/weight" was joined, and "Net/bias" could not be joined. Then the parallel run
+    has the values of "Net/weight", but neither sums over it nor its local gradients, and nothing of
+    "Net/bias". The same is left here, so that both runs have the same values to compare.
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several

@@ -232,15 +232,13 @@ def _match_by_parameters(
     `_match_optimizers` for the arguments and the result.
     """
     pairs = []  # (similarity, shared number, number on the rank)
-    for number, update in first_updates.items():
-        for shared_number, known_update in known_optimizers.items():
+    for shared_number, known_update in sorted(known_optimizers.items()):
+        for number, update in sorted(first_updates.items()):
             similarity = _similarity(update, known_update)
             if similarity.num_common_parameters:
                 pairs.append((similarity, shared_number, number))
 
-    # The most similar pairs come first. `sort` leaves equally similar ones in the order of their
-    # numbers, in which they are sorted before.
-    pairs.sort(key=lambda pair: (pair[1], pair[2]))
+    # The most similar pairs come first; equally similar ones stay in the order of their numbers.
     pairs.sort(key=lambda pair: pair[0], reverse=True)
 
     # Each optimizer is matched only once, in its most similar pair.

@@ -74,8 +74,8 @@ class CallRecorder:
             self.state.mode.writes.note_write(tensor, by_hand=False)
 
         # If the script computes a loss from gathered tensors, no gradient flows back through the
-        # gather to the model, which is a mistake. It is none in the `forward` of an autograd
-        # function, whose `backward` computes the gradient.
+        # gather to the model. This is a mistake, except in the `forward` of a
+        # `torch.autograd.Function`: the function's own `backward` computes the gradient.
         is_in_autograd_function = call.in_function
         if gathered is not None and not is_in_autograd_function:
             _mark_lost_gradient(call, gathered)

@@ -114,12 +114,13 @@ class GradientRecorder:
 
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
-                gradients_are_local.append(_is_made_from(gradient, local_gradients))
+                gradients_are_local.append(_is_local(gradient, local_gradients))
 
         all_are_local = bool(gradients_are_local) and all(gradients_are_local)
         self.state.update.local_passes.append(all_are_local)
 
-        # A later batch belongs to this update only if another backward pass follows.
+        # Batches that are handed out after the last backward pass of an update belong to the next
+        # update.
         notes.batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -295,8 +296,8 @@ class GradientRecorder:
                 yield parameter.grad
 
 
-def _is_made_from(gradient: Tensor, local_gradients: list[Tensor]) -> bool:
-    """True if a gradient is made from local gradients only, and not averaged over the ranks.
+def _is_local(gradient: Tensor, local_gradients: list[Tensor]) -> bool:
+    """True if a gradient is still what this rank has computed, and not averaged over the ranks.
 
     For example, two backward passes add 1 and 2. Then the gradient is 3; or 2, if the script clears
     gradients between the passes. If DDP has averaged it with other ranks, it has another value.

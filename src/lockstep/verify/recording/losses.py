@@ -93,9 +93,9 @@ class LossRecorder:
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
 
-        # The forward passes that the script has made for this loss. The coupling test below is not
-        # allowed to add to them: it runs backward passes, in which checkpointed parts of a model
-        # are called again.
+        # The forward passes that the script has made for this loss. They are taken from the notes
+        # before the test in `_record_sample_coupling`, which may add others: it runs backward
+        # passes of its own, in which torch calls checkpointed parts of a model again.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
