@@ -366,6 +366,33 @@ def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
     assert "发现： 它是空的" in render_failure(of_ours, language.translate)
 
 
+def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: None) -> None:
+    for text, expected in (
+        ("2 runs of train.py: 1 process; 2 processes", "运行 train.py 2 次：1 个进程；2 个进程"),
+        ("run 2 of 4", "第 2 次运行（共 4 次）"),
+        ("step 5 of at most 50", "第 5 步（共最多 50 步）"),
+        ("0:20 left of about 1:00", "还需 0:20，共约 1:00"),
+        (
+            "every step is kept in memory: two copies, 1.2 MiB for a rank at most, 4.8 MiB on a "
+            "machine at most",
+            "每一步都保存在内存中：两份，每个 rank 最多 1.2 MiB，每台机器最多 4.8 MiB",
+        ),
+        (
+            "every 6 steps, one is kept in memory from now on: that takes 13 ms, and a step takes "
+            "0.05 ms",
+            "从现在起，每 6 步在内存中保存一步：保存需要 13 ms，而一步需要 0.05 ms",
+        ),
+        (
+            "node 1 of 2 has not come; here: node 0 on host a (waiting for 5 s)",
+            "节点 1（共 2 个）还没有加入；已加入：节点 0（主机 a）（已等待 5 s）",
+        ),
+        ("lockstep 0.1.0 · 1 process on 1 host", "lockstep 0.1.0 · 1 个进程（1 台主机）"),
+        ("No such option '--foder'. Did you mean '--folder'?",
+         "没有选项 '--foder'。是不是想写 '--folder'？"),
+    ):  # fmt: skip
+        assert language.translate(text) == expected
+
+
 def test_names_that_are_words_of_the_catalogue_stay_names(chinese: None) -> None:
     assert language.translate_names("losses, last") == "losses, last"
     assert language.translate_names("all, losses, last and 3 more") == (

@@ -77,9 +77,14 @@ NO_MESSAGES = {
     "made {facts}",
     "statistics of {samples}",
     "torch {facts}",
+    "{milliseconds} ms",
     "{names} from {file}",
     "{number} {noun}es",
     "{number} {noun}s",
+    "{value} GiB",
+    "{value} KiB",
+    "{value} MiB",
+    "LOCKSTEP_TOKEN",
     "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
     "Traceback (most recent call last)",
     "exchange_identification|Connection closed by UNKNOWN port",
@@ -91,6 +96,28 @@ NO_MESSAGES = {
 SHORT_MESSAGES = {
     "1/{number} of": "verify.rules.evidence",
     "Commands:": "cli.help_text",
+    "Error:": "cli.help_text",
+    "No such option {name}.": "cli.help_text",
+    "No such option {name}. Did you mean {value}?": "cli.help_text",
+    "Missing argument {name}.": "cli.help_text",
+    "Option {option} requires an argument.": "cli.help_text",
+    "Got unexpected extra argument ({value})": "cli.help_text",
+    "Got unexpected extra arguments ({value})": "cli.help_text",
+    "Invalid value for {name}: {reason}": "cli.help_text",
+    "{value} is not a valid {type}.": "cli.help_text",
+    "{value} is not a valid integer range.": "cli.help_text",
+    "{value} is not in the range {interval}.": "cli.help_text",
+    "{value} is not one of {choices}.": "cli.help_text",
+    "No such command {name}. Did you mean {value}?": "cli.main",
+    "Nothing in the catalogue is about {query}: see lockstep explain": "cli.explain",
+    "No such command {name}. There are: {commands}.": "cli.main",
+    "strategies are {known_words}": "strategies.find",
+    "options of {name} are {known_words}": "strategies.find",
+    "compressions are {known_words}": "strategies.ddp",
+    "the rules are {known_words}": "optim.learning_rate",
+    "languages are {known_words}": "errors",
+    "The port number of the rendezvous endpoint {endpoint} must be an integer between 0 and "
+    "65536.": ("run.machines.rendezvous_settings"),
     "DIFFERENT": "verify.verdict",
     "EQUAL": "verify.verdict",
     "Examples:": "cli.help_text",
@@ -132,6 +159,26 @@ SHORT_MESSAGES = {
     "killed": "run.watch.first_failure",
     "killed by {name}": "run.watch.exit_status",
     "last": "run.watch.straggler",
+    "node {rank} on host {host}": "run.machines.nodes",
+    "process {pid} on host {host}": "run.machines.nodes",
+    "node {rank} of {num_nodes} has not come": "run.machines.nodes",
+    "{name} is still ending its previous start": "run.machines.nodes",
+    "resumed {where} (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
+        "checkpoint.session"
+    ),
+    "resumed from memory (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
+        "checkpoint.session"
+    ),
+    "no steps are kept in memory": "checkpoint.session",
+    "that takes {milliseconds}": "checkpoint.copy_interval",
+    "the copy on another machine takes {milliseconds}": "checkpoint.copy_interval",
+    "{number} micro-batches": "cli.verify",
+    "{name} has left ({why})": "run.machines.nodes",
+    "{count_noun}: {names}; they meet at {address}, port {port}": "run.machines.ssh_run",
+    "its connection ended": "run.machines.nodes",
+    "it does not speak Lockstep's protocol": "run.machines.auth",
+    "its token differs from this machine's, of {source}; set {token_variable} to the same text on "
+    "all machines, or copy the token file": "run.machines.auth",
     "leftovers": "doctor",
     "limits": "doctor",
     "link": "extensions.report.console",
@@ -185,7 +232,8 @@ or come from click, with the modules that write them."""
 MIN_LETTERS = 4
 """A template with fewer letters between its fields would fit texts that were not made from it."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")
-FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_phrase")
+FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_phrase", "say", "_say", "say_waiting")
+"""Functions that are given an English text, and show or return it in the user's language."""
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")

@@ -39,6 +39,7 @@ from lockstep.extensions.report.console import print_choices, print_line, title_
 from lockstep.extensions.report.logged import log, means_over_ranks
 from lockstep.extensions.report.progress import check_loader, progress
 from lockstep.familiar_names import error_of_world_name
+from lockstep.language import translate
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
@@ -799,7 +800,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             run.extensions.add(determinism, Place.OBSERVER)
             choices.append(determinism.choice())
             if determinism.differences and run.topology.is_main:
-                print_line(f"bits are not promised: {determinism.differences}")
+                print_line(translate(f"bits are not promised: {determinism.differences}"))
             reason = "each computed by itself: the same bits on any number of processes up to it"
             if settings.synchronises_batchnorm:
                 reason += "; if the model has BatchNorm, on as many (sync_batchnorm=True)"

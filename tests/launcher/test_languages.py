@@ -170,6 +170,9 @@ def test_explain_and_a_wrong_language(tmp_path: Path) -> None:
     assert explained.stdout.startswith("LS205: 对平均值再取平均")
     found = launch(["explain", "滑动平均"], cwd=tmp_path, env=IN_CHINESE)
     assert "LS307" in found.stdout
+    misspelled = launch(["explain", "--markdwn", "zh"], cwd=tmp_path, env=IN_CHINESE)
+    assert misspelled.returncode == 2
+    assert "\n帮助：lockstep explain --help\n\n错误：没有选项 '--markdwn'。" in misspelled.stderr
     refused = launch(
         ["explain", "205"], cwd=tmp_path, env={**os.environ, "LOCKSTEP_LANG": "chinese"}
     )

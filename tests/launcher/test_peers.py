@@ -122,5 +122,5 @@ def test_waiting_is_announced_after_a_while_when_it_changes_and_once_a_minute(
     announcer = WaitAnnouncer(said.append)
     for seconds, reason in [(0, "a"), (4, "b"), (1, "b"), (1, "b"), (1, "c"), (59, "c"), (2, "c")]:
         now += seconds
-        announcer.update(reason)
+        announcer.say_waiting(reason)
     assert said == ["b (waiting for 5 s)", "c (waiting for 7 s)", "c (waiting for 68 s)"]

@@ -130,13 +130,10 @@ class CopyInterval:
 
         # "every 3 steps, one is kept in memory from now on: that takes 13 ms, and a step takes
         # 20 ms"
-        which = f"every {self.every} steps, one is"
+        which = f"every {self.every} steps, one is kept in memory from now on"
         if self.every == 1:
-            which = "every step is"
-        self._say(
-            f"{which} kept in memory from now on: {reason}, and a step takes "
-            f"{_milliseconds(step_time_s)}"
-        )
+            which = "every step is kept in memory from now on"
+        self._say(f"{which}: {reason}, and a step takes {_milliseconds(step_time_s)}")
 
 
 def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> int:

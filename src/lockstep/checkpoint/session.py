@@ -77,6 +77,7 @@ from lockstep.distributed.collectives import (
 )
 from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.language import translate
 from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
 from lockstep.settings import is_quiet
@@ -268,11 +269,15 @@ class Checkpoint:
             run.step,
             take_state=self._take_state,
             steady_ids=self._steady_ids,  # ids of tensors that only the optimizer changes
-            say=self._world.print,
+            say=self._say,
             every_step=memory is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
         )
+
+    def _say(self, line: str) -> None:
+        """Prints an English line on rank 0, in the language of this process."""
+        self._world.print(translate(line))
 
     def _all_ranks_keep_steps(self) -> bool:
         """Returns True if every rank keeps its steps in memory.
@@ -537,7 +542,7 @@ class Checkpoint:
         if path is None:
             path = self.save()  # the earlier one is complete now, so this one is not skipped
             self.wait()
-        self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
+        self._say(f"stopped by SIGTERM; {path} is complete, resume() goes on")
         raise SystemExit(EXIT_CODE_AFTER_SIGTERM)
 
     @_in_checkpoint_phase
@@ -957,7 +962,7 @@ class Checkpoint:
         """Prints on rank 0 what was resumed, and stores it as `last_resume_note`."""
         self.last_resume_note = note
         if not is_quiet(os.environ):
-            self._world.print(note)
+            self._say(note)
         # The step that was just resumed need not be saved again by `step`.
         self._last_step_called = self._progress.number
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import IO, Any
 
 import click
 
@@ -78,6 +79,24 @@ class TranslatedContext(click.Context):
     """The context of a command whose help is translated."""
 
     formatter_class = TranslatedHelp
+
+
+class TranslatedUsageError(click.UsageError):
+    """An error of click's, such as an unknown option, in the language of this process.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: click.UsageError) -> None:
+        super().__init__(error.format_message(), error.ctx)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Prints how the command is called, and what is wrong."""
+        if self.ctx is not None:
+            hint = translate(f"Try '{self.ctx.command_path} --help' for help.")
+            click.echo(f"{self.ctx.get_usage()}\n{hint}\n", file, err=True)
+        click.echo(join_label(translate("Error:"), translate(self.message)), file, err=True)
 
 
 def translate_help(command: click.Command) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from lockstep import __version__
-from lockstep.cli.help_text import translate_help
+from lockstep.cli.help_text import TranslatedUsageError, translate_help
 from lockstep.errors import LockstepError, check_language
 
 COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
@@ -38,7 +38,10 @@ class LazyGroup(click.Group):
         Click writes the help while it reads the arguments, which happens here.
         """
         translate_help(self)
-        return super().make_context(info_name, args, parent, **extra)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            raise TranslatedUsageError(error) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of the subcommands, the most used first."""
@@ -82,6 +85,8 @@ class LazyGroup(click.Group):
             # the command itself.
             click.echo(f"lockstep: {error.translated_message}", err=True)
             ctx.exit(error.exit_code)
+        except click.UsageError as error:  # of the subcommand
+            raise TranslatedUsageError(error) from None
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)
 

@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.output import write_json
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.units import format_bytes
 
 
@@ -63,7 +64,7 @@ def command(
         from lockstep.extensions.report.trackers import follow, write
 
         summary = follow(record, tracker) if live else write(record, tracker)
-        click.echo(summary)
+        _say(summary)
         return
 
     other_records = [Record(folder) for folder in others]
@@ -76,7 +77,7 @@ def command(
     if live:
         from lockstep.extensions.report.live import serve
 
-        serve(record, other_records, port, click.echo)
+        serve(record, other_records, port, _say)
         return
 
     from lockstep.extensions.report.page import render
@@ -88,6 +89,11 @@ def command(
         return
 
     _write_page(path, page)
+
+
+def _say(line: str) -> None:
+    """Prints an English line in the language of this process."""
+    click.echo(translate(line))
 
 
 def _check_json_alone(

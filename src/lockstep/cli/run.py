@@ -31,6 +31,7 @@ from lockstep.cli.run_options import (
     written,
 )
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.run.machines import ray_run, slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
@@ -556,7 +557,7 @@ def _run_on_hosts(ctx: click.Context, script: str, args: tuple[str, ...]) -> Non
     if ctx.params["dry_run"]:
         click.echo(spec.describe())
     else:
-        _exit(ctx, run_on_hosts(spec, _print), script, args)
+        _exit(ctx, run_on_hosts(spec, _say), script, args)
 
 
 def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
@@ -569,7 +570,7 @@ def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
     if ctx.params["dry_run"]:
         click.echo(ray_run.describe(address, spec))
     else:
-        _exit(ctx, ray_run.run_on_ray(address, spec, _print), script, args)
+        _exit(ctx, ray_run.run_on_ray(address, spec, _say), script, args)
 
 
 def _submit_to_slurm(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
@@ -906,6 +907,11 @@ def _given_options(ctx: click.Context) -> list[str]:
     return words
 
 
+def _say(line: str) -> None:
+    """Shows an English line in the language of this process."""
+    _print(translate(line))
+
+
 def _print(line: str) -> None:
     """Prints a line of Lockstep itself on standard error, as standard output belongs to the
     script.
@@ -943,7 +949,7 @@ def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]
     if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
         hint = misplaced_option_hint(ctx, script, args)
         if hint:
-            _print(hint)
+            _say(hint)
 
     # The run has ended, and Ctrl-C would only replace its exit code by another one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

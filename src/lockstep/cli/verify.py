@@ -107,15 +107,16 @@ def command(
 
     # A run whose strategy trains several replicas needs a reference of its own.
     num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
-    names = "; ".join(config.name for config in (plan.reference, *plan.ways))
+    descriptions = "; ".join(config.name for config in (plan.reference, *plan.ways))
 
     # This is printed before torch is imported, which takes seconds.
     if plan.by_bits and plan.source_uses_lockstep:
         num_bit_runs = 1 + len(plan.ways)
         num_runs = num_bit_runs if plan.only_bits else num_bit_runs + num_runs
-        click.echo(f"at most {num_runs} runs of {script}, first by bits: {names}", err=True)
+        text = f"at most {num_runs} runs of {script}, first by bits: {descriptions}"
     else:
-        click.echo(f"{num_runs} runs of {script}: {names}", err=True)
+        text = f"{num_runs} runs of {script}: {descriptions}"
+    click.echo(translate(text), err=True)
 
     from lockstep.verify.bits import BitVerdict
     from lockstep.verify.comparison import Comparison

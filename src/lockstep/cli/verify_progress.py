@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.language import translate
+
 if TYPE_CHECKING:
     from lockstep.verify.run_config import RunConfig
 
@@ -133,8 +135,9 @@ class VerifyProgress:
         1:00`.
         """
         max_steps = f"at most {config.steps}" if config.seconds else str(config.steps)
-        run = f"run {self._run_number} of {self._num_runs}, {config.name}"
-        return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"
+        run = translate(f"run {self._run_number} of {self._num_runs}")
+        step = translate(f"step {self._num_steps} of {max_steps}")
+        return f"{run}, {translate(config.name)}: {step}, {translate(self._time_left(now))}"
 
     def _time_left(self, now: float) -> str:
         """Describes how long all remaining runs together will take."""

@@ -109,9 +109,10 @@ def encodable(text: str, encoding: str | None) -> str:
 
 def title_of(num_processes: int, num_hosts: int, version: str) -> str:
     """Returns the line above the block of choices: `lockstep 0.1.0 · 2 processes on 1 host`."""
-    processes = count_noun(num_processes, "process")
-    hosts = count_noun(num_hosts, "host")
-    return translate(f"lockstep {version} · {processes} on {hosts}")
+    return translate(
+        f"lockstep {version} · {count_noun(num_processes, 'process')} on "
+        f"{count_noun(num_hosts, 'host')}"
+    )
 
 
 def print_note(text: str) -> None:

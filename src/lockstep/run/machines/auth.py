@@ -153,13 +153,13 @@ class AuthProxy(ConnectionServer):
                 f"{TOKEN_VARIABLE} to the same text on all machines, or copy the token file",
             )
 
-    def _report_refused(self, address: str, reason: str) -> None:
+    def _report_refused(self, address: str, reasons: str) -> None:
         """Tells the user about a refused client, once for each address as clients try again and
         again.
         """
         if address not in self._reported_addresses:
             self._reported_addresses.add(address)
-            self._say(f"a connection from {address} was turned away: {reason}")
+            self._say(f"a connection from {address} was turned away: {reasons}")
 
 
 class Forwarder(ConnectionServer):

@@ -105,7 +105,7 @@ class DynamicRendezvous(Rendezvous):
             if is_server:
                 self._decide_participants(round_number)
 
-            announcer.update(
+            announcer.say_waiting(
                 f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
             )
             time.sleep(POLL_INTERVAL_S)

@@ -23,6 +23,7 @@ from functools import cached_property
 
 from lockstep.distributed.network import is_here, resolve
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
 from lockstep.run.start.torchrun_flags import shutdown_timeout
 from lockstep.wording import count_noun
@@ -229,25 +230,30 @@ class HostsSpec:
         return arguments + list(self.script)
 
     def describe(self) -> str:
-        """Describes what would be started on each machine, for `--dry-run`."""
+        """Describes for `--dry-run` what would be started on each machine, in the language of this
+        process.
+        """
         resolve_all(self.hosts)  # computes `host.here`, which is read below, of all hosts at once
-        lines = [f"{count_noun(len(self.hosts), 'host')}, in {working_folder()}:"]
+        folder = working_folder()
+        lines = [translate(f"{count_noun(len(self.hosts), 'host')}, in {folder}:")]
 
         address = self.torchrun_flag("--master-addr") or "ADDRESS"
         port = int(self.torchrun_flag("--master-port") or DEFAULT_MASTER_PORT)
         for node_rank, host in enumerate(self.hosts):
             ssh_call = shlex.join([*self.ssh, *SSH_OPTIONS, host.ssh_name])
             arguments = shlex.join(self.launcher_arguments(node_rank, address, port))
-            lines.append(f"  {host.name} ({'here' if host.here else ssh_call}):")
+            lines.append(f"  {host.name} ({translate('here') if host.here else ssh_call}):")
             lines.append(f"    lockstep {arguments}")
 
         if len(self.hosts) > 1 and address == "ADDRESS":
             lines.append(
-                "ADDRESS: of the first machine, as the others reach it; found at the start"
+                translate(
+                    "ADDRESS: of the first machine, as the others reach it; found at the start"
+                )
             )
 
-        variables = ", ".join(sorted(self.environment)) or "none"
-        lines.append(f"variables that are sent: {variables}, and a token")
+        variables = ", ".join(sorted(self.environment)) or translate("none")
+        lines.append(translate(f"variables that are sent: {variables}, and a token"))
         return "\n".join(lines)
 
 

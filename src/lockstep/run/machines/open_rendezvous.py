@@ -423,7 +423,7 @@ class _MultiNodeOpener:
                     SERVER, endpoint, reason, address=address, tried=timeout
                 )
 
-            announcer.update(f"{SERVER} at {endpoint}: {reason}")
+            announcer.say_waiting(f"the node that serves at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)
 
     def _make_rendezvous(

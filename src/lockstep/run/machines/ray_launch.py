@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import HostError, LockstepError, RankFailedError, SettingError
+from lockstep.language import translate
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import HostsSpec, forwarded_environment
 from lockstep.run.machines.ray_call import (
@@ -192,5 +193,5 @@ def _error_that_says_most(errors: Sequence[LockstepError]) -> LockstepError:
 
 
 def _say(line: str) -> None:
-    """Shows a line to the user."""
-    sys.stderr.write(f"lockstep: {line}\n")
+    """Shows an English line to the user, in the language of this process."""
+    sys.stderr.write(f"lockstep: {translate(line)}\n")

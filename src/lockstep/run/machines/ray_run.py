@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.distributed.network import wait_until
 from lockstep.errors import HostError
+from lockstep.language import translate
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import Host, HostsSpec
 from lockstep.run.machines.ray_call import CallOutcome
@@ -186,18 +187,22 @@ class RayRun:
 
 
 def describe(address: str, spec: HostsSpec) -> str:
-    """Describes what would be started, for `--dry-run`, without connecting to the cluster."""
+    """Describes for `--dry-run` what would be started, in the language of this process, without
+    connecting to the cluster.
+    """
     # With a single host, the arguments contain no node rank, address and port.
     example = replace(spec, hosts=(Host("NODE", "N"),))
     arguments = example.launcher_arguments(node_rank=0, address="", port=0)
-    variables = ", ".join(sorted(spec.environment)) or "none"
+    variables = ", ".join(sorted(spec.environment)) or translate("none")
     return "\n".join(
         [
-            f"on the Ray cluster at {address}, for all ranks (--nproc {spec.nproc}): a GPU and a "
-            "core each, or a core if it has no GPUs",
-            "on each node, for the N ranks there:",
+            translate(
+                f"on the Ray cluster at {address}, for all ranks (--nproc {spec.nproc}): a GPU and "
+                "a core each, or a core if it has no GPUs"
+            ),
+            translate("on each node, for the N ranks there:"),
             f"  lockstep {shlex.join(arguments)}",
-            f"variables that are sent: {variables}, and a token",
+            translate(f"variables that are sent: {variables}, and a token"),
         ]
     )
 

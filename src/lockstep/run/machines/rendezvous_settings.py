@@ -80,7 +80,11 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     try:
         host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port)
     except ValueError as error:
-        raise SettingError(was_set, str(error), "write HOST:PORT") from None
+        # torch's message says what is wrong with the port; a host may be missing as well.
+        do = "write HOST:PORT, with a port from 1 to 65535"
+        if parameters.backend == "static":
+            do = "give --master-port a number from 1 to 65535"
+        raise SettingError(was_set, str(error), do) from None
 
     if port < 1 and parameters.max_nodes > 1:
         raise SettingError(

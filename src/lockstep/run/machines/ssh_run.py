@@ -335,7 +335,10 @@ class HostsRun:
         names = ", ".join(host.name for host in spec.hosts)
         line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if address:
-            line += f"; they meet at {address}, port {port}"
+            line = (
+                f"{count_noun(len(self._remotes), 'host')}: {names}; "
+                f"they meet at {address}, port {port}"
+            )
         if not spec.quiet:
             self._say(line)
 
@@ -353,10 +356,12 @@ class HostsRun:
 
             offset_s = remote.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-                where = "ahead" if offset_s > 0 else "behind"
+                offset = f"{abs(offset_s):.0f} s ahead"
+                if offset_s < 0:
+                    offset = f"{abs(offset_s):.0f} s behind"
                 self._say(
-                    f"the clock of {name} is {abs(offset_s):.0f} s {where}: which rank failed "
-                    "first may be told wrong; `timedatectl set-ntp true` there, as root"
+                    f"the clock of {name} is {offset}: which rank failed first may be told wrong; "
+                    "`timedatectl set-ntp true` there, as root"
                 )
 
     async def _find_meeting_place(self) -> tuple[str, int]:

@@ -95,7 +95,7 @@ class StaticRendezvous(Rendezvous):
                     "look at the output of the launcher there, or start it",
                 )
 
-            announcer.update(missing)
+            announcer.say_waiting(missing)
             time.sleep(POLL_INTERVAL_S)
 
     def _find_node_gone_for_good(self, round_number: int) -> Node | None:

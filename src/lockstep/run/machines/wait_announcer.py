@@ -20,16 +20,17 @@ class WaitAnnouncer:
         self._say = say
         self._wait_started = time.monotonic()
         self._next_announcement = self._wait_started + FIRST_ANNOUNCEMENT_S
-        self._announced_reason = ""
+        self._announced_reasons = ""
 
-    def update(self, reason: str) -> None:
-        """Announces the reason for the wait if it is time to. Call it again and again while
+    def say_waiting(self, reasons: str) -> None:
+        """Says what is waited for, if it is time to. Call it again and again while
         waiting.
         """
         now = time.monotonic()
         # A changed reason only matters once something was announced: short waits are not mentioned.
-        has_changed = self._announced_reason != "" and reason != self._announced_reason
+        has_changed = self._announced_reasons != "" and reasons != self._announced_reasons
         if now >= self._next_announcement or has_changed:
-            self._say(f"{reason} (waiting for {now - self._wait_started:.0f} s)")
-            self._announced_reason = reason
+            waited_s = now - self._wait_started
+            self._say(f"{reasons} (waiting for {waited_s:.0f} s)")
+            self._announced_reasons = reasons
             self._next_announcement = now + NEXT_ANNOUNCEMENT_S

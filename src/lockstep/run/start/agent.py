@@ -137,7 +137,7 @@ def launch_agent(
         explain_scarcity(plan.nproc),
         console_for(flags, plan.nproc) as console,
         contextlib.closing(step_memory_for(plan, flags)) as step_memory,
-        open_rendezvous(parameters, console.announce) as rendezvous,
+        open_rendezvous(parameters, lambda line: console.announce(translate(line))) as rendezvous,
         contextlib.ExitStack() as at_end,
     ):
         variables = _variables_of_all_ranks(plan, console, rendezvous)
@@ -700,11 +700,15 @@ class Agent(api.SimpleElasticAgent):
 
         attempt.logs_deleted = True
         still_watched = "" if attempt.over else "; failures and hangs are still reported"
-        self._announce(
+        self._say(
             f"the logs in {attempt.folder} have been deleted, perhaps by a cleaner of temporary "
             f"folders: what the ranks print is not kept any more{still_watched}. --log-dir names "
             "another folder"
         )
+
+    def _say(self, line: str) -> None:
+        """Announces an English line, in the language of this process."""
+        self._announce(translate(line))
 
     # Restarts
 
@@ -932,7 +936,7 @@ class Agent(api.SimpleElasticAgent):
         with self._delay_interrupts():
             not_ended = self._zygote.end_left_behind()
         for pid in not_ended:
-            self._announce(
+            self._say(
                 f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
                 f"{describe_state(pid)}"
             )
@@ -1005,9 +1009,7 @@ class Agent(api.SimpleElasticAgent):
         if not is_given_up:
             if not late_end.is_announced:
                 late_end.is_announced = True
-                self._announce(
-                    f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory"
-                )
+                self._say(f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory")
             return
 
         # 3. It is given up. From now on the rank is treated as ended.
@@ -1016,7 +1018,7 @@ class Agent(api.SimpleElasticAgent):
         process.ended_at = time.time()
         process.given_up = text
         self._zygote.give_up(process.local_rank)
-        self._announce(f"rank {process.rank}: {text}; it is not waited for any longer")
+        self._say(f"rank {process.rank}: {text}; it is not waited for any longer")
 
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
         """Sends the running ranks a signal to end them, and notes which of them were stopped, by
@@ -1053,7 +1055,7 @@ class Agent(api.SimpleElasticAgent):
             process.evidence_memory = None
 
         for problem, ranks in ranks_of_problem.items():
-            self._announce(
+            self._say(
                 f"{attempt.folder}: {problem}: the stacks and exceptions of {format_ranks(ranks)} "
                 "are not kept there"
             )

@@ -33,6 +33,7 @@ from string import Template
 from typing import IO
 
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
 from lockstep.run.start.terminal_lines import RecentOutput, finished_lines, last_state
 from lockstep.run.watch.evidence import Evidence
@@ -228,7 +229,7 @@ class Console:
 
         lost = self._sinks["stdout"].lost
         if lost:
-            self._announcements.append(f"lockstep: {lost}")
+            self._announcements.append(f"lockstep: {translate(lost)}")
             self._write_announcements()
 
         os.close(self._wake_reader)
@@ -535,10 +536,11 @@ class Console:
         for shown_rank, *other_ranks in self._ranks_by_last_words.values():
             if other_ranks:
                 logs = "its log" if len(other_ranks) == 1 else "their logs"
-                self._announcements.append(
-                    f"lockstep: {format_ranks(other_ranks)} printed the same traceback as rank "
-                    f"{shown_rank} (only numbers differ); see {logs}"
+                line = translate(
+                    f"{format_ranks(other_ranks)} printed the same traceback as rank {shown_rank} "
+                    f"(only numbers differ); see {logs}"
                 )
+                self._announcements.append(f"lockstep: {line}")
 
         self._ranks_by_last_words.clear()
         self._write_announcements()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep import masking
+from lockstep.language import translate
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.worker import Script
 from lockstep.run.watch.failure_report import render_failure
@@ -73,7 +74,7 @@ class Journal:
         # Tell the user that there will be no record. A script that uses Lockstep would say so too,
         # but others would not.
         if problem:
-            self._announce(f"no record is written: {problem}")
+            self._announce(translate(f"no record is written: {problem}"))
 
     def end(self, failure: FirstFailure | None) -> None:
         """Records that the ranks have ended, and how."""

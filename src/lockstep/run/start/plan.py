@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lockstep.distributed.network import means_loopback
 from lockstep.errors import SettingError
+from lockstep.language import translate
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.torchrun_flags import has_rendezvous_flags
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
@@ -105,21 +106,23 @@ class LaunchPlan:
         return (*self.flags, self.script.path, *self.script.arguments)
 
     def describe(self) -> str:
-        """Describes the plan as text, for `--dry-run`."""
-        where = "on this machine" if self.one_node else "on this machine, one of several"
-        lines = [f"{count_noun(self.nproc, 'process')} {where}"]
+        """Describes the plan for `--dry-run`, in the language of this process."""
+        first_line = f"{count_noun(self.nproc, 'process')} on this machine"
+        if not self.one_node:
+            first_line = f"{count_noun(self.nproc, 'process')} on this machine, one of several"
+        lines = [translate(first_line)]
         for note in self.notes:
-            lines.append(f"  {note}")
+            lines.append(f"  {translate(note)}")
 
         if self.environment:
-            lines.append("variables for every process:")
+            lines.append(translate("variables for every process:"))
             for name, value in sorted(self.environment.items()):
                 lines.append(f"  {name}={value}")
 
         # The command with which the user could start the same run without Lockstep.
         command = self._command_without_lockstep()
         program = command.partition(" ")[0]  # "torchrun" or "python"
-        lines.append(f"the same with {program}:")
+        lines.append(translate(f"the same with {program}:"))
         lines.append(f"  {command}")
         return "\n".join(lines)
 
