@@ -199,6 +199,10 @@ class KeptLayout:
     def update(self, sections: Sequence[Section]) -> None:
         """Sets `sources` for the present step, and encodes the sections that have changed.
 
+        Encoding a section finds its placements: the tensors, or rows of tensors, that this rank
+        copies. Each placement has an offset in the memory area. The description of the section in
+        JSON (its text) has these offsets.
+
         Args:
             sections: the whole state of this rank.
 
@@ -210,8 +214,8 @@ class KeptLayout:
             encoded_before = self._encoded.get(section.key)
             present_sections.append(_PresentSection(section, encoded_before))
 
-        # The ranks of the machine divide the state again if the shapes of its tensors have changed.
-        # Then all divided sections are encoded again, because this rank copies other rows of them.
+        # 1. The ranks of the machine divide the state again if the shapes of its tensors have
+        # changed. Then this rank copies other rows of all divided sections.
         divided = [present for present in present_sections if present.section.is_divided]
         divided_kinds = [present.leaf_kinds for present in divided]
         was_divided_again = divided_kinds != self._divided_kinds
@@ -219,7 +223,7 @@ class KeptLayout:
             self._rows_of_section = self._divide(divided)
             self._divided_kinds = divided_kinds
 
-        # Sections that have not changed are not encoded again.
+        # 2. Encode sections of which this rank copies other rows, and sections that have changed.
         placements_before = self._placements()
         encoded_sections: dict[SectionKey, _EncodedSection] = {}
         for present in present_sections:
@@ -230,18 +234,16 @@ class KeptLayout:
             encoded_sections[present.section.key] = encoded
         self._encoded = encoded_sections
 
-        # If a placement has changed, all get new offsets. The descriptions of all sections contain
-        # the old ones, so they are written again below.
+        # 3. If a placement has changed, all get new offsets. Then no text holds any more.
         if self._placements() != placements_before:
             self._assign_offsets()
             for encoded in encoded_sections.values():
                 encoded.text = ""
 
+        # 4. Write the missing texts: those of sections that were encoded just now, or all.
         self.sources = []
         for present in present_sections:
             encoded = encoded_sections[present.section.key]
-
-            # The text is also empty if the section was encoded just now.
             if not encoded.text:
                 encoded.text = _text_of(present.section, encoded)
             self.sources += encoded.sources
@@ -549,18 +551,23 @@ class _LayoutEncoder(Encoder):
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Adds a placement for the present leaf: which region of it this rank copies, and its name.
+        """Adds a placement for the present leaf, that is, the tensor or numpy value being encoded.
 
-        Nothing is copied here. That is done in each step, by the placements.
+        The placement says which region of the leaf this rank copies in each step. Nothing is copied
+        here.
 
         Args:
             name: name of the stored tensor.
-            tensor: the leaf. Only its dtype is used.
+            tensor: the leaf as a tensor. Only its dtype is used.
         """
         leaf = self._leaf
-        if leaf.box is None:
-            return  # a numpy value, which only the first rank of the machine copies
 
+        # This rank copies nothing of the leaf: a numpy value is copied by the first rank of the
+        # machine only.
+        if leaf.box is None:
+            return
+
+        # In the area, a region of an unusual dtype is stored as its bytes.
         dtype = tensor.dtype
         shape: Shape = tuple(leaf.box.sizes)
         if dtype in DTYPES_STORED_AS_BYTES:

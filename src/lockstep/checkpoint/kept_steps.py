@@ -474,13 +474,16 @@ class KeptSteps(Extension):
                 cpu_sources.append(source)
                 continue
 
-            # A steady tensor only changes in the optimizer's step, which waits for the thread. Any
-            # other tensor may change in the next forward pass, so the thread copies from a clone.
-            # The source is the tensor of the state (the leaf) itself, or some rows of it.
+            # The source is a tensor of the training state (the leaf) or some rows of it. A steady
+            # leaf only changes in the optimizer's step, which waits for the thread. Any other one
+            # may change in the next forward pass, so the thread copies from a clone.
             is_steady = id(leaf) in steady_ids
+            needs_clone = not is_steady
 
-            # Once a tensor that was taken to be steady has changed during a copy, all are cloned.
-            needs_clone = not is_steady or self._clones_every_source
+            # Once a steady tensor has changed during a copy all the same, every source is cloned.
+            if self._clones_every_source:
+                needs_clone = True
+
             gpu_destinations.append(destination)
             gpu_sources.append(source.clone() if needs_clone else source)
 

@@ -60,12 +60,13 @@ class RandomStates:
         return rng_state_to_text(self.state())
 
     def check_common(self, states_of_ranks: Sequence[str]) -> None:
-        """Warns if the common stream is not the same on all ranks. Warns only once.
+        """Warns, once in a run, if the common stream is not the same on all ranks.
 
-        The checkpoint stores the stream of rank 0.
+        The checkpoint stores the stream of rank 0, so a resumed run would not go on with the random
+        numbers of the other ranks.
 
         Args:
-            states_of_ranks: the result of `to_text` on each rank.
+            states_of_ranks: for each rank, its random state as a text (from `to_text`).
         """
         if self._common_stream is None or self._warned_of_difference:
             return

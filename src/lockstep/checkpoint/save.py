@@ -314,8 +314,9 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             optimizer it is a dictionary by parameter number.
     """
     # A module. Both ranks list all of its names, with None for a tensor that the rank lacks:
-    #   rank 0: {"$ordered": [["a", A], ["b", None]]}, other rank: {"$ordered": [["a", None],
-    #   ["b", B]]}, result: {"$ordered": [["a", A], ["b", B]]}
+    #   rank 0:     {"$ordered": [["a", A], ["b", None]]}
+    #   other rank: {"$ordered": [["a", None], ["b", B]]}
+    #   result:     {"$ordered": [["a", A], ["b", B]]}
     is_module = state_name in manifest["modules"]
     if is_module:
         module_tree = manifest["modules"][state_name]
@@ -327,8 +328,9 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         return
 
     # An optimizer. Each rank lists only the parameters of which it has a state:
-    #   rank 0: {"$dict": [[0, A]]}, other rank: {"$dict": [[1, B]]}, or {} without entries,
-    #   result: {"$dict": [[0, A], [1, B]]}
+    #   rank 0:     {"$dict": [[0, A]]}
+    #   other rank: {"$dict": [[1, B]]}, or {} without entries
+    #   result:     {"$dict": [[0, A], [1, B]]}
     optimizer_tree = manifest["training"][state_name]
     own_pairs = optimizer_tree["state"].get("$dict", [])
     other_pairs = entries.get("$dict", [])

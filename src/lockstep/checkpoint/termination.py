@@ -121,10 +121,11 @@ def cleaned_up_on_failure(cleanup: Callable[[], object]) -> Iterator[None]:
     protect(cleanup)
     try:
         yield
-    except BaseException:
+    except BaseException:  # also Ctrl-C
         cleanup()
         raise
     finally:
+        # The block is over, so a signal need not call `cleanup` any more.
         unprotect(cleanup)
 
 

@@ -108,7 +108,9 @@ class AutotuneSearch:
         for _ in range(MAX_DIVISIONS):
             # The limits of memory are found in any case: `_measure_times` tries no more samples
             # than are known to fit.
-            limits_of_memory = self._find_everywhere(self._find_limit, self._local_devices, shares)
+            limits_of_memory = self._call_for_all_devices(
+                self._find_limit, self._local_devices, shares
+            )
             limits = no_limits if has_micro_batches else limits_of_memory
             times = self._measure_times(shares)
 
@@ -143,7 +145,7 @@ class AutotuneSearch:
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
             devices = (None,)
-        limits = self._find_everywhere(self._find_limit, devices, shares)
+        limits = self._call_for_all_devices(self._find_limit, devices, shares)
 
         sizes_of_parts = part_sizes(self._division.batch_size, shares)
         limits_below_part: list[int] = []
@@ -160,7 +162,7 @@ class AutotuneSearch:
         """
         times_of_device: list[list[float]] = [[] for _ in range(self._num_devices)]
         while True:
-            latest = self._find_everywhere(self._measure_seconds, self._local_devices, shares)
+            latest = self._call_for_all_devices(self._measure_seconds, self._local_devices, shares)
             for device, seconds in enumerate(latest):
                 times_of_device[device].append(seconds)
             if times_are_sufficient(times_of_device):
@@ -237,16 +239,19 @@ class AutotuneSearch:
             return None
         return device - self._local_devices[0]
 
-    def _find_everywhere(
+    def _call_for_all_devices(
         self,
-        find: Callable[[int | None, tuple[int, ...]], Any],
+        function: Callable[[int | None, tuple[int, ...]], Any],
         devices: Sequence[int | None],
         shares: tuple[int, ...],
     ) -> list[Any]:
-        """Calls a function for the devices of all ranks, starting at the same time on all ranks.
+        """Calls a function for each device of the run, and exchanges the results.
+
+        Each rank calls it for its own devices. All ranks start at the same time.
 
         Args:
-            find: function that is called with the number of a device and the shares.
+            function: function that is called with the number of a device and the shares, for
+                example one that measures the seconds per sample.
             devices: numbers of the devices of this process. `[None]` calls the function only once,
                 for all devices of the process together.
             shares: shares that are passed to the function.
@@ -258,20 +263,22 @@ class AutotuneSearch:
             UsageError: on all ranks, if the function failed on one of them.
         """
         collectives = self._run.collectives
-        shares_are_searched = self._division.request.shares_are_open
-        was_set = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
 
-        def find_for_local_devices() -> list[Any]:
-            """Calls the function for the devices of this process."""
+        # The setting that the user is told of in an error.
+        shares_are_searched = self._division.request.shares_are_open
+        setting = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
+
+        def call_for_local_devices() -> list[Any]:
+            """Calls `function` for the devices of this process; the error names the setting."""
             try:
-                return [find(device, shares) for device in devices]
+                return [function(device, shares) for device in devices]
             except Exception as error:
                 text = str(error)
                 if isinstance(error, LockstepError):
                     # The advice of the error is left out, because the one below fits better.
                     text = f"{error.was_set}: {error.found}"
                 raise UsageError(
-                    was_set,
+                    setting,
                     "the model could not be tried at other sizes on "
                     f"rank {collectives.topology.rank}: {type(error).__name__}: {text}",
                     "give numbers instead, such as shares='2:3' and micro_batch_size=16",
@@ -279,7 +286,7 @@ class AutotuneSearch:
 
         # The ranks wait for each other here, so that all of them begin at the same time.
         collectives.exchange("begin")
-        results_of_ranks = gather_answers(collectives, was_set, find_for_local_devices, UsageError)
+        results_of_ranks = gather_answers(collectives, setting, call_for_local_devices, UsageError)
         results: list[Any] = []
         for results_of_rank in results_of_ranks:
             results += results_of_rank

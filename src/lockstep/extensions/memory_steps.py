@@ -168,11 +168,13 @@ class TrainingSteps:
             is_last = micro_batch.last
             begin = synchronized_time(self._gpus)
             with context or nullcontext():
+                # The forward pass and the loss.
                 counting: AbstractContextManager[None] = nullcontext()
                 if count_saved and micro_batch.first:
                     counting = self._count_saved(micro_batch.local_rows)
                 with counting:
                     loss = self._loss(self._model, batch)
+
                 self._preparer.backward(loss)
 
                 # Gradients are views of larger buckets, which stay alive when the gradients are
@@ -184,6 +186,7 @@ class TrainingSteps:
                 # micro-batch.
                 self._optimizer.step()
                 self._optimizer.zero_grad()
+
             seconds += synchronized_time(self._gpus) - begin
         return seconds
 

@@ -296,21 +296,24 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        training_pass = delivery.training_pass
+        # A loop may go on to train on batches that it holds after their loader has ended. As it
+        # fetches a batch of another pass now, it is done with them.
         for other in list(self._passes):
-            # The loop trained on this pass after its loader had ended. It has now gone on.
             if other.ended:
                 self.end_pass(other)
 
+        training_pass = delivery.training_pass
         self._remember(delivery)
         training_pass.untrained.append(delivery)
 
         # The loop fetches ahead: it has not trained on an earlier delivery yet.
-        if len(training_pass.untrained) > 1:
+        fetches_ahead = len(training_pass.untrained) > 1
+        if fetches_ahead:
             self._hand_out_ahead(delivery)
             return
 
-        # The usual case: every earlier delivery has been trained, so the next loss is of this one.
+        # The usual case: every earlier delivery has been trained, so the next loss is of this one,
+        # and the values that the script logs belong to it (`last_used`).
         training_pass.source_of_loss_is_known = True
         training_pass.last_used = delivery
         self._begin_delivery(delivery)
@@ -374,20 +377,22 @@ class Step:
             if delivery is not None and delivery not in deliveries:
                 deliveries.append(delivery)
 
-        # Case 1: no tensor comes from a loader, but one requires a gradient: it is the output of
-        # another module. That module's own call has shown the delivery, so there is nothing to do.
-        # Case 2: no tensor comes from a loader, and none requires a gradient. The script may have
-        # made them from any batch. `source_of_loss` warns of this if it makes a difference.
-        if not deliveries:
-            if not has_gradient:
-                self._called_without_delivery = True
-            return
-
-        # Case 3: the tensors belong to these deliveries, which are trained now.
+        # The usual case: the tensors belong to deliveries, which are trained now.
         for delivery in deliveries:
             if delivery not in self._seen_in_forward:
                 self._seen_in_forward.append(delivery)
             self._train_on(delivery)
+        if deliveries:
+            return
+
+        # No tensor comes from a loader, but one is the output of another prepared module. The call
+        # of that module has shown the delivery.
+        if has_gradient:
+            return
+
+        # The script may have made the tensors from any batch. `source_of_loss` warns of this if it
+        # makes a difference.
+        self._called_without_delivery = True
 
     def _train_on(self, delivery: Delivery) -> None:
         """Makes a delivery the one being trained, because a module was called with its tensors.
@@ -455,6 +460,7 @@ class Step:
                 deliveries += next_trained(training_pass)
             return deliveries
 
+        # `_seen_in_forward` stays as it is then, so that a second backward pass fails, too.
         if not weigh_the_same(seen_in_forward):
             raise mixed_sources_error(seen_in_forward)
 

@@ -358,6 +358,7 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
     """Builds the error for a file without weights; it says what the file holds instead."""
+    # What it holds: "list", "dict with 'epoch', 'losses'" or "dict with nothing by name in it".
     held = type(content).__name__
     if isinstance(content, Mapping):
         # Keys of other types, such as numbers, are left out.

@@ -316,7 +316,11 @@ class DeviceCheck(Extension):
         return as_numbers(sums)
 
     def _skipped_error(self) -> UsageError:
-        """Returns the error for a loop that has skipped a micro-batch of a checked global batch."""
+        """Returns the error for a loop that has skipped a micro-batch of a checked global batch.
+
+        Such a loop may want to leave out the loss of a repeated micro-batch when it sums up losses.
+        The advice says how to do that without skipping the micro-batch.
+        """
         return UsageError(
             f"check_devices={self._run.settings.check_devices} in a loop that skips micro-batches",
             "a micro-batch that is computed again to check a device was not trained on, so nothing "
@@ -518,7 +522,8 @@ class DeviceCheck(Extension):
 
         Args:
             verdict: which ranks are wrong.
-            difference: what differs: a computed gradient, or tensors that the ranks hold.
+            difference: what differs: a gradient that two ranks have computed (`Computation`), or
+                tensors that several ranks hold (`Holding`).
             differing: the names of the tensors that differ.
         """
         # Rank 0 looks for checkpoints, and all ranks tell the user what it has found.

@@ -71,11 +71,12 @@ def wrong_device_error(
         difference: what differs: a computed gradient, or tensors that the ranks hold.
         tensors: the names of the parameters, or of their optimizer state, that differ.
         devices: the devices of all ranks.
-        every: the setting `check_devices`.
+        every: the setting `check_devices`: devices are checked once in this many global batches.
         step: the number of the optimizer step that is being computed, from 1.
         checkpoint: a clause about the checkpoint to resume from, as `describe_checkpoint` returns
             it; may be empty.
     """
+    # What was found, and what the user can do about it.
     if isinstance(difference, Computation):
         found = f"step {step}, virtual rank {difference.virtual_rank}: "
         found += _describe_computation(verdict, difference, devices)

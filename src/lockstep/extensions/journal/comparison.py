@@ -145,6 +145,7 @@ class JournalComparison:
                 f"  loss: {part} {number}, {loss_a!r} in A and {loss_b!r} in B"
                 f"{_and_others(len(found.losses) - 1, part)}"
             )
+
         # Equal gradients are worth a line only if the losses are equal, too: then the difference
         # arose in the optimizer's step.
         arose_in_optimizer_step = not found.losses and not found.gradients
@@ -176,7 +177,11 @@ class JournalComparison:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the comparison as values that `json.dumps` accepts."""
+        """Returns the comparison as values that `json.dumps` accepts.
+
+        The keys are documented, so they stay even where an attribute has another name now: what
+        differed first is under "parted_first".
+        """
         found = self.first_difference
         return {
             "equal": not self.differs,
@@ -196,8 +201,8 @@ def _describe_equal_before(found: StepDifferences) -> str:
     For example "; equal up to step 3, and losses up to step 5", if only losses were written for the
     steps 4 and 5. Returns "" if no step before it was compared.
     """
-    # The last equal step, and the last one of which both runs have hashes. In the example, these
-    # are the steps 5 and 3.
+    # In the example, the last equal step is 5, and the last one of which both runs have hashes is
+    # 3. (`step_before` and `hashes_before` are numbers of steps.)
     last_equal_step = found.step_before
     last_step_with_hashes = found.hashes_before
     if last_equal_step is None:

@@ -90,16 +90,16 @@ class Journal:
             file.read_step(attempt.number_in_files, number) for file in attempt.files.values()
         ]
 
-        # All ranks have the same tensors. Without hashes, the step is read as one without tensors.
+        # The table lists the tensors that hashes belong to; all ranks have the same. A step without
+        # hashes has no table, and is read as one without tensors.
         first_table = steps_of_ranks[0].table
         has_hashes = first_table is not None
         table = NO_TENSORS if first_table is None else first_table
 
-        # The ranks have shared the work: a tensor that all of them have was hashed by one rank
-        # only, and a sharded tensor by each rank for its shard. The hash of a tensor is the sum of
-        # the hashes of its shards. So adding up the hashes of all ranks, by the index of the
-        # tensor, gives the hashes of whole tensors. Example: rank 0 has hashed the tensors 0 and 2,
-        # rank 1 the tensors 1 and 2, of which each has a shard.
+        # Each hash comes from one rank, or is the sum of what several ranks have: a tensor that all
+        # ranks have was hashed by one of them, and of a sharded tensor each rank has hashed its
+        # shard. Example: rank 0 has hashes of the tensors 0 and 2, rank 1 of the tensors 1 and 2.
+        # Tensor 2 is sharded, and its hash is the sum of both.
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
         weights = np.zeros(len(table.names), np.uint64)
