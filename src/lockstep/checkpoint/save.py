@@ -340,7 +340,8 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:
     """Raises CheckpointError if rank 0 does not see a file that another rank has written."""
-    problems = layout.wrong_sizes(temporary, files)  # such as "model.rank1.safetensors is missing"
+    # For example ["model-rank-00001.safetensors is missing"].
+    problems = layout.wrong_sizes(temporary, files)
     if problems:
         raise CheckpointError(
             f"saving a checkpoint in {temporary.parent}",

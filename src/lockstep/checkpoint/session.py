@@ -252,7 +252,8 @@ class Checkpoint:
 
         Args:
             run: the run.
-            memory: True if every step must be kept, False if none; None to decide by what it costs.
+            memory: True to keep every step, False to keep none; None to keep steps if the launcher
+                has memory for them, as often as it costs little.
         """
         topology = run.topology
         launcher_has_memory = bool(topology.memory)
