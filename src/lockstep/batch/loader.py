@@ -658,9 +658,9 @@ class Loader:
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
 
-        # Otherwise it is later. Until then the step keeps `on_begin`, and with it `handed_out`.
-        # This must not keep the batch alive: the step sees by the release of its tensors that the
-        # script has dropped the batch. So extensions then get none.
+        # Otherwise that is later, and extensions then get no batch. Until then the step keeps
+        # `on_begin`, and with it `handed_out`. It must not keep the batch alive too: the step sees
+        # by the release of its tensors that the script has dropped the batch.
         handed_out.batch = ()
 
     def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:

@@ -388,7 +388,9 @@ class MicroBatchPlan:
         for index, micro_batch in enumerate(micro_batches):
             # Does some rank have no samples left for this micro-batch? Its piece is then padding.
             pieces_at_index = [pieces_of_rank[index] for pieces_of_rank in checked.pieces_of_ranks]
-            some_rank_has_none = any(checked.piece.is_padding for checked in pieces_at_index)
+            some_rank_has_none = any(
+                checked_piece.piece.is_padding for checked_piece in pieces_at_index
+            )
 
             piece = pieces[index].piece
             template = _MicroBatchTemplate(
@@ -543,8 +545,8 @@ class MicroBatchPlan:
             return planned_split[:0]  # no micro-batches
 
         # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. A
-        # micro-batch begins where the part of its first rank does: `[all micro-batches, rank 0,
-        # begin of the part]`.
+        # micro-batch begins where the part of its first rank does. The indices below mean: of all
+        # micro-batches, of rank 0, the begin of the part.
         first_samples = planned_split[:, 0, 0]
         plan_can_continue = bool((first_samples == num_done).any())
         if plan_can_continue:

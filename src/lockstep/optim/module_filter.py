@@ -36,8 +36,8 @@ def select_modules(
         module: the model, which is never chosen itself.
         choice: a class or tuple of classes, a pattern of names as in `named_modules()`
             (`"encoder.layers.*"`), or a function that returns True for the modules to select.
-        setting: the setting as the user has written it, for errors, with `{}` in place of the
-            choice.
+        setting: how errors show the setting; the choice is filled in for `{}`, for example
+            `"checkpoint_activations(..., {})"`.
 
     Raises:
         SettingError: nothing matches, or the choice is none of the above.

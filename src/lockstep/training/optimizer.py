@@ -880,8 +880,9 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         if not self._step.micro_batch.last:
             return
 
-        # A call in the loop is for the present global batch. A call after the loop, where `last` is
-        # always True, is for the whole epoch, whether or not the optimizer's last step was skipped.
+        # A call in the loop is for the present global batch. A call after the loop is for the whole
+        # epoch, whether or not the optimizer's last step was skipped. (After the loop no
+        # micro-batch is in progress, and `last` above is True.)
         is_for_global_batch = self._step.in_training_loop
         if is_for_global_batch and self.prepared_optimizer.skipped:
             return
