@@ -310,13 +310,17 @@ def test_a_verdict_fits_the_width_in_chinese(chinese: None) -> None:
         "ranks 0, 2 have waited for it for 7 s",
         rows=(Row(0, "a", "waits in barrier (step 4)", None, 7.0),),
         advice=("every send needs its receive, in the same order on both ranks: where both send or "
-                "receive first, change the order on one of them, or use `batch_isend_irecv`",),
+                "receive first, change the order on one of them, or use `batch_isend_irecv`",
+                "look at its host: other programs on its cores or its GPU, an older or a hotter "
+                "device, slower storage; and at what it does alone in every step. Uneven `shares` "
+                "give it less work, except under diloco"),
     )  # fmt: skip
     lines = render(verdict, language.translate).splitlines()
     assert lines[0] == "rank 1 阻塞在集合通信之外，没有在计算；rank 0, 2 已等待 7 s"
     assert lines[1] == "  rank 0（a）：在 barrier 中等待（第 4 步），已 7 s"
     assert lines[2].startswith("  处理：每次发送都要有对应的接收")
     assert lines[3].startswith("    ")
+    assert "\n  处理：检查它的主机：" in "\n".join(lines)  # an advice that has a semicolon itself
     assert all(width_of(line) <= 100 for line in lines)
     assert render(verdict).isascii()
 

@@ -41,7 +41,7 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
             lines.append(f"  {in_language(f'and {num_hidden} more; see their logs')}")
 
     for text in failure.advice:
-        lines.append(in_language(f"what to do: {text}"))
+        lines.append(join_label(in_language("what to do:"), in_language(text)))
 
     consequences = [in_language(text) for text in failure.consequences]
     if failure.ended_by_lockstep:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from lockstep.columns import wrap
+from lockstep.columns import join_label, wrap
 from lockstep.language import InLanguage, in_english
 from lockstep.run.watch.call_table import Mismatch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
@@ -31,7 +31,8 @@ def render(verdict: Verdict, in_language: InLanguage = in_english) -> str:
     """Writes a verdict as text, in lines of at most 100 columns."""
     lines = _wrap([in_language(verdict.headline)])
     lines += detail_lines(verdict, in_language)
-    lines += _wrap([f"  {in_language(f'do: {text}')}" for text in verdict.advice])
+    for text in verdict.advice:
+        lines += _wrap([f"  {join_label(in_language('do:'), in_language(text))}"])
     return "\n".join(lines)
 
 
